@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner.documents.units import bytes_text, seconds_text
 from planner.report.facts import MOST_LINES, Fact, Summary, plain_table
-from planner.report.text import SURE, answer_text, choices_table, job_text
+from planner.report.text import SURE, answer_text, choices_table, cost_word, job_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator
     if explain:
         yield choices_table(choices)
     else:
-        shown = plain_table("plan", "step", "cost", "memory", right=(1, 2, 3))
+        shown = plain_table("plan", "step", cost_word(choices), "memory", right=(1, 2, 3))
         for choice in choices[: MOST_LINES - 3]:
             assert choice.prediction is not None
             shown.add_row(
@@ -99,7 +99,13 @@ def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator
     ]
     work = {(one.plan.job.seq_len, one.plan.job.global_batch) for one in choices if one.plan}
     if len(work) > 1:
-        text = "the plans train different numbers of samples or tokens per step"
+        text = "the plans train different numbers of samples or tokens per step; % is of as many"
+        facts.insert(0, Fact(label="warning", text=text, style="yellow"))
+    if cost_word(choices) != "cost":
+        text = "the plans have different devices: less time may cost more; whatif has prices"
+        facts.insert(0, Fact(label="warning", text=text, style="yellow"))
+    if len({one.plan.model.name for one in choices if one.plan}) > 1:
+        text = "the plans train different models"
         facts.insert(0, Fact(label="warning", text=text, style="yellow"))
     yield Summary("", facts, whole=explain, most=MOST_LINES - 1 - len(choices))
 

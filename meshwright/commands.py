@@ -225,7 +225,10 @@ def _closing(progress: Progress) -> GapProgress:
 def compare(
     plans: Sequence[Plan | str | Path], cluster: str | None = None
 ) -> tuple[Alternative, ...]:
-    """Say what plans take beside the fastest that fits, each on its own cluster or on one."""
+    """Say what plans take beside the fastest that fits, each on its own cluster or on one.
+
+    Of plans that do other amounts of work in a step, seconds of as much work are compared.
+    """
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
     named = [
@@ -236,7 +239,7 @@ def compare(
     ]
     predictions = [prediction for _, _, prediction in named]
     fitting = [one for one in predictions if one.fits] or predictions
-    fastest = min(fitting, key=lambda one: one.step_time_s)
+    fastest = max(fitting, key=lambda one: one.tokens_per_s)
     return tuple(compared(*one, fastest) for one in named)
 
 

@@ -59,6 +59,16 @@ class Declared:
     """Shape, type and division, which all of them must have."""
 
 
+def is_due(step: int, every: int) -> bool:
+    """Tell whether something is compared in step number `step`, of which the first is 1.
+
+    >>> [step for step in range(1, 50) if is_due(step, 16)]
+    [1, 2, 4, 8, 16, 32, 48]
+    """
+    doubling = step < every and step & (step - 1) == 0
+    return every > 0 and (step % every == 0 or doubling)
+
+
 class Agreement:
     """What this rank has that others have too."""
 
@@ -110,8 +120,7 @@ class Agreement:
 
     def due(self, step: int) -> bool:
         """Tell whether replicas are compared in step number `step`, of which the first is 1."""
-        doubling = step < self.every and step & (step - 1) == 0
-        return self.every > 0 and (step % self.every == 0 or doubling)
+        return is_due(step, self.every)
 
     @torch.no_grad()
     def words(self, device: torch.device) -> Tensor:

@@ -92,6 +92,24 @@ def joined(parts: Sequence[Any]) -> Any:
     return tree_map(whole, parts[0], *parts[1:])
 
 
+def check_samples(outputs: Any, batch: Any) -> None:
+    """Refuse outputs that cannot be put together along their samples.
+
+    Raises BatchError where a leaf with dims has another number of samples than the batch.
+
+    >>> check_samples((torch.zeros(4, 7), torch.tensor(1.0)), torch.zeros(4, 2))
+    """
+    samples = samples_in(batch)
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != samples:
+            raise BatchError(
+                f"outputs: {keystr(path) or 'it'} has shape {list(leaf.shape)} for {samples} "
+                "samples, and is put together along dim 0; return [sample, ...]: views of a sample "
+                "as torch.stack(views, 1), positions behind samples, and what has no samples as a "
+                "number without dims, or expanded to them"
+            )
+
+
 def lengths_of(example: Any) -> dict[str, tuple[int, ...]]:
     """Return the lengths of the leaves of a batch behind their samples, by their place.
 

@@ -10,7 +10,7 @@ the module, no plan trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def check_loss(
     if found is not None:
         raise BatchError(
             f"loss: {found}, so that training would depend on how the plan cuts the batch (into "
-            f"{parts} micro-batches here). If samples belong together, write "
+            f"{parts} micro-batches here).{_whole_leaf(batch)} If samples belong together, write "
             "loss=meshwright.whole_batch(loss). Otherwise return a sum over samples and the count "
             'of what was summed, such as (F.cross_entropy(out, y, reduction="sum"), len(y))'
         )
@@ -238,7 +238,7 @@ class _LossTrial:
         parts = [self._made(one, drawing=False) for one in cut_by(batch, size)]
         for leaf, *of_parts in zip(tree_leaves(whole), *map(tree_leaves, parts), strict=False):
             if isinstance(leaf, Tensor) and all(isinstance(one, Tensor) for one in of_parts):
-                apart = _apart(leaf, of_parts)
+                apart = _apart(leaf, of_parts, size)
                 if apart > CLOSE_OUTPUTS:
                     return (
                         "what it makes of a sample depends on the other samples of the batch (by "
@@ -383,24 +383,44 @@ def _trained_by(total: Tensor) -> Iterator[Tensor]:
         waiting += [one for one, _ in node.next_functions]
 
 
-def _apart(whole: Tensor, parts: Sequence[Tensor]) -> float:
-    """Return how far an output lies from those of its parts, over its size.
+def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
+    """Return how far an output of samples lies from those of parts of `size`, over its size.
 
-    0 where it has no samples: a dim in which that of the whole is as long as all of theirs.
+    A dim may have several rows for each sample, one after the other or view by view.  0 where no
+    dim has as many for each.
     """
-    first = parts[0].shape
-    dims = [
-        dim
-        for dim, length in enumerate(whole.shape)
-        if all(one.ndim == whole.ndim for one in parts)
-        and length == sum(one.shape[dim] for one in parts)
-        and (*whole.shape[:dim], *whole.shape[dim + 1 :]) == (*first[:dim], *first[dim + 1 :])
-    ]
-    if not dims or not whole.numel():
-        return 0.0
-    one, other = whole.double(), torch.cat(list(parts), dims[0]).double()
-    gap = float((one - other).abs().nan_to_num(0.0).max())
-    return gap / max(float(one.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-12)
+    first, count = parts[0].shape, size * len(parts)
+    for dim, length in enumerate(whole.shape):
+        rows = length // count
+        beside = (*whole.shape[:dim], *whole.shape[dim + 1 :])
+        if length != rows * count or not whole.numel():
+            continue
+        if any(one.ndim != whole.ndim or one.shape[dim] != rows * size for one in parts):
+            continue
+        if beside != (*first[:dim], *first[dim + 1 :]):
+            continue
+        one = whole.double()
+        views = [part.double().unflatten(dim, (rows, size)) for part in parts]
+        ordered = (torch.cat([view.flatten(dim, dim + 1) for view in views], dim),
+                   torch.cat(views, dim + 1).flatten(dim, dim + 1))  # fmt: skip
+        gap = min(float((one - other).abs().nan_to_num(0.0).max()) for other in ordered)
+        return gap / max(float(one.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-12)
+    return 0.0
+
+
+def _whole_leaf(batch: Any) -> str:
+    """Return in words which list of the batch is as long as its samples and is not cut, if any."""
+    samples = samples_in(batch)
+    for key, one in (
+        batch.items()
+        if isinstance(batch, Mapping)
+        else enumerate(batch if isinstance(batch, tuple | list) else ())
+    ):
+        numbers = isinstance(one, list) and all(isinstance(x, int | float) for x in one)
+        if (numbers or hasattr(one, "__array_interface__")) and len(one) == samples:
+            kind = type(one).__name__
+            return f" The batch's [{key!r}] is a {kind}, which is not cut: make it a tensor."
+    return ""
 
 
 def _recorded(recording: Recording, few: Any) -> Any:

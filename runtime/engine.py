@@ -606,7 +606,8 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters and buffers the values of these whole tensors, by name.
 
-        What is not named stays as it is.  Raises LaunchError where a shape is another.
+        What is not named stays as it is.  All ranks call it together.  Raises LaunchError where a
+        shape is another, or the module has no such name.
         """
         self._drain()
         self._state.take(state)

@@ -93,7 +93,7 @@ class Notes:
         for name, part in module.named_modules():
             if name in opened and (part._backward_hooks or part._backward_pre_hooks):
                 raise RecordError(
-                    f"{name or type(module).__name__} has a backward hook, and its modules are "
+                    f"{name or type(module).__name__} has a backward hook, and what it contains is "
                     "run in several parts; hang it on a unit, or train without pipeline"
                 )
 

@@ -25,6 +25,7 @@ from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError
 from planner.schedules import schedule, schedule_of
 from runtime import batches, host
+from runtime.agreement import COMPARED_EVERY, is_due
 from runtime.batch_norm import RunningStatistics
 from runtime.context import whole_positions
 from runtime.exchange import all_gather_json, broadcast_tensors
@@ -92,7 +93,10 @@ class StepPasses:
         """Gradients of a loss over the whole batch, by micro-batch."""
         self._metric_names: tuple[str, ...] | None = None
         self._replicas = self._new_replicas()
-        self._checked = False
+        self._batches = 0
+        """How many were seen; values of some are compared."""
+        self._one_slice: list[int] | None = None
+        """The digest of the last batch that was compared, if all slices had the same one."""
         self._counts: list[int] | None = None
         """[slice] Samples of a batch of any size, while one is evaluated."""
         self._filler: Any = None
@@ -169,18 +173,22 @@ class StepPasses:
     def _agree(self, batch: Any, *, any_size: bool = False) -> None:
         """Refuse what ranks that must have equal batches do not have; all ranks raise it.
 
-        Values are compared once, shapes each time: messages between stages have that of the batch,
-        and a loss over the whole batch gathers it.
+        Values are compared as those of replicas are, in the first batches and now and then, shapes
+        each time: messages between stages have that of the batch, and a loss over the whole batch
+        gathers it.  Nor may all slices be the same samples, in one batch that is compared and in
+        the next: whoever divides data forgot to.
         """
-        gathers = isinstance(self._loss, whole_batch) and self._place.data_degree > 1
-        gathers = gathers and not any_size
-        if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1 and not gathers:
+        several = self._place.data_degree > 1 and not any_size
+        gathers = isinstance(self._loss, whole_batch) and several
+        self._batches += 1
+        due = is_due(self._batches, COMPARED_EVERY)
+        fed_alike = self._plan.mesh.pipeline * self._plan.mesh.tensor > 1
+        if not (fed_alike or gathers or (several and due)):
             return
         fed = self._place.data_rank * self._place.context.degree + self._place.context.rank
         own = [fed, batches.shape_print(batch)]
-        if not self._checked:
+        if due:
             own.append(batches.fingerprint(batch))
-        self._checked = True
         every = all_gather_json(own)
         if gathers and (other := next((s for s in every if s[1] != every[0][1]), None)):
             raise BatchError(
@@ -196,6 +204,19 @@ class StepPasses:
                     f"batch: ranks {other} and {rank} feed slice {said[0]} and have different "
                     f"{what}; seed the loader alike on all ranks and take engine.slice(batch)"
                 )
+        if due and several and self._place.context.degree == 1:
+            self._refuse_one_slice(own[1:], {tuple(said[1:]) for said in every})
+
+    def _refuse_one_slice(self, own: list[int], every: set[tuple[int, ...]]) -> None:
+        """Refuse slices that are all the same, in this batch and in another one before."""
+        before, self._one_slice = self._one_slice, own if len(every) == 1 else None
+        if self._one_slice is not None and before not in (None, own):
+            raise BatchError(
+                f"batch: all {self._place.data_degree} slices are the same samples, again and "
+                "again, so that most of the data are never seen; give engine.slice(batch) of the "
+                "global batch, or divide the data by engine.slice_rank and engine.slices "
+                "(DistributedSampler(data, rank=engine.slice_rank, num_replicas=engine.slices))"
+            )
 
     # --- passes -----------------------------------------------------------------------------
 
@@ -366,6 +387,8 @@ class StepPasses:
         self._let_go()
         if self._statistics is not None:
             self._statistics.forget()
+        for one, micro in zip(made, micros, strict=False):
+            batches.check_samples(one, micro.batch)
         return made
 
     def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:

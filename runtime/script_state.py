@@ -195,8 +195,19 @@ class ScriptState:
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters and buffers the values of these whole tensors, by name."""
         own = self.tensors()
+        held = [name.removeprefix("model.") for name in own if name.startswith("model.")]
+        every = all_gather_json(held) if dist.is_initialized() else [held]
+        known = {*self._aliases, *(name for names in every for name in names)}
+        unknown = [name for name in state if name not in known]
+        if unknown:
+            raise LaunchError(
+                f"{unknown[0]}: is no parameter or buffer of the module, as {len(unknown)} of "
+                f"{len(state)} given names are not; take off a wrapper's prefix ('module.'), or "
+                f"leave them out (the module has {', '.join(sorted(known)[:3])}, ...)"
+            )
+        firsts = {self._aliases.get(name, name): value for name, value in state.items()}
         for name, value in own.items():
-            given = state.get(name.removeprefix("model."))
+            given = firsts.get(name.removeprefix("model."))
             if not name.startswith("model.") or given is None:
                 continue
             if given.shape != value.shape:

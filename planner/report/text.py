@@ -128,7 +128,7 @@ def choices_table(choices: Sequence[Alternative]) -> Table:
 
     A plan that is several of them has one row with all its names.
     """
-    table = plain_table("", "step", "cost", "memory", "plan and why", right=(1, 2, 3))
+    table = plain_table("", "step", cost_word(choices), "memory", "plan and why", right=(1, 2, 3))
     for names, choice in _named(choices):
         if choice.prediction is None:
             table.add_row(names, "", "", "", choice.why)
@@ -141,6 +141,20 @@ def choices_table(choices: Sequence[Alternative]) -> Table:
             f"{choice.prediction.layout}\n{choice.why}",
         )
     return table
+
+
+def cost_word(choices: Sequence[Alternative]) -> str:
+    """Return what more time of as much work is: more cost too, if all plans have the same devices.
+
+    >>> cost_word(())
+    'cost'
+    """
+    devices = {
+        (one.plan.cluster, one.plan.mesh.devices + one.prediction.idle_devices)
+        for one in choices
+        if one.plan is not None and one.prediction is not None
+    }
+    return "cost" if len(devices) <= 1 else "time"
 
 
 def _named(choices: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:

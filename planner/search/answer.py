@@ -25,7 +25,7 @@ class Alternative:
     plan: Plan | None = None
     prediction: Prediction | None = None
     more: float = 0.0
-    """Time, so also cost, beyond the fastest, relatively."""
+    """Time of as much work beyond the fastest, relatively; on the same devices also cost."""
     why: str = ""
 
     @property

@@ -9,6 +9,7 @@ proof of the search stays about the fastest.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -239,10 +240,16 @@ def _undivided(request: Request) -> str | None:
 
 
 def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Alternative:
-    """Return the row of a plan beside the fastest: what it needs, and where it takes longer."""
-    step_s, least_s = prediction.step_time_s, fastest.step_time_s
+    """Return the row of a plan beside the fastest: what it needs, and where it takes longer.
+
+    Of jobs that differ in what they do in a step, seconds are those of as much work.
+    """
+    least_s = fastest.step_time_s
+    work, of_fastest = (one.step_time_s * one.tokens_per_s for one in (prediction, fastest))
+    same = 1.0 if math.isclose(work, of_fastest) or not work else of_fastest / work
+    step_s = prediction.step_time_s * same
     longer = {
-        name: seconds - fastest.step_parts.get(name, 0.0)
+        name: seconds * same - fastest.step_parts.get(name, 0.0)
         for name, seconds in prediction.step_parts.items()
     }
     causes = sorted(longer, key=lambda name: -longer[name])[:2]

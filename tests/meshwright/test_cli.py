@@ -422,6 +422,29 @@ def test_plans_are_compared_with_the_fastest_of_them(
     assert "fewer than two" in capsys.readouterr().err
 
 
+def test_plans_of_other_batches_and_devices_are_compared_by_time_of_as_much_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {}
+    for devices, batch in ((1, 16), (1, 64), (4, 64)):
+        paths[devices, batch] = str(tmp_path / f"{devices}-{batch}.yaml")
+        job = ["--cluster", f"{devices}xh100-sxm-80gb", "--global-batch", str(batch)]
+        assert cli.main(["plan", "gpt2-small", *job, "-o", paths[devices, batch]]) == 0
+    capsys.readouterr()
+
+    assert cli.main(["compare", paths[1, 16], paths[1, 64], "--json"]) == 0
+    few, many = json.loads(capsys.readouterr().out)["plans"]
+    each = [one["step_time_s"] / batch for one, batch in ((few, 16), (many, 64))]
+    assert many["more"] == 0.0  # its step is the longer one
+    assert few["more"] == pytest.approx(each[0] / each[1] - 1)
+
+    assert cli.main(["compare", paths[1, 16], paths[1, 64]]) == 0
+    assert "cost" in capsys.readouterr().out
+    assert cli.main(["compare", paths[1, 64], paths[4, 64]]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "time memory" in said and "less time may cost more" in said
+
+
 def test_the_version_is_that_of_the_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import BatchError, LaunchError, MeshwrightError, OptimizerError, RecordError
+from runtime.batches import part_of
 from runtime.engine import Engine
 from runtime.torch_optimizers import ParameterGroup, couples_parameters
+from runtime.whole_batch import whole_batch
 from tests.runtime.ranks import on_ranks
 
 WIDTH, SAMPLES, STEPS = 6, 8, 3
@@ -153,7 +155,14 @@ class Penalised(Net):
         return made + torch.autograd.grad(made.sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("build", [Hooked, hooked_inside, Penalised])
+def replaced_forward() -> nn.Module:
+    module = Net()
+    first = module.blocks[1].forward
+    module.blocks[1].forward = lambda x: 2 * first(x)  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("build", [Hooked, hooked_inside, Penalised, replaced_forward])
 def test_what_only_a_backward_does_is_done(build: Callable[[], nn.Module]) -> None:
     same(planned(build, MICRO), plainly(build))
 
@@ -328,14 +337,25 @@ def test_optimizers_that_look_at_all_parameters_are_told_apart(factory: Any, cou
     assert couples_parameters(ParameterGroup(factory, {"lr": 0.1}, ())) is coupled
 
 
-def _refuse_clipping(layout: dict[str, Any]) -> None:
+def _refuse_on_two_ranks() -> None:
     factory = functools.partial(ClipsAll, lr=0.1)
     with pytest.raises(OptimizerError, match=r"all parameters.*clip_norm"):
-        Engine(Net, layout, loss=loss, optimizer=factory, batch=batch_of(0))
+        Engine(Net, {"pipeline": 2}, loss=loss, optimizer=factory, batch=batch_of(0))
+    engine = Engine(Net, {"pipeline": 2}, loss=loss, optimizer=sgd, batch=batch_of(0))
+    engine.load_state_dict(Net().state_dict())
+    engine.step(batch_of(0))
+    with pytest.raises(BatchError, match="different samples"):
+        engine.step(batch_of(engine.stage))
+
+    engine = Engine(Net, {}, loss=loss, optimizer=sgd, batch=batch_of(0))
+    engine.step(part_of(batch_of(0), range(SAMPLES // 2)))
+    with pytest.raises(BatchError, match=r"all 2 slices are the same samples.*engine\.slice"):
+        engine.step(part_of(batch_of(1), range(SAMPLES // 2)))
 
 
-def test_an_optimizer_that_looks_at_all_parameters_is_refused_where_ranks_have_others() -> None:
-    on_ranks(2, _refuse_clipping, {"pipeline": 2})
+def test_what_ranks_would_see_apart_or_alike_is_refused_on_all_of_them() -> None:
+    """An update from all parameters, a later batch that differs on stages or not on slices."""
+    on_ranks(2, _refuse_on_two_ranks)
 
 
 def test_gradients_are_clipped_as_they_were_changed() -> None:
@@ -386,3 +406,53 @@ class Queue(Net):
 def test_a_buffer_that_every_forward_reads_and_changes_is_named() -> None:
     with pytest.raises(MeshwrightError, match="queue: is changed by every forward"):
         Engine(Queue, MICRO, loss=loss, optimizer=sgd, batch=batch_of(0))
+
+
+# --- tensors by name, and by sample -----------------------------------------------------------
+
+
+def test_names_that_the_module_does_not_have_are_not_passed_over() -> None:
+    engine = Engine(Net, loss=loss, optimizer=sgd, batch=batch_of(0))
+    wrapped = {f"module.{name}": value for name, value in Net().state_dict().items()}
+    with pytest.raises(LaunchError, match=r"module\.blocks\.0\.weight.*6 of 6.*prefix"):
+        engine.load_state_dict(wrapped)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+def test_a_tied_parameter_is_loaded_by_any_of_its_names() -> None:
+    engine = Engine(Tied, loss=loss, optimizer=sgd, batch=batch_of(0))
+    value = torch.eye(WIDTH)
+    engine.load_state_dict({"blocks.2.weight": value})
+    assert torch.equal(engine.state_dict()["blocks.0.weight"], value)
+
+
+class TwoViews(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((super().forward(x), super().forward(x + 1)))
+
+
+def contrastive(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    first, second = out.chunk(2)
+    return functional.cross_entropy(first @ second.t(), torch.arange(len(first))), 1
+
+
+def likeness(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    first, second = out.chunk(2)
+    return (first - second).square().sum(), batch[1].numel()
+
+
+def test_outputs_may_have_several_rows_for_a_sample() -> None:
+    Engine(TwoViews, MICRO, loss=likeness, optimizer=sgd, batch=batch_of(0))
+
+
+def test_outputs_that_are_no_samples_are_not_put_together_as_if_they_were() -> None:
+    engine = Engine(
+        TwoViews, MICRO, loss=whole_batch(contrastive), optimizer=sgd, batch=batch_of(0)
+    )
+    with pytest.raises(BatchError, match=r"\[4, 6\] for 2 samples.*torch\.stack"):
+        engine.step(batch_of(0))

@@ -25,7 +25,8 @@ def work(task, store):
     time.sleep({PATIENCE_S})
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts us behind
+    # Ignored where a shell starts this in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Workers(2) as workers:
         list(workers.each(work, range(5)))
 """
