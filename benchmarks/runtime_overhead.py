@@ -345,7 +345,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"{os.cpu_count()} cores, load average {result['load'][0]:.0f} before and "
         f"{result['load'][1]:.0f} after.",
         "",
-        "| layout | runtime | plain PyTorch | over plain | runtime | plain PyTorch | over plain |",
+        "| layout | runtime, CPU s | plain PyTorch | over plain "
+        "| runtime, memory | plain PyTorch | over plain |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, found in result["layouts"].items():

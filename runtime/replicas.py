@@ -84,12 +84,10 @@ class _Bucket:
         view.copy_(_local(grad))
         self.given[index] = parameter.grad = _like(grad, view)
 
-    def send(self) -> None:
-        """Start to make the mean."""
+    def send(self, op: dist.ReduceOp.RedOpType) -> None:
+        """Start to make the mean, or the sum."""
         assert self.flat is not None
-        self.work = dist.all_reduce(
-            self.flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True
-        )
+        self.work = dist.all_reduce(self.flat, op=op, group=self.group, async_op=True)
 
 
 class Replicas:
@@ -100,13 +98,17 @@ class Replicas:
         parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]],
         *,
         backwards: int | None,
+        divided: bool = False,
     ) -> None:
-        """`parameters` are in the order of forward, each with its ranks, once for each stage.
+        """`divided` says that gradients come divided by the number of ranks: the mean is their sum.
+
+        `parameters` are in the order of forward, each with its ranks, once for each stage.
 
         A step adds to each gradient in `backwards` passes. None says that autograd does not tell
         when a gradient is complete, since some are made apart: all are sent by `finish`.
         """
         self._backwards = backwards
+        self._op = dist.ReduceOp.SUM if divided else dist.ReduceOp.AVG
         found = list(parameters)
         self._stages = Counter(parameter for parameter, _ in found)
         """How many stages of this rank read each, in backwards of their own."""
@@ -120,6 +122,15 @@ class Replicas:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._noticing(bucket, index))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Divide gradients that passes before have left, if they are summed: they are once more."""
+        if self._op == dist.ReduceOp.SUM:
+            for bucket in self._buckets:
+                left = [one.grad for one in bucket.parameters if one.grad is not None]
+                for grad in left:
+                    _local(grad).div_(bucket.group.size())
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -156,7 +167,7 @@ class Replicas:
             assert bucket.flat is not None
             own = bucket.flat[: -len(bucket.parameters)]
             self._squares.append(torch.dot(own, own))
-        bucket.send()
+        bucket.send(self._op)
 
     def _noticing(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
         backwards = (self._backwards or 0) * self._stages[bucket.parameters[index]]

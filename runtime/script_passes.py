@@ -34,7 +34,7 @@ from runtime.inner_loss import BatchSums, InnerLosses, running
 from runtime.loss import Totals, counted
 from runtime.mesh import Place
 from runtime.named_attention import divided, positions_in
-from runtime.parallelize import gathers_anew, reduces_at_once
+from runtime.parallelize import gathers_anew, reduces_apart, reduces_at_once
 from runtime.recent import Recent
 from runtime.recorded_pipeline import RecordedPipeline
 from runtime.recorded_stage import MicroBatch, step_seed
@@ -92,6 +92,11 @@ class StepPasses:
         self._by_output: dict[int, list[Tensor | None]] = {}
         """Gradients of a loss over the whole batch, by micro-batch."""
         self._metric_names: tuple[str, ...] | None = None
+        self._divided = (
+            place.replicas if reduces_apart(plan, place) and plan.mesh.expert == 1 else 1
+        )
+        """By what a loss is divided so that the sum of replicas' gradients is their mean: backends
+        that make a mean themselves go through all memory once more."""
         self._replicas = self._new_replicas()
         self._batches = 0
         """How many were seen; values of some are compared."""
@@ -227,6 +232,8 @@ class StepPasses:
         if isinstance(self._loss, whole_batch):
             with running(InnerLosses(_forget, None, sums)):
                 self._whole_gradients(self._loss, micros)
+        if self._replicas is not None:
+            self._replicas.begin()
         one = self._backward_of(torch.ones((), device=self._device))
         with running(InnerLosses(self._note_inner, one, sums)):
             if self._plan.mesh.pipeline > 1:
@@ -453,7 +460,7 @@ class StepPasses:
 
     def _backward_of(self, total: Tensor) -> Tensor:
         """Return what backward of a sum of losses begins at."""
-        return self._gradients.scale.applied(total / self._gradients.divisor)
+        return self._gradients.scale.applied(total / (self._gradients.divisor * self._divided))
 
     def measure_own_gradient(self) -> None:
         """Let `own` have the square of this rank's gradient from the next step on."""
@@ -473,7 +480,8 @@ class StepPasses:
             return None
         apart = any(part.store is not None for part in self._parts)
         count = self._plan.micro_batches_of(self._place.data_rank)
-        return Replicas(replicated, backwards=None if apart else count)
+        backwards = None if apart else count
+        return Replicas(replicated, backwards=backwards, divided=self._divided > 1)
 
     def pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
         """Return the stages with the boundaries of these micro-batches."""

@@ -106,6 +106,25 @@ def test_what_two_stages_of_a_rank_read_is_sent_behind_both_backwards() -> None:
     assert on_ranks(2, of_two_stages) == [11.5, 11.5]
 
 
+def of_divided_losses() -> list[float]:
+    """Return a gradient of losses that were divided by the number of ranks, behind two passes."""
+    weight = nn.Parameter(torch.ones(()))
+    mean = Replicas([(weight, dist.group.WORLD)], backwards=1, divided=True)
+    found = []
+    for _ in range(2):
+        mean.begin()
+        (weight * (10.0 + dist.get_rank()) / dist.get_world_size()).backward()
+        mean.finish()
+        assert weight.grad is not None
+        found.append(float(weight.grad))
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_that_come_divided_are_summed() -> None:
+    assert on_ranks(2, of_divided_losses) == [[10.5, 21.0], [10.5, 21.0]]
+
+
 def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     """torch's fused AdamW updates other weights where it does not, and says nothing."""
     torch.manual_seed(0)
