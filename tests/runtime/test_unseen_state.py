@@ -21,7 +21,7 @@ from torch.nn import functional
 from planner.errors import BatchError, LaunchError, MeshwrightError, OptimizerError, RecordError
 from runtime.batches import part_of
 from runtime.engine import Engine
-from runtime.torch_optimizers import ParameterGroup, couples_parameters
+from runtime.torch_optimizers import ParameterGroup, couples_parameters, is_elementwise
 from runtime.whole_batch import whole_batch
 from tests.runtime.ranks import on_ranks
 
@@ -335,6 +335,21 @@ class Noisy(torch.optim.SGD):
 )
 def test_optimizers_that_look_at_all_parameters_are_told_apart(factory: Any, coupled: bool) -> None:
     assert couples_parameters(ParameterGroup(factory, {"lr": 0.1}, ())) is coupled
+
+
+class CentresVectors(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for one in self.param_groups[0]["params"]:
+            if one.ndim == 1:
+                one.grad.sub_(one.grad.mean())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("dims", "elementwise"), [((2,), True), ((4,), True), ((1, 2), False)])
+def test_updates_are_tried_on_parameters_of_as_many_dims(
+    dims: tuple[int, ...], elementwise: bool
+) -> None:
+    assert is_elementwise(CentresVectors, {"lr": 0.1}, dims) is elementwise
 
 
 def _refuse_on_two_ranks() -> None:
