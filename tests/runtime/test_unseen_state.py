@@ -22,6 +22,7 @@ from planner.errors import BatchError, LaunchError, MeshwrightError, OptimizerEr
 from runtime.batches import part_of
 from runtime.engine import Engine
 from runtime.torch_optimizers import ParameterGroup, couples_parameters, is_elementwise
+from runtime.weight_gradients import WeightGradients, defer
 from runtime.whole_batch import whole_batch
 from tests.runtime.ranks import on_ranks
 
@@ -396,6 +397,10 @@ def weight_normed() -> nn.Module:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_weights_that_a_hook_makes_before_each_forward_train() -> None:
     same(planned(weight_normed, MICRO), plainly(weight_normed))
+    layer = weight_normed()
+    defer(layer, WeightGradients())
+    layer(torch.ones(2, WIDTH)).sum().backward()
+    assert layer[0].weight_v.grad is not None
 
 
 def test_a_lazy_module_is_refused_by_name() -> None:
