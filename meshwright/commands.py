@@ -237,10 +237,17 @@ def compare(
         else (str(one), document.read(Plan, one), predict(str(one), cluster))
         for one in plans
     ]
-    predictions = [prediction for _, _, prediction in named]
-    fitting = [one for one in predictions if one.fits] or predictions
-    fastest = max(fitting, key=lambda one: one.tokens_per_s)
-    return tuple(compared(*one, fastest) for one in named)
+    fitting = [one for one in named if one[2].fits] or named
+    _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
+    return tuple(
+        compared(what, plan, prediction, fastest, same=_work(first) / _work(plan))
+        for what, plan, prediction in named
+    )
+
+
+def _work(plan: Plan) -> int:
+    """Return the positions that a step of a plan trains on."""
+    return plan.job.global_batch * plan.job.seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,8 @@ GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 """Settings of a parameter by its name, as a group of torch's optimizers has them (`lr`,
 `weight_decay`); `optimizer` among them is a factory for this group instead of the engine's."""
 
-PROBE_ROWS, PROBE_COLUMNS, PROBE_STEPS = 6, 5, 4
+PROBE_ROWS, PROBE_STEPS = 6, 4
+PROBE_SHAPE = (PROBE_ROWS, 5, 2, 2, 2)
 PROBE_CUTS = ((2, 4), (6, 0))
 PROBE_ELEMENTS = 16384
 """A power of two that is more than the blocks in which optimizers keep state in few bits."""
@@ -115,14 +116,19 @@ def name_of(factory: Factory) -> str:
     return getattr(factory, "__qualname__", type(factory).__name__)
 
 
-def is_elementwise(factory: Factory, settings: Mapping[str, Any]) -> bool:
-    """Tell whether an update treats each element by itself: it is tried.
+def is_elementwise(
+    factory: Factory, settings: Mapping[str, Any], dims: Iterable[int] = (2,)
+) -> bool:
+    """Tell whether an update treats each element by itself: it is tried, for numbers of dims.
 
     >>> is_elementwise(torch.optim.Adam, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {})
     (True, False)
     """
+    return all(_is_elementwise(factory, settings, PROBE_SHAPE[:count]) for count in dims)
+
+
+def _is_elementwise(factory: Factory, settings: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shape = (PROBE_ROWS, PROBE_COLUMNS)
     first = torch.randn(shape, generator=generator)
     grads = [torch.randn(shape, generator=generator) for _ in range(PROBE_STEPS)]
     whole = _probed(factory, settings, first, grads, slice(0, PROBE_ROWS))
@@ -275,7 +281,8 @@ class TorchOptimizers(Gradients):
             held = [by_name[name] for name in group.names if name in by_name]
             elementwise = group.elementwise
             if elementwise is None and any(_is_divided(slot) for slot in held):
-                elementwise = is_elementwise(group.factory, group.settings)
+                dims = {min(slot.parameter.ndim, len(PROBE_SHAPE)) for slot in held} - {0}
+                elementwise = is_elementwise(group.factory, group.settings, sorted(dims))
             gathered = elementwise is False
             apart = place.degrees.pipeline > 1 or any(_is_divided(slot) for slot in held)
             if apart and group.elementwise is None and couples_parameters(group):

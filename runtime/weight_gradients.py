@@ -128,8 +128,15 @@ class DeferredLinear(nn.Linear):
 
 
 def defer(layer: nn.Module, store: WeightGradients | None, products: Products = PLAIN) -> None:
-    """Let the weight gradients of a layer's Linears wait in a store; make their `products`."""
-    linears = [module for module in layer.modules() if type(module) is nn.Linear]
+    """Let the weight gradients of a layer's Linears wait in a store; make their `products`.
+
+    A weight that a hook makes of other parameters (weight_norm) is none of the Linear's own.
+    """
+    linears = [
+        module
+        for module in layer.modules()
+        if type(module) is nn.Linear and "weight" in module._parameters
+    ]
     for place, module in enumerate(linears):
         module.__class__ = DeferredLinear
         deferred = cast(DeferredLinear, module)

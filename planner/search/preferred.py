@@ -9,7 +9,6 @@ proof of the search stays about the fastest.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -239,14 +238,14 @@ def _undivided(request: Request) -> str | None:
     return f"{stack.name} cannot: {cause}; other stacks may (--backend)"
 
 
-def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Alternative:
+def compared(
+    what: str, plan: Plan, prediction: Prediction, fastest: Prediction, *, same: float = 1.0
+) -> Alternative:
     """Return the row of a plan beside the fastest: what it needs, and where it takes longer.
 
-    Of jobs that differ in what they do in a step, seconds are those of as much work.
+    `same` is the work of the fastest's step over that of the plan's, where these are not one job.
     """
     least_s = fastest.step_time_s
-    work, of_fastest = (one.step_time_s * one.tokens_per_s for one in (prediction, fastest))
-    same = 1.0 if math.isclose(work, of_fastest) or not work else of_fastest / work
     step_s = prediction.step_time_s * same
     longer = {
         name: seconds * same - fastest.step_parts.get(name, 0.0)

@@ -21,7 +21,8 @@ from torch.nn import functional
 from planner.errors import BatchError, LaunchError, MeshwrightError, OptimizerError, RecordError
 from runtime.batches import part_of
 from runtime.engine import Engine
-from runtime.torch_optimizers import ParameterGroup, couples_parameters
+from runtime.torch_optimizers import ParameterGroup, couples_parameters, is_elementwise
+from runtime.weight_gradients import WeightGradients, defer
 from runtime.whole_batch import whole_batch
 from tests.runtime.ranks import on_ranks
 
@@ -337,6 +338,21 @@ def test_optimizers_that_look_at_all_parameters_are_told_apart(factory: Any, cou
     assert couples_parameters(ParameterGroup(factory, {"lr": 0.1}, ())) is coupled
 
 
+class CentresVectors(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for one in self.param_groups[0]["params"]:
+            if one.ndim == 1:
+                one.grad.sub_(one.grad.mean())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("dims", "elementwise"), [((2,), True), ((4,), True), ((1, 2), False)])
+def test_updates_are_tried_on_parameters_of_as_many_dims(
+    dims: tuple[int, ...], elementwise: bool
+) -> None:
+    assert is_elementwise(CentresVectors, {"lr": 0.1}, dims) is elementwise
+
+
 def _refuse_on_two_ranks() -> None:
     factory = functools.partial(ClipsAll, lr=0.1)
     with pytest.raises(OptimizerError, match=r"all parameters.*clip_norm"):
@@ -381,6 +397,10 @@ def weight_normed() -> nn.Module:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_weights_that_a_hook_makes_before_each_forward_train() -> None:
     same(planned(weight_normed, MICRO), plainly(weight_normed))
+    layer = weight_normed()
+    defer(layer, WeightGradients())
+    layer(torch.ones(2, WIDTH)).sum().backward()
+    assert layer[0].weight_v.grad is not None
 
 
 def test_a_lazy_module_is_refused_by_name() -> None:
