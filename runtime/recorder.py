@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ from runtime.recording import (
 from runtime.trial import MOST_CHECKED, Surroundings, copied, untouched
 from runtime.without_values import even_routing
 
+MANY_RENEWALS = 8
+"""Recordings that are made anew before the user is told what it takes."""
 MOST_RECORDINGS = 64
 """Shapes of batches whose recordings are cached; of others the oldest are made again."""
 Inputs = Callable[[Any], Any]
@@ -170,8 +173,10 @@ class Recorder:
         """
         if self._followed is None or self._surroundings is None:
             return
-        if not self._surroundings.changes():
+        changed = self._surroundings.changes()
+        if not changed:
             return
+        begin_s = time.perf_counter()
         built = self._module if self._real is None else self._real
         for name in self.opened:
             own = vars(built.get_submodule(name))
@@ -186,6 +191,13 @@ class Recorder:
                 f"{type(self._followed).__name__} runs other units since the training loop changed "
                 "what its forward reads; name a unit around what differs with units=, or run all "
                 "units and multiply what does not count by a tensor without dims in the batch"
+            )
+        if self.renewals == MANY_RENEWALS:
+            warnings.warn(
+                f"{min(changed)}: changes again and again, and the forward is recorded anew each "
+                f"time ({1e3 * (time.perf_counter() - begin_s):.0f} ms): give what changes as a "
+                "tensor without dims in the batch, and keep counters out of what inputs refers to",
+                stacklevel=2,
             )
 
     def _surroundings_of(self, module: nn.Module) -> Surroundings:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dis
 import functools
 import itertools
 import random
@@ -35,6 +36,8 @@ MOST_OBJECTS = 200_000
 """Objects that are looked at, those nearest to the module first."""
 MOST_SURROUNDING = 2_000
 """Of them, where they are looked at in each step."""
+GLOBAL_NAMES = frozenset(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"))
+"""Instructions that name a global (`LOAD_NAME` in a class inside a function)."""
 MOST_COPIED_BYTES = 1 << 20
 """Of a tensor or array that is put back; a larger tensor is refused where it changed."""
 LIBRARIES = frozenset(
@@ -282,7 +285,7 @@ class _ReachableObjects:
                 yield from self._place(
                     key, functools.partial(getattr, cell, "cell_contents", None), _cell(cell)
                 )
-        for key in _names(one.__code__):
+        for key in _globals_of(one.__code__):
             if key in one.__globals__:
                 yield from self._global(one.__globals__, key, one.__code__)
 
@@ -488,9 +491,20 @@ def _cell(cell: types.CellType) -> Callable[[Any], None]:
 
 
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a function, and functions inside it, use."""
+    """Return the names that a function, and functions inside it, use, attributes too."""
     inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals that a function, and functions inside it, use.
+
+    A loop's variable `step` is none of them because a forward reads `self.step`.
+    """
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in GLOBAL_NAMES}
+    inner = (_globals_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return frozenset(own).union(*inner)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from torch.nn import functional
 from planner.errors import BatchError, LaunchError, MeshwrightError, OptimizerError, RecordError
 from runtime.batches import part_of
 from runtime.engine import Engine
+from runtime.recorder import Recorder
 from runtime.torch_optimizers import ParameterGroup, couples_parameters, is_elementwise
 from runtime.weight_gradients import WeightGradients, defer
 from runtime.whole_batch import whole_batch
@@ -231,6 +232,35 @@ def test_numbers_of_the_inputs_are_those_of_the_step() -> None:
         Scaled, MICRO, before=cool, inputs=lambda batch: (batch[0], 1 / SETTINGS.temperature)
     )
     same(found, plainly(Scaled, before=cool))
+
+
+def recorder_of(module: nn.Module) -> Recorder:
+    """Return one that follows a module of an example, and has looked at it once."""
+    recorder = Recorder(module, batch_of(0), lambda batch: (batch[0],))
+    recorder.follow(module)
+    return recorder
+
+
+def test_a_global_that_is_called_like_an_attribute_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "temperature", -1)  # as `self.settings.temperature`
+    recorder = recorder_of(Tempered())
+    for step in range(3):
+        monkeypatch.setitem(globals(), "temperature", step)
+        recorder.renew(batch_of(0))
+
+    assert recorder.renewals == 0
+
+
+def test_what_changes_again_and_again_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorder_of(Tempered())
+    with pytest.warns(UserWarning, match=r"temperature: changes again and again.* ms\)") as said:
+        for step in range(12):
+            monkeypatch.setattr(SETTINGS, "temperature", 1.0 / (2 + step))
+            recorder.renew(batch_of(0))
+
+    assert (recorder.renewals, len(said)) == (12, 1)
 
 
 def test_other_units_after_a_change_of_the_loop_are_refused() -> None:
