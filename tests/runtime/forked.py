@@ -11,10 +11,7 @@ line, the zygote and ranks by their own functions, each a process.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from meshwright.__main__ import main as run_command
 from runtime import rank
 from runtime.zygote import Zygote
 from tests.runtime.forked_zygote import ForkedZygote
-from tests.runtime.rooms import ROOT
+from tests.runtime.rooms import ROOT, Forked
 
 IMPORTS = (
     "torch.distributed", "runtime.train", "runtime.launch", "meshwright.cli",
@@ -50,8 +47,8 @@ def common_environment() -> dict[str, str]:
     return {**{name: os.environ[name] for name in names}, "OMP_NUM_THREADS": "1"}
 
 
-class ForkedLauncher:
-    """A launcher that was forked: what subprocess.Popen says of a process."""
+class ForkedLauncher(Forked):
+    """A launcher that was forked."""
 
     def __init__(
         self,
@@ -80,27 +77,6 @@ class ForkedLauncher:
 
     def poll(self) -> int | None:
         return self._fork.poll()
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; subprocess.TimeoutExpired where that takes longer."""
-        end_s = time.monotonic() + (timeout or float("inf"))
-        while (code := self.poll()) is None:
-            if time.monotonic() > end_s:
-                raise subprocess.TimeoutExpired("launcher", timeout or 0.0)
-            time.sleep(0.02)
-        return code
-
-    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
-        """Wait until it has ended, and return what it has said."""
-        self.wait(timeout)
-        return None, self._log.read_text()
 
 
 def main(arguments: Sequence[str]) -> int:

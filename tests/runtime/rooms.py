@@ -110,8 +110,40 @@ def launched(plan: Path | str, asked: LaunchRun, **options: Any) -> None:
         sys.exit(str(error))
 
 
-class ForkedLaunch:
-    """A launch in a process that is forked from this one: what tests ask of subprocess.Popen."""
+class Forked:
+    """A process that was forked: what tests ask of subprocess.Popen."""
+
+    pid: int
+    _log: Path
+
+    def poll(self) -> int | None:
+        """Return how it ended; None while it runs."""
+        raise NotImplementedError
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended; subprocess.TimeoutExpired where that takes longer."""
+        end_s = time.monotonic() + (timeout or float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired(type(self).__name__, timeout or 0.0)
+            time.sleep(0.02)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """Wait until it has ended, and return what it has said."""
+        self.wait(timeout)
+        return None, self._log.read_text()
+
+
+class ForkedLaunch(Forked):
+    """A launch in a process that is forked from this one."""
 
     def __init__(self, plan: Path, asked: LaunchRun, log: Path) -> None:
         self.returncode: int | None = None
@@ -141,25 +173,6 @@ class ForkedLaunch:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        end_s = time.monotonic() + (timeout or float("inf"))
-        while (code := self.poll()) is None:
-            if time.monotonic() > end_s:
-                raise subprocess.TimeoutExpired("launch", timeout or 0.0)
-            time.sleep(0.02)
-        return code
-
-    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
-        self.wait(timeout)
-        return None, self._log.read_text()
 
 
 @dataclass
