@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.experts import count_of, outputs
-from runtime.tensor import gather, scatter
+from runtime.tensor import gather
 
 
 def mixed(
@@ -41,8 +41,8 @@ def mixed(
     each, own = index.shape[1], count_of(module)
     coming = _GatheredRows.apply(hidden, group)
     meanwhile()
-    tokens, every = _Awaited.apply(coming), _at_once(gather, weights, group)
-    expert = _at_once(gather, index, group).flatten() - group.rank() * own
+    tokens, every = _Awaited.apply(coming), _at_once(weights, group)
+    expert = _at_once(index, group).flatten() - group.rank() * own
     expert = torch.where((expert >= 0) & (expert < own), expert, own)
     slots = len(tokens) * min(each, own)
     order = expert.argsort(stable=True)[:slots]
@@ -53,14 +53,13 @@ def mixed(
     made = outputs(module, chosen, rows).where(filled, 0)
     weighted = made * every.flatten()[order].unsqueeze(1)
     whole = weighted.new_zeros(tokens.shape).index_add(0, order // each, weighted)
-    return _at_once(scatter, whole, group).to(hidden.dtype)
+    # No view of another tensor: data parallelism hangs hooks on what a unit returns.
+    return _SummedRows.apply(whole, group).to(hidden.dtype)
 
 
-def _at_once(
-    exchange: Callable[[Tensor, dist.ProcessGroup], Tensor], x: Tensor, group: dist.ProcessGroup
-) -> Tensor:
-    """Exchange the rows of x [token, ...], as those of one sample, and wait for them."""
-    return exchange(x.unsqueeze(0), group).squeeze(0)
+def _at_once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the rows of x [token, ...], as those of one sample, and wait for them."""
+    return gather(x.unsqueeze(0), group).squeeze(0)
 
 
 class _GatheredRows(torch.autograd.Function):
@@ -74,6 +73,19 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _summed(grad, ctx.group), None
+
+
+class _SummedRows(torch.autograd.Function):
+    """Sum the rows of all ranks and keep those of this one's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ended(_begun(grad, ctx.group)), None
 
 
 class _Awaited(torch.autograd.Function):

@@ -27,6 +27,7 @@ from runtime import capped, document_attention, experts
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Head, TensorStyle
 from runtime.context import WHOLE, Context, attention, for_each_query_head
 from runtime.library_families import FAMILIES, configuration
+from runtime.torch_internals import unseen_by_recompute
 
 _STYLES: dict[str, TensorStyle | None] = {
     "colwise": "columns",
@@ -441,8 +442,11 @@ class HuggingFace(Adapter):
         if of is None or of() is not starts:
             made = {}
             self._of_starts = (weakref.ref(starts), made)
-        if key not in made:
+        if key not in made and torch.compiler.is_compiling():
             made[key] = make()
+        elif key not in made:
+            with unseen_by_recompute():
+                made[key] = make()
         return made[key]
 
     def _window(self, index: int) -> int:

@@ -7,6 +7,7 @@ differ, one function here does the work with either.  Where a class of torch is 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -23,6 +24,9 @@ from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode as ReadingMode
+from torch.utils.checkpoint import _CachingTorchDispatchMode as KeepingMode
 from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
 
 from planner.errors import LaunchError
@@ -57,6 +61,7 @@ __all__ = [
     "refuse_graph",
     "replicate",
     "share_memory",
+    "unseen_by_recompute",
 ]
 
 
@@ -279,6 +284,20 @@ def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., 
     shard = record._sharded_local_tensor
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
     record._init_extensions()
+
+
+@contextlib.contextmanager
+def unseen_by_recompute() -> Iterator[None]:
+    """Let selective recompute see no operator of the block.
+
+    It refuses a recomputation that runs other operators than the forward did, and what layers share
+    is made by the first of them that asks: in backward by another one than in forward.
+    """
+    if isinstance(_get_current_dispatch_mode(), KeepingMode | ReadingMode):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 class KeptByCall(dict[int, Any]):

@@ -276,6 +276,7 @@ def reason(row: Row) -> str | None:
         (row.family == OWN and row.tied, "the user's own modules are not tied"),
         (row.family == OWN and row.expert > 1, "those of chains.py have no experts"),
         (row.family == OWN and row.context > 1, "the user's own modules take no positions"),
+        (row.family == OWN and row.documents, "the user's own modules take no positions"),
     )
     found = next((why for holds, why in idle if holds), None)
     if found:

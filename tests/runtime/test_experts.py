@@ -23,6 +23,7 @@ OUTSIDE_IN = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 EXPERTS = {"experts": Experts(count=4, per_token=2, ffn_size=24)}
 SHARED = {"experts": Experts(count=4, per_token=2, ffn_size=24, shared=1, dense_layers=1)}
 GATHERED = {"dispatch": "allgather", "recompute": "selective"}
+ON_HOST = {"offload": "parameters", "dispatch": "allgather"}
 SIX = {"experts": Experts(count=6, per_token=2, ffn_size=24, shared_ffn_size=40)}
 WIDE = {"kv_heads": 4, "experts": Experts(count=4, per_token=2, ffn_size=24, shared=2)}
 HYBRID = {"data_replicate": 2, "data_shard": 2}
@@ -31,6 +32,7 @@ SPLIT = {"schedule": "zbv", "virtual_stages": 2}
 TWO = (
     case("zero 3, selective", model=SHARED, expert=2, data_shard=2, zero=3, recompute="selective"),
     case("over context", model=SHARED, expert=2, context=2),
+    case("gathered, weights on the host", "mixtral", expert=2, context=2, zero=3, **ON_HOST),
 )
 FOUR = (
     case("mixture, more ranks than divide experts", model=SIX, data_shard=4, zero=3),

@@ -16,7 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from benchmarks.torch_internals import shapes_found_in
-from runtime.torch_internals import KeptByCall, fsdp_parameters, reduce_scatter
+from runtime.recompute import recomputed
+from runtime.torch_internals import (
+    KeptByCall,
+    fsdp_parameters,
+    reduce_scatter,
+    unseen_by_recompute,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,3 +131,24 @@ def test_shapes_are_found_inside_the_context_and_only_so_long() -> None:
 
     assert entered == ["in", "out"]
     assert ShardingPropagator._propagate_tensor_meta_non_cached is before
+
+
+def test_what_layers_share_may_be_made_by_another_one_in_backward() -> None:
+    """The first layer makes it in forward, and the last one in backward, which runs first."""
+    shared: list[torch.Tensor] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        if not shared:
+            with unseen_by_recompute():
+                shared.append(torch.arange(3.0) - 1)
+        return (x * shared[0]).exp()
+
+    def gradient(call: Any) -> torch.Tensor:
+        x = torch.ones(3, requires_grad=True)
+        made = call(call(x))
+        shared.clear()
+        made.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(recomputed(layer, "selective")), gradient(layer))
