@@ -39,6 +39,7 @@ from runtime.adapter import Head
 from runtime.loss import IGNORED
 from runtime.parted_products import PARTED, parts
 from runtime.tensor import gather
+from runtime.torch_internals import unseen_by_recompute
 
 
 def in_chunks(head: nn.Module, how: ChunkedLoss, group: dist.ProcessGroup | None) -> None:
@@ -128,7 +129,8 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         ctx.rule = rule
         wanted = ctx.needs_input_grad[:3] if rule.makes else (False, False, False)
-        total, made = _passed(x, weight, bias, targets, rule, wanted)
+        # Logits change in place, which selective recompute must not have saved.
+        total, made = unseen_by_recompute(lambda: _passed(x, weight, bias, targets, rule, wanted))
         if rule.makes:
             ctx.save_for_backward(*made)
         else:

@@ -442,11 +442,8 @@ class HuggingFace(Adapter):
         if of is None or of() is not starts:
             made = {}
             self._of_starts = (weakref.ref(starts), made)
-        if key not in made and torch.compiler.is_compiling():
-            made[key] = make()
-        elif key not in made:
-            with unseen_by_recompute():
-                made[key] = make()
+        if key not in made:
+            made[key] = unseen_by_recompute(make)
         return made[key]
 
     def _window(self, index: int) -> int:

@@ -7,10 +7,9 @@ differ, one function here does the work with either.  Where a class of torch is 
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -63,6 +62,8 @@ __all__ = [
     "share_memory",
     "unseen_by_recompute",
 ]
+
+T = TypeVar("T")
 
 
 # torch's compiler takes a second to import, so only who compiles does.
@@ -286,18 +287,18 @@ def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., 
     record._init_extensions()
 
 
-@contextlib.contextmanager
-def unseen_by_recompute() -> Iterator[None]:
-    """Let selective recompute see no operator of the block.
+def unseen_by_recompute(make: Callable[[], T]) -> T:
+    """Return what a function makes by operators that selective recompute does not see.
 
-    It refuses a recomputation that runs other operators than the forward did, and what layers share
-    is made by the first of them that asks: in backward by another one than in forward.
+    It refuses a recomputation that runs other operators than the forward did (what layers share is
+    made by the first that asks, in backward another one), and results that are changed in place.
     """
-    if isinstance(_get_current_dispatch_mode(), KeepingMode | ReadingMode):
-        with _pop_mode_temporarily():
-            yield
-    else:
-        yield
+    if torch.compiler.is_compiling():
+        return make()
+    if not isinstance(_get_current_dispatch_mode(), KeepingMode | ReadingMode):
+        return make()
+    with _pop_mode_temporarily():
+        return make()
 
 
 class KeptByCall(dict[int, Any]):

@@ -28,6 +28,7 @@ from planner.layers.operator_table import Setting
 from runtime.chunked_loss import chunked_loss
 from runtime.live_memory import LiveMemory
 from runtime.loss import IGNORED
+from runtime.recompute import recomputed
 from runtime.supported import supported
 from runtime.train import token_engine
 from tests.parts import some_and_others
@@ -61,6 +62,22 @@ def plain(
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
     return functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_chunks_are_part_of_a_selective_recomputation(gradients: LossGradients) -> None:
+    """Logits change in place: recomputation must not have saved the product that makes them."""
+    x, weight, _, targets = setting()
+
+    def loss(x: Tensor) -> Tensor:
+        total, _ = chunked_loss(x.tanh(), weight, targets, rows=5, gradients=gradients)
+        return total
+
+    found, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+    recomputed(loss, "selective")(found).backward()
+    plain(wanted.tanh(), weight, None, targets).backward()
+
+    torch.testing.assert_close(found.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("gradients", GRADIENTS)
