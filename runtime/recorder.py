@@ -36,7 +36,7 @@ from runtime.trial import MOST_CHECKED, Surroundings, copied, untouched
 from runtime.without_values import even_routing
 
 MANY_RENEWALS = 8
-"""Recordings that are made anew before the user is told what it takes."""
+"""Recordings that are made anew before the time that it takes is shown."""
 MOST_RECORDINGS = 64
 """Shapes of batches whose recordings are cached; of others the oldest are made again."""
 Inputs = Callable[[Any], Any]
