@@ -356,6 +356,15 @@ def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
             "reshard",
             f"is {ranks}; it divides the {layout.data_shard} ranks of data_shard, and is less",
         )
+    inside_out = [axis for axis in layout.order if getattr(layout, axis) > 1]
+    replicas = ["data_shard", "data_replicate"]
+    if set(replicas) <= set(inside_out):
+        first = inside_out.index("data_shard")
+        if inside_out[first : first + 2] != replicas:  # FSDP2 takes its ranks from one piece
+            yield Obstacle(
+                "reshard",
+                f"is {ranks}, and data_replicate is not the next axis outside of data_shard",
+            )
 
 
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:

@@ -1,14 +1,16 @@
 """What the native backend refuses, and the reason that it gives."""
 
+import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from planner.catalog import stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
+from planner.documents.plan import Axis, Job, Layout
 from planner.documents.stack_space import EVERYTHING
 from planner.documents.training import Lora
 from planner.stacks.executable import rules_of
@@ -203,3 +205,21 @@ def test_a_backend_refuses_what_only_it_cannot_do(llama: ModelGraph, node: Clust
     odd = Job(seq_len=4098, global_batch=64)
     assert limit(llama, node, odd, Layout(context=2), EVERYTHING) is None
     assert "2 x 2 chunks" in str(refusal(llama, node, odd, Layout(context=2)))
+
+
+def test_replicas_lie_around_the_ranks_that_reshard_among_each_other(llama: ModelGraph) -> None:
+    """FSDP2 views a mesh [replica, shard] as rows of ranks that share, which must need no copy."""
+    layout = Layout(tensor=2, data_replicate=2, data_shard=4, zero=3)
+    axes: tuple[Axis, ...] = ("tensor", "data_replicate", "data_shard")
+    refused = set()
+    for outside_in in itertools.permutations(axes):
+        ordered = replace(layout, order=("context", *reversed(outside_in), "pipeline"))
+        found = obstacle(llama, JOB, replace(ordered, reshard=2))
+        ranks = np.arange(16).reshape([getattr(layout, axis) for axis in outside_in])
+        mesh = ranks.transpose([outside_in.index(axis) for axis in axes])[0]
+        copied = not np.shares_memory(mesh, mesh.reshape(-1, 2))
+        assert obstacle(llama, JOB, ordered) is None
+        assert ("next axis outside" in str(found)) == copied, outside_in
+        refused.add(copied)
+
+    assert refused == {False, True}
