@@ -133,7 +133,11 @@ def test_hosts_beyond_the_plan_stand_in_for_those_that_do_not_answer(
     ("more", "kind", "said"),
     [
         ("sys.exit(75)", HandedOver, "a notice ended the run"),
-        ("sys.exit(f'meshwright: {host} has no room')", LaunchError, "a: meshwright: a has no ro"),
+        (
+            "sys.exit(f'meshwright: {host} has no room')",
+            LaunchError,
+            "([ab]): meshwright: \\1 has no ro",
+        ),
     ],
 )
 def test_how_it_ended_is_said(
