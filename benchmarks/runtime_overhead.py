@@ -1,13 +1,15 @@
 """A step of the runtime against the shortest script in plain PyTorch for the same layout.
 
-    PYTHONPATH=$PWD python benchmarks/runtime_overhead.py [-o benchmarks/results] [--pairs 60]
+    PYTHONPATH=$PWD python benchmarks/runtime_overhead.py [-o benchmarks/results] [--runs 4]
 
 Two ranks of one core each on this machine, fp32.  The scripts below use torch's own DDP,
 fully_shard, parallelize_module and Schedule1F1B on the same layers, with AdamW and clipping.  Both
 trainings are in the same two processes and take steps in turn, A B B A; what is measured are CPU
 seconds of the two ranks, since other programs move these little, and a slow minute meets both.
-Reported is the median of the pairs' ratios, with its standard error, and the peak of live tensors
-in a step of its own.  Writes runtime_overhead.json and docs/overhead.md.
+Where tensors lie in memory stays as it is while processes live and moves the ratio by some percent:
+so there are several runs, each in new processes, which keep what they free as ranks of a launch do.
+Reported is the median of all pairs' ratios, with the standard error of the runs' medians, and the
+peak of live tensors in a step of its own.  Writes runtime_overhead.json and docs/overhead.md.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from planner.documents.model import Architecture, ModelGraph
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 from planner.layers.parameters import graph_of
 from planner.process.collector import uncollected
+from planner.process.heap import keep_freed
 from profiler.ranks import result_of
 from runtime import reference
 from runtime.adapter import Head
@@ -255,6 +258,7 @@ PLAIN = {
 def work(arguments: dict[str, Any], tell: Callable[[str, float], None]) -> dict[str, Any]:
     """Return what `compared` does by layout; every rank calls it."""
     torch.set_num_threads(1)
+    keep_freed()  # as ranks of a launch do
     results = {}
     for index, name in enumerate(arguments["layouts"]):
         tell(name, index / len(arguments["layouts"]))
@@ -317,15 +321,15 @@ def cpu_s(step: Step, tokens: Tensor) -> float:
     return seconds.item()
 
 
-def middle(values: list[float]) -> tuple[float, float]:
-    """Return the median and its standard error, of which quartiles tell the spread.
+def middle(runs: list[list[float]]) -> tuple[float, float]:
+    """Return the median of all values, and the standard error of the runs' own medians.
 
-    >>> [round(one, 2) for one in middle([1.0, 2.0, 3.0, 4.0, 5.0])]
-    [3.0, 1.25]
+    >>> [round(one, 2) for one in middle([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]])]
+    [3.0, 1.0]
     """
-    low, median, high = statistics.quantiles(values, n=4)
-    spread = (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75))
-    return median, math.sqrt(math.pi / 2 / len(values)) * spread
+    own = [statistics.median(run) for run in runs]
+    median = statistics.median(value for run in runs for value in run)
+    return median, statistics.stdev(own) / math.sqrt(len(own))
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -338,8 +342,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"each, fp32, {LAYERS} blocks of width {ARCHITECTURE.hidden_size}, sequence {SEQ_LEN}, "
         f"global batch {GLOBAL_BATCH}. Both trainings are in the same two processes and take steps "
         'in turn. CPU seconds are those of both ranks, the median step; "over plain" is the '
-        f"median ratio of {result['pairs']} pairs with its standard error. Memory is the peak of "
-        "live tensors in a step, on the rank that has most.",
+        f"median ratio of {result['runs']} runs of {result['pairs']} pairs, each run in new "
+        "processes, with the standard error of the runs' medians. Memory is the peak of live "
+        "tensors in a step, on the rank that has most.",
         "",
         f"`PYTHONPATH=$PWD {result['command']}`, {result['date']}, torch {torch.__version__}, "
         f"{os.cpu_count()} cores, load average {result['load'][0]:.0f} before and "
@@ -350,9 +355,9 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, found in result["layouts"].items():
-        columns = list(zip(*found["seconds"], strict=True))
+        columns = zip(*(pair for run in found["seconds"] for pair in run), strict=True)
         ours, theirs = (statistics.median(column) for column in columns)
-        ratio, error = middle([a / b - 1 for a, b in found["seconds"]])
+        ratio, error = middle([[a / b - 1 for a, b in run] for run in found["seconds"]])
         peak, plain_peak = (max(peaks) / 2**20 for peaks in found["peak_bytes"])
         lines.append(
             f"| {name} | {ours:.2f} s | {theirs:.2f} s | {100 * ratio:+.1f} ± {100 * error:.1f} % "
@@ -364,22 +369,34 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", default="benchmarks/results")
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     options = parser.parse_args()
     before = os.getloadavg()[0]
     os.environ["OMP_NUM_THREADS"] = "1"
-    layouts = result_of(
-        "benchmarks.runtime_overhead:work",
-        {"pairs": options.pairs, "layouts": options.layouts},
-        ranks=2,
-        device="cpu",
-        title="overhead",
-    )
+    runs = [
+        result_of(
+            "benchmarks.runtime_overhead:work",
+            {"pairs": options.pairs, "layouts": options.layouts},
+            ranks=2,
+            device="cpu",
+            title="overhead",
+        )
+        for _ in range(options.runs)
+    ]
+    layouts = {
+        name: {
+            "seconds": [run[name]["seconds"] for run in runs],
+            "peak_bytes": runs[0][name]["peak_bytes"],
+        }
+        for name in options.layouts
+    }
     result = {
         "date": datetime.date.today().isoformat(),
         "command": "python benchmarks/runtime_overhead.py",
         "load": [before, os.getloadavg()[0]],
+        "runs": options.runs,
         "pairs": options.pairs,
         "layouts": layouts,
     }

@@ -36,6 +36,7 @@ from planner.documents.plan import Plan, PlannedModel
 from runtime import partner
 from runtime.beacon import Beacon
 from runtime.looks import Looks
+from runtime.mirror import Mirror
 from runtime.replay import Replays
 from runtime.step_line import ProgressLine
 from runtime.train import Loop
@@ -186,7 +187,7 @@ def note_steps(folder: Path, kind: str) -> None:
     """
     copy, took_s, lines = Loop._copy, 0.0, None
 
-    def noting(loop: Loop, step: int, step_s: Sequence[float]) -> None:
+    def noting(loop: Loop, mirror: Mirror, step: int, step_s: Sequence[float]) -> None:
         nonlocal took_s, lines
         if lines is None:
             lines = (folder / f"rank-{loop.rank}-{kind}.jsonl").open("a", buffering=1)
@@ -194,11 +195,10 @@ def note_steps(folder: Path, kind: str) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         told = (step, copies, time.process_time(), used.ru_minflt, took_s)
         lines.write(json.dumps(told) + "\n")
-        assert loop._mirror is not None
-        loop._mirror._every = 1
+        mirror._every = 1
         begin_s = time.thread_time()
         if copies:
-            copy(loop, step, step_s)
+            copy(loop, mirror, step, step_s)
         took_s += time.thread_time() - begin_s
 
     Loop._copy = noting  # type: ignore[method-assign]

@@ -97,8 +97,10 @@ class Epochs:
         self._planned = self._fit = fit
         self._run, self._means, self._agent = run, means, means.agent
         self._signals, self._quiet = signals, quiet
-        self._hidden, self._again = 0, False
+        self._hidden = 0
         """Devices of this node that ranks do not see any more."""
+        self._again = False
+        """Ranks of this command ran before."""
 
     def run(self, shrunk: Decision | None) -> Launched | None:
         """Train until the run is over; the first epoch has `shrunk` before it."""

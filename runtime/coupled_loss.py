@@ -411,11 +411,8 @@ def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
 def _whole_leaf(batch: Any) -> str:
     """Return in words which list of the batch is as long as its samples and is not cut, if any."""
     samples = samples_in(batch)
-    for key, one in (
-        batch.items()
-        if isinstance(batch, Mapping)
-        else enumerate(batch if isinstance(batch, tuple | list) else ())
-    ):
+    leaves = batch if isinstance(batch, Mapping | tuple | list) else ()
+    for key, one in leaves.items() if isinstance(leaves, Mapping) else enumerate(leaves):
         numbers = isinstance(one, list) and all(isinstance(x, int | float) for x in one)
         if (numbers or hasattr(one, "__array_interface__")) and len(one) == samples:
             kind = type(one).__name__

@@ -69,9 +69,8 @@ class Looks:
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
-        self._tells = asked.survive and ready.ranks.leads
-        events = run.events_file(ready.output)
-        self._events_at = events.stat().st_size if self._tells else 0
+        tells = asked.survive and ready.ranks.leads
+        self._events = run.AddedLines(run.events_file(ready.output)) if tells else None
 
     @property
     def after_step(self) -> int:
@@ -84,8 +83,8 @@ class Looks:
         news = self.shown.refresh()
         if self.pace is not None:
             self.pace(news)
-        if self._tells and news:
-            self._tell_failed_saves()
+        if self._events is not None and news:
+            self._tell_failed_saves(self._events.read())
         if self.telemetry is not None:
             self.telemetry.look()
         if self._begin_s and self.shown.step > self._before:
@@ -107,14 +106,9 @@ class Looks:
         if waiting:
             raise hung(self._ready, waiting, after_step=self.after_step)
 
-    def _tell_failed_saves(self) -> None:
+    def _tell_failed_saves(self, lines: Sequence[bytes]) -> None:
         """Say what could not be saved: ranks write it down, and train on."""
-        with run.events_file(self._ready.output).open("rb") as lines:
-            lines.seek(self._events_at)
-            news = lines.read()
-        whole = news[: news.rfind(b"\n") + 1]
-        self._events_at += len(whole)
-        if b'"save_failed"' in whole:  # few lines are read as what they are
-            for event in events_of(whole.splitlines()):
-                if isinstance(event, SaveFailed):
-                    self.shown.say.print(f"warning: {event.text}")
+        # Few lines are read as what they are.
+        for event in events_of(line for line in lines if b'"save_failed"' in line):
+            if isinstance(event, SaveFailed):
+                self.shown.say.print(f"warning: {event.text}")

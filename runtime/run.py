@@ -200,6 +200,22 @@ def append_record(record: StepRecord | Event, path: Path) -> None:
         raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+class AddedLines:
+    """Reads the whole lines that are added to a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, path.stat().st_size
+
+    def read(self) -> list[bytes]:
+        """Return the lines that were ended since the last time."""
+        with checksums.opened(self._path) as file:
+            file.seek(self._offset)
+            news = file.read()
+        whole = news[: news.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines()
+
+
 _LONGEST_RECORD_BYTES = 1 << 16
 
 

@@ -10,6 +10,7 @@ from rich.progress import Progress as Bar
 from planner.documents.events import StepRecord
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.terminal import Terminal
+from runtime.run import AddedLines
 
 
 class ProgressLine:
@@ -29,8 +30,7 @@ class ProgressLine:
             self._bar = Bar(*columns, console=say, transient=True)
             self._task = self._bar.add_task("starting ranks", total=steps)
         self._next_line = 0
-        self._metrics: Path | None = None
-        self._offset = 0
+        self._metrics: AddedLines | None = None
 
     @property
     def after(self) -> str:
@@ -39,15 +39,14 @@ class ProgressLine:
 
     def follow(self, metrics: Path) -> None:
         """Show what is added to a metrics file from now on."""
-        self._metrics = metrics
-        self._offset = metrics.stat().st_size
+        self._metrics = AddedLines(metrics)
         if self._bar:
             self._bar.start()
 
     def refresh(self) -> list[StepRecord]:
         """Show the newest step; return those that were done since the last time."""
         assert self._metrics is not None
-        news = self._news(self._metrics)
+        news = [StepRecord.model_validate_json(line) for line in self._metrics.read()]
         for record in news:
             self.step = record.step
             line = self._line(record)
@@ -66,14 +65,6 @@ class ProgressLine:
         """Leave the terminal as it was."""
         if self._bar:
             self._bar.stop()
-
-    def _news(self, metrics: Path) -> list[StepRecord]:
-        with metrics.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [StepRecord.model_validate_json(line) for line in whole.splitlines()]
 
     def _line(self, record: StepRecord) -> str:
         parts = [

@@ -279,12 +279,12 @@ class TorchOptimizers(Gradients):
         own: dict[int, tuple[Factory, list[dict[str, Any]]]] = {}
         for group in self._groups:
             held = [by_name[name] for name in group.names if name in by_name]
-            elementwise = group.elementwise
-            if elementwise is None and any(_is_divided(slot) for slot in held):
+            divided, elementwise = any(map(_is_divided, held)), group.elementwise
+            if elementwise is None and divided:
                 dims = {min(slot.parameter.ndim, len(PROBE_SHAPE)) for slot in held} - {0}
                 elementwise = is_elementwise(group.factory, group.settings, sorted(dims))
             gathered = elementwise is False
-            apart = place.degrees.pipeline > 1 or any(_is_divided(slot) for slot in held)
+            apart = divided or place.degrees.pipeline > 1
             if apart and group.elementwise is None and couples_parameters(group):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} looks at all parameters for the update of "

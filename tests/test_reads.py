@@ -63,8 +63,6 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/exchange.py", "json.loads"): PEER,
     ("runtime/checksums.py", "os.open"): CHECKED,
     ("runtime/parts.py", "os.open"): OURS,
-    ("runtime/step_line.py", "open"): OURS,
-    ("runtime/looks.py", "open"): OURS,
     ("runtime/beacon.py", "open"): OURS,
     ("runtime/beacon.py", "read_bytes"): SYSTEM,
     ("runtime/slots.py", "open"): OURS,

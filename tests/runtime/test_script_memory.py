@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,6 +54,30 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
+def check(
+    build: Callable[[], nn.Module],
+    batch: Any,
+    fix: list[str],
+    loss: Callable[..., Any] = loss,
+    *,
+    within: float = WITHIN,
+) -> None:
+    """Plan a module for two ranks, and compare the peak of each stage with what a rank holds."""
+    plan = meshwright.plan(build, "local:2", batch=batch, loss=loss, optimizer=adamw, fix=fix)
+
+    told = meshwright.predict(plan)
+    for stage in range(plan.mesh.pipeline):
+        found = script_peak_bytes(
+            lambda of: meshwright.Engine(
+                build, of, loss=loss, optimizer=adamw, batch=batch, device="cpu"
+            ),
+            plan,
+            batch,
+            rank=rank_at(plan, stage),
+        )
+        assert told.stages[stage].peak_memory_bytes == pytest.approx(found, rel=within)
+
+
 @pytest.mark.long("dp=2 zero=0", "tensor=2", "dp=2 zero=0 activations=offload", "pp=2")
 @pytest.mark.parametrize(
     "fix",
@@ -68,27 +93,14 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 @pytest.mark.matrix
 def test_a_rank_holds_what_is_predicted(fix: list[str]) -> None:
     batch = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
-    plan = meshwright.plan(
+    others = [f"{axis}=1" for axis in ("tensor", "pp", "dp") if not fix[0].startswith(axis)]
+
+    check(
         Model,
-        "local:2",
-        batch=batch,
-        loss=loss,
-        optimizer=adamw,
-        fix=[f"{axis}=1" for axis in ("tensor", "pp", "dp") if not fix[0].startswith(axis)]
-        + ["micro_batch=2", "recompute=none", *fix],
+        batch,
+        [*others, "micro_batch=2", "recompute=none", *fix],
+        within=WITHIN_ZERO_3 if "zero=3" in fix else WITHIN,
     )
-    told = meshwright.predict(plan)
-    for stage in range(plan.mesh.pipeline):
-        found = script_peak_bytes(
-            lambda of: meshwright.Engine(
-                Model, of, loss=loss, optimizer=adamw, batch=batch, device="cpu"
-            ),
-            plan,
-            batch,
-            rank=rank_at(plan, stage),
-        )
-        within = WITHIN_ZERO_3 if "zero=3" in fix else WITHIN
-        assert told.stages[stage].peak_memory_bytes == pytest.approx(found, rel=within)
 
 
 class Placed(nn.Module):
@@ -166,19 +178,8 @@ class Mixtures(Language):
 def test_experts_over_ranks_take_what_is_predicted() -> None:
     batch = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
     fix = ["dp=2", "expert=2", "zero=2", "tensor=1", "pp=1", "micro_batch=4", "recompute=none"]
-    plan = meshwright.plan(Mixtures, "local:2", batch=batch, loss=loss, optimizer=adamw, fix=fix)
 
-    found = script_peak_bytes(
-        lambda of: meshwright.Engine(
-            Mixtures, of, loss=loss, optimizer=adamw, batch=batch, device="cpu"
-        ),
-        plan,
-        batch,
-        rank=0,
-    )
-
-    told = meshwright.predict(plan).stages[0].peak_memory_bytes
-    assert told == pytest.approx(found, rel=WITHIN)
+    check(Mixtures, batch, fix)
 
 
 @pytest.mark.matrix
@@ -194,18 +195,5 @@ def test_positions_and_chunks_take_what_is_predicted(fix: list[str]) -> None:
     }
     own = meshwright.token_loss(lambda batch: batch["targets"])
     common = ["tensor=1", "pp=1", "zero=0", "micro_batch=4", "recompute=none"]
-    plan = meshwright.plan(
-        Placed, "local:2", batch=batch, loss=own, optimizer=adamw, fix=[*common, *fix]
-    )
 
-    found = script_peak_bytes(
-        lambda of: meshwright.Engine(
-            Placed, of, loss=own, optimizer=adamw, batch=batch, device="cpu"
-        ),
-        plan,
-        batch,
-        rank=0,
-    )
-
-    told = meshwright.predict(plan).stages[0].peak_memory_bytes
-    assert told == pytest.approx(found, rel=WITHIN)
+    check(Placed, batch, [*common, *fix], own)
