@@ -67,7 +67,7 @@ def installed(python: str, wheel: str, extra: str | None, folder: Path, end: str
 
 
 def said(place: Path, words: list[str]) -> dict[str, Any]:
-    """Return what an environment answers as JSON, with nothing beside it."""
+    """Return what an environment answers as JSON, with nothing beside it, and no warning."""
     done = subprocess.run(
         [place / "bin" / "meshwright", *words, "--json"],
         cwd=place,
@@ -75,7 +75,7 @@ def said(place: Path, words: list[str]) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    if done.returncode:
+    if done.returncode or "Warning" in done.stderr:
         sys.exit(f"{place.name}: {' '.join(words)}: {done.stderr}")
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

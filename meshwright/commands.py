@@ -7,6 +7,7 @@ torch is imported only inside the calls that need it.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -206,7 +207,9 @@ def _with_less_surety(request: Request) -> str:
     if request.fit_probability <= AS_PREDICTED:
         return ""
     try:
-        found = search(replace(request, fit_probability=AS_PREDICTED)).prediction
+        # Below some limit, however high, since nobody asks here why nothing fits.
+        looser = replace(request, fit_probability=AS_PREDICTED)
+        found = search(looser, below_s=sys.float_info.max).prediction
     except NoPlanFits:
         return ""
     return (

@@ -30,6 +30,9 @@ class DataRanks:
     sharding: DeviceMesh
     """Those that ZeRO divides over; one rank where it does not."""
     sharded: bool
+    near: DeviceMesh | None = None
+    """Those that ZeRO divides over as [group, rank], if ranks of a group have all parameters
+    between passes; None where they are fewer than a group."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -52,6 +55,8 @@ class Place:
     mesh: DeviceMesh | None
     sharded: bool = False
     """Whether ZeRO divides anything."""
+    reshard: int | None = None
+    """The plan's own: ranks that have all parameters together between passes."""
 
     def along(self, axis: Axis) -> int:
         """Return this rank's coordinate on an axis."""
@@ -103,6 +108,7 @@ class Place:
             replicating=self.axis("data_replicate"),
             sharding=self._together("data_shard", "context"),
             sharded=True,
+            near=self._near(self.mesh, "data_shard"),
         )
 
     @property
@@ -123,9 +129,7 @@ class Place:
         """
         mesh = _kept(
             ("relays", self.degrees, ranks),
-            lambda: self.expert_mesh._unflatten(
-                "expert", (self.degrees.expert // ranks, ranks), ("across", "inside")
-            ),
+            lambda: _cut(self.expert_mesh, "expert", ranks, ("across", "inside")),
         )
         return mesh["across"].get_group(), mesh["inside"].get_group()
 
@@ -141,10 +145,30 @@ class Place:
         mesh, replicate = self.expert_mesh, self.degrees.data_replicate
         if self.sharded and self.expert_replicas > replicate:
             return DataRanks(
-                replicating=mesh["data_replicate"], sharding=mesh["expert_shard"], sharded=True
+                replicating=mesh["data_replicate"],
+                sharding=mesh["expert_shard"],
+                sharded=True,
+                near=self._near(mesh, "expert_shard"),
             )
         whole = mesh["data_replicate", "expert_shard"]._flatten("same experts")
         return DataRanks(replicating=whole, sharding=mesh["alone"], sharded=False)
+
+    def _near(self, mesh: DeviceMesh | None, axis: str) -> DeviceMesh | None:
+        """Return an axis that ZeRO divides over as [group, rank]; all ranks call it together.
+
+        FSDP would make it for each module anew, with groups that ranks of other stages, or with
+        another part of a matrix, do not ask for: they would wait for each other for ever.
+        """
+        assert mesh is not None
+        ranks, inside = mesh[axis].size(), self.reshard or 1
+        if inside == 1 or ranks % inside or ranks == inside:
+            return None
+        names = (f"groups of {axis}", f"near in {axis}")
+        both = _kept(
+            (axis, self.degrees, inside),
+            lambda: _cut(mesh, axis, inside, names),
+        )
+        return both[names]
 
     def _together(self, data: Axis, other: Axis) -> DeviceMesh:
         """Return one axis made of two."""
@@ -215,6 +239,13 @@ class Place:
         return pairs.get(dist.get_rank())
 
 
+def _cut(mesh: DeviceMesh, axis: str, ranks: int, names: tuple[str, str]) -> DeviceMesh:
+    """Return a mesh with an axis as two: groups, and in each as many neighbours."""
+    assert mesh.mesh_dim_names is not None
+    place = mesh.mesh_dim_names.index(axis)  # torch 2.11 takes no name
+    return mesh._unflatten(place, (mesh[axis].size() // ranks, ranks), names)
+
+
 def _pipeline_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
     """Make another group of the ranks of every pipeline; all ranks of the job call it together."""
     groups: dict[int, dist.ProcessGroup] = {}
@@ -261,7 +292,8 @@ def place_of(plan: Plan, device: torch.device) -> Place:
         lambda: init_device_mesh(device.type, sizes, mesh_dim_names=outermost_first),
     )
     sharded = plan.zero > 0 and degrees.data_shard * degrees.context > 1
-    place = Place(degrees=degrees, mesh=mesh, sharded=sharded)
+    place = Place(degrees=degrees, mesh=mesh, sharded=sharded, reshard=plan.reshard)
+    _ = place.data  # by all ranks together, as that of experts
     if degrees.expert > 1:
         _ = place.expert_data  # by all ranks together, also those whose stage has no experts
         if plan.relay is not None:

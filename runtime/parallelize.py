@@ -25,7 +25,7 @@ from runtime import experts, host
 from runtime.gradient_wire import narrow
 from runtime.mesh import DataRanks, Place
 from runtime.published import Region
-from runtime.torch_internals import let_go_of_reduced, replicate
+from runtime.torch_internals import let_go_of_reduced, replicate, staying_near
 
 _HALVES = {
     "bf16": torch.bfloat16,
@@ -87,15 +87,16 @@ def over_data(
             offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         case _:
             assert_never(plan.offload)
-    fully_shard(
-        module,
-        mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
-        mp_policy=policy,
-        reshard_after_forward=_reshards(plan, ranks, root=root),
-        shard_placement_fn=_divided_dims(module, ranks.sharding.size()).get,
-        offload_policy=offload,
-        ignored_params=others,
-    )
+    with staying_near(ranks.near):
+        fully_shard(
+            module,
+            mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
+            mp_policy=policy,
+            reshard_after_forward=_reshards(plan, ranks, root=root),
+            shard_placement_fn=_divided_dims(module, ranks.sharding.size()).get,
+            offload_policy=offload,
+            ignored_params=others,
+        )
     if plan.gradient_wire in ("bf16", "fp16"):
         assert isinstance(module, FSDPModule)
         narrow(module, plan.gradient_wire, ranks.replicating.get_group())
@@ -123,7 +124,7 @@ def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
         case 1:
             return False
         case _:
-            return plan.reshard
+            return plan.reshard if ranks.near else True
 
 
 def prefetch(layers: Sequence[nn.Module], depth: int) -> None:

@@ -26,6 +26,7 @@ from runtime.named_attention import SeenKeys, seeing, seen_now
 from runtime.recorder import Recorder, arguments, can_be_tried
 from runtime.recording import Recording, Value, values_of
 from runtime.trial import copied, untouched
+from runtime.weight_gradients import DeferredLinear
 
 
 class token_loss:  # noqa: N801 - read as the function that it is to its user
@@ -94,7 +95,7 @@ def head_of(recording: Recording, module: nn.Module) -> str:
         node.unit
         for node in recording.nodes
         if node.unit
-        and type(module.get_submodule(node.unit)) is nn.Linear
+        and type(module.get_submodule(node.unit)) in (nn.Linear, DeferredLinear)
         and ends & {value for _, value in node.made}
     ]
     if len(found) != 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -60,6 +63,7 @@ __all__ = [
     "refuse_graph",
     "replicate",
     "share_memory",
+    "staying_near",
     "unseen_by_recompute",
 ]
 
@@ -285,6 +289,26 @@ def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., 
     shard = record._sharded_local_tensor
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
     record._init_extensions()
+
+
+@contextmanager
+def staying_near(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Let a `fully_shard` that is given a number leave parameters on ranks [group, rank] of a mesh.
+
+    It would make that mesh itself.
+    """
+    plain = _fully_shard._get_post_forward_mesh_info
+
+    def near(reshard: bool | int, mesh_info: Any) -> Any:
+        if mesh is None or isinstance(reshard, bool):
+            return plain(reshard, mesh_info)
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    _fully_shard._get_post_forward_mesh_info = near  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fully_shard._get_post_forward_mesh_info = plain
 
 
 def unseen_by_recompute(make: Callable[[], T]) -> T:

@@ -61,7 +61,7 @@ def _end_at_the_first_wrong_item(schema: Any) -> None:
 class Part(BaseModel):
     """A frozen piece of a document; unknown keys are errors that name the nearest known key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
     def __get_pydantic_core_schema__(

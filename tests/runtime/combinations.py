@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from planner.catalog import native
@@ -474,7 +476,7 @@ def pairs(properties: tuple[Property, ...]) -> set[Pair]:
     """
     inexact = {p for p in properties if p in BOUNDS}
     places = _places(tuple(name for name, _ in properties))
-    every = ((properties[i], properties[j]) for i, j in places)
+    every = ((properties[i], properties[j]) for i, j in places.tolist())
     if not inexact:
         return set(every)
     return {p for p in every if inexact.intersection(p) and not _exact_only(p[0][0], p[1][0])}
@@ -485,10 +487,10 @@ def _exact_only(one: str, other: str) -> bool:
 
 
 @functools.cache
-def _places(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Return which of these properties make pairs, as two indices."""
+def _places(names: tuple[str, ...]) -> NDArray[np.intp]:
+    """Return which of these properties make pairs, as two indices [pair, 2]."""
     every = itertools.combinations(range(len(names)), 2)
-    return tuple((i, j) for i, j in every if not _too_many(names[i], names[j]))
+    return np.array([(i, j) for i, j in every if not _too_many(names[i], names[j])])
 
 
 def _too_many(one: str, other: str) -> bool:
@@ -507,16 +509,13 @@ def cover(
     """
     every_mesh = meshes(ranks)
     witnesses = _witnesses(every_mesh, properties)
-    search = _Search(every_mesh, properties, seed)
-    search.missing = dict.fromkeys(map(search.numbered, witnesses))
-    row_of = dict(zip(search.missing, witnesses.values(), strict=True))
+    search = _Search(every_mesh, properties, witnesses, seed)
     rows: list[Row] = []
-    while search.missing:
-        pair = next(iter(search.missing))
-        tried = [search.filled(row_of[pair], pair) for _ in range(TRIES)]
-        rows.append(max(tried, key=lambda row: len(search.new(row))))
-        for met in search.new(rows[-1]):
-            del search.missing[met]
+    for pair, row in witnesses.items():
+        if search.lacks(pair):
+            tried = [search.filled(row, pair) for _ in range(TRIES)]
+            rows.append(max(tried, key=lambda row: search.news(row).size))
+            search.add(rows[-1])
     return tuple(rows)
 
 
@@ -527,53 +526,62 @@ class _Search:
         self,
         every_mesh: tuple[dict[str, int], ...],
         properties: Callable[[Row], tuple[Property, ...]],
+        missing: Iterable[Pair],
         seed: int,
     ) -> None:
-        self.missing: dict[tuple[int, int], None] = {}
         self._properties = properties
-        self._numbers: dict[Property, int] = {}
         self._rng = random.Random(seed)
+        missing = list(missing)
+        every = dict.fromkeys(one for pair in missing for one in pair)
+        self._numbers = {one: number for number, one in enumerate(every)}
+        # The last number is that of properties that no missing pair has.
+        self._size = len(every) + 1
+        self._missing = np.zeros((self._size, self._size), dtype=bool)
+        for one, other in missing:
+            self._missing[self._numbers[one], self._numbers[other]] = True
+        self._inexact = np.array([one in BOUNDS for one in every] + [False])
+        self._exact_only = np.array([_exact_only(name, name) for name, _ in every] + [False])
         self._table: dict[str, list[dict[str, Any]]] = {"mesh": list(every_mesh)}
         told = {name for name, _ in properties(Row())}
         for name, values in choices().items():
             if name in told:
                 self._table[name] = [{name: value} for value in values]
 
-    def numbered(self, pair: Pair) -> tuple[int, int]:
-        """Return a pair as two numbers."""
-        one, other = (self._numbers.setdefault(p, len(self._numbers)) for p in pair)
-        return one, other
+    def lacks(self, pair: Pair) -> bool:
+        """Say whether no row that was added has a pair."""
+        one, other = pair
+        return bool(self._missing[self._numbers[one], self._numbers[other]])
 
-    def new(self, row: Row) -> list[tuple[int, int]]:
-        """Return the missing pairs that a row has."""
+    def news(self, row: Row) -> NDArray[np.intp]:
+        """Return the missing pairs that a row has, a number each."""
         made = self._properties(row)
-        numbers = [self._numbers.setdefault(p, len(self._numbers)) for p in made]
-        inexact = {number for p, number in zip(made, numbers, strict=True) if p in BOUNDS}
-        missing = self.missing
-        every = ((numbers[i], numbers[j]) for i, j in _places(tuple(name for name, _ in made)))
-        found = [pair for pair in every if pair in missing]
-        if not inexact:
-            return found
-        exact_only = {
-            number
-            for (name, _), number in zip(made, numbers, strict=True)
-            if _exact_only(name, name)
-        }
-        return [p for p in found if inexact.intersection(p) and exact_only.isdisjoint(p)]
+        numbers = np.array([self._numbers.get(one, self._size - 1) for one in made])
+        places = _places(tuple(name for name, _ in made))
+        one, other = numbers[places[:, 0]], numbers[places[:, 1]]
+        found = self._missing[one, other]
+        if any(one in BOUNDS for one in made):
+            found &= self._inexact[one] | self._inexact[other]
+            found &= ~(self._exact_only[one] | self._exact_only[other])
+        return one[found] * self._size + other[found]
 
-    def filled(self, row: Row, pair: tuple[int, int]) -> Row:
+    def add(self, row: Row) -> None:
+        """Count a row's pairs as met."""
+        self._missing.reshape(-1)[self.news(row)] = False
+
+    def filled(self, row: Row, pair: Pair) -> Row:
         """Change a row's fields, in a random order, to bring more missing pairs; `pair` stays."""
+        own = self._numbers[pair[0]] * self._size + self._numbers[pair[1]]
         names = list(self._table)
         self._rng.shuffle(names)
         for name in names:
-            now = len(self.new(row))
+            now = self.news(row).size
             changed = [replace(row, **values) for values in self._table[name]]
             self._rng.shuffle(changed)
             gains = {}
             for one in changed:
-                new = self.new(one)
-                if len(new) > now and pair in new:
-                    gains[one] = len(new)
+                news = self.news(one)
+                if news.size > now and own in news:
+                    gains[one] = news.size
             better = sorted(gains, key=gains.__getitem__, reverse=True)
             row = next((one for one in better if reason(one) is None), row)
         return row

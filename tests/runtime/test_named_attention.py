@@ -17,6 +17,8 @@ from planner.errors import LaunchError
 from runtime.engine import Engine
 from runtime.position_trial import check_positions
 from runtime.recorder import Recorder
+from runtime.token_loss import head_of
+from runtime.weight_gradients import WeightGradients, defer
 from tests.runtime.ranks import on_ranks
 
 WIDTH, HEADS, SAMPLES, LENGTH, STEPS = 16, 2, 4, 8, 2
@@ -215,6 +217,16 @@ def test_a_loss_that_is_not_made_of_one_product_is_not_made_in_chunks() -> None:
     ):
         with pytest.raises(LaunchError, match=said):
             Engine(build, plan, loss=own, optimizer=adamw, batch=batch_of(0))
+
+
+def test_the_product_that_makes_logits_may_put_its_weight_gradient_off() -> None:
+    module, batch = Net(), batch_of(0)
+    recording = Recorder(module, batch).first
+    head = head_of(recording, module)
+
+    defer(module, WeightGradients())
+
+    assert head_of(recording, module) == head
 
 
 @pytest.mark.parametrize(

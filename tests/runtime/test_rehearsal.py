@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.rehearsal import Rehearsal, rank_at, rehearse
+from benchmarks.rehearsal import Rehearsal, fake_job, rank_at, rehearse
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import predict
 from planner.documents.model import ModelGraph
@@ -31,6 +32,26 @@ def rehearsed(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
     # What was there before the fork need not be looked through for tensors again and again.
     with ProcessPoolExecutor(1, mp_context=fork, initializer=gc.freeze) as apart:
         return apart.submit(rehearse, plan, model, rank=rank).result()
+
+
+def groups_of_engine(plan: Plan, model: ModelGraph) -> int:
+    """Return how many process groups an engine makes beside those of its mesh."""
+    with fake_job(plan, rank=0):
+        before = len(dist.distributed_c10d._world.pg_map)
+        token_engine(plan, model, device=torch.device("cpu"))
+        return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_ranks_that_keep_parameters_together_have_one_group_for_all_layers() -> None:
+    """Were there one for each layer, ranks of other layers would wait for it for ever."""
+    graph = cases.transformer("llama", layers=3)
+    plan = cases.plan(graph, data_shard=4, data_replicate=2, zero=3, global_batch=16)
+    fork = multiprocessing.get_context("fork")
+
+    with ProcessPoolExecutor(1, mp_context=fork, initializer=gc.freeze) as apart:
+        made = apart.submit(groups_of_engine, plan.model_copy(update={"reshard": 2}), graph)
+
+        assert made.result() == 0
 
 
 def real_peak_bytes(plan: Plan, model: ModelGraph) -> int:
