@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     # Of a test's cases.
-    a_part = config.option.lf or any("[" in given for given in config.args)
+    a_part = config.getoption("lf", False) or any("[" in given for given in config.args)
     for test, cases in tests.items():
         missing = _mark_long(cases)
         if missing and not a_part:
