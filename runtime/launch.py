@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from planner.documents.document import read
 from planner.documents.events import Attempt, AttemptEnded, Event, Expected
-from planner.errors import HandedOver, LaunchError
+from planner.errors import HandedOver, Interrupted, LaunchError
 from planner.errors.shown import lines
 from planner.report.terminal import Terminal
 from runtime import checkpoint, faults, growth, notice, run, unfinished
@@ -116,7 +116,7 @@ def launch(asked: Launch) -> RunReport | None:
             _supervise(ready, rendezvous, shared, looks, asked)
             return _report(ready, rendezvous, orders, started_s)
         except KeyboardInterrupt:
-            raise LaunchError(f"interrupted {shown.after}{way_on(ready)}") from None
+            raise Interrupted(f"interrupted {shown.after}{way_on(ready)}") from None
         except OSError as error:
             if error.filename is None:
                 raise

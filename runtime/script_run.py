@@ -23,7 +23,7 @@ from planner.documents.events import StepRecord
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
 from planner.documents.units import count_text, seconds_text
-from planner.errors import HandedOver, LaunchError
+from planner.errors import HandedOver, Interrupted, LaunchError
 from planner.process.guarded_files import folder_within
 from runtime import faults, notice, run, script_rank
 from runtime.held import alone_in, signals_interrupt
@@ -173,8 +173,8 @@ def run_script(
             except KeyboardInterrupt:
                 done = _steps_done(folder)
                 if not done:
-                    raise LaunchError("interrupted before the first step") from None
-                raise LaunchError(
+                    raise Interrupted("interrupted before the first step") from None
+                raise Interrupted(
                     f"interrupted after step {done}; started again, a script that calls "
                     "engine.resume(folder) goes on from its last checkpoint"
                 ) from None

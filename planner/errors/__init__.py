@@ -5,6 +5,7 @@
     ├── NoPlanFits        the search ended without a plan; carries the closest miss
     ├── LaunchError       the plan is fine, this machine or this run is not
     │   ├── HandedOver    a notice ended the run, and it is saved
+    │   ├── Interrupted   Ctrl-C ended the run
     │   ├── PlanError     the plan is of another module or batch, or of other ranks
     │   └── EngineAttributeError    a name that torch's wrappers have and an Engine has not
     ├── RecordError       a module's forward cannot be recorded; carries the line of its code
@@ -55,6 +56,13 @@ class HandedOver(LaunchError):  # noqa: N818 - reads as the sentence that it is
 
     status = 75
     """EX_TEMPFAIL: who tries again, succeeds."""
+
+
+class Interrupted(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """Ctrl-C ended a run; the message says after which step, and what was saved."""
+
+    status = 130
+    """As shells count SIGINT."""
 
 
 class PlanError(LaunchError):

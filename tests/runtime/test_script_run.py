@@ -157,6 +157,19 @@ def test_a_script_runs_on_all_ranks_and_the_console_has_what_rank_0_prints(
     assert memory.predicted == meshwright.predict(plan).stages[0].peak_memory_bytes
 
 
+def test_ctrl_c_ends_a_run_with_the_status_of_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    plan_of(plain_run()[0], tmp_path)
+    monkeypatch.setattr(script_run, "_attempt", interrupt)
+
+    words = ["run", "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "out")]
+    assert cli.main([*words, str(tmp_path / "train.py"), str(tmp_path)]) == cli.INTERRUPTED
+
+
 @pytest.mark.matrix
 @pytest.mark.ranks
 def test_a_rank_killed_on_one_of_two_nodes_costs_no_step_and_no_state(
