@@ -306,7 +306,57 @@ def test_random_numbers_of_python_are_those_of_the_micro_batch() -> None:
         same(planned(build, {**MICRO, "seed": 1}), once)
 
 
+class DropsItself(nn.Linear):
+    """Goes by its parameters in most forwards, those of a trial and of a recording too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()).item() < 0.8 else super().forward(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DropsItself(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x - 0.5 * block(x)
+        return x
+
+
+def _drop_layers(layout: dict[str, Any], wanted: list[dict[str, Tensor]]) -> None:
+    for seed, one in enumerate(wanted):
+        same(planned(Residual, {**layout, **MICRO, "seed": seed}), one)
+
+
+def test_layers_that_drop_themselves_train_alike_in_stages_and_replicas() -> None:
+    """Also in micro-batches that drop all layers of a stage, or of the module."""
+    wanted = [planned(Residual, {**MICRO, "seed": seed}) for seed in range(4)]
+    assert any(
+        not torch.equal(one["blocks.0.weight"], wanted[0]["blocks.0.weight"]) for one in wanted
+    )
+    for layout in ({"pipeline": 2}, {"zero": 3}):
+        on_ranks(2, _drop_layers, layout, wanted)
+
+
 # --- losses -----------------------------------------------------------------------------------
+
+
+class WithoutGraph(Net):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def detached_loss(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return loss(out.detach(), batch)
+
+
+@pytest.mark.parametrize(("build", "by"), [(Net, detached_loss), (WithoutGraph, loss)])
+def test_a_step_whose_loss_depends_on_nothing_trained_is_refused(build: Any, by: Any) -> None:
+    engine = Engine(build, MICRO, loss=by, optimizer=sgd, batch=batch_of(0))
+    with pytest.raises(BatchError, match=r"has no gradient.*detach"):
+        engine.step(batch_of(0))
 
 
 class Uncertainty(nn.Module):
