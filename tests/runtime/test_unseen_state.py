@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import BatchError, LaunchError, MeshwrightError, OptimizerError, RecordError
+from planner.errors import (
+    BatchError,
+    DocumentError,
+    LaunchError,
+    MeshwrightError,
+    OptimizerError,
+    RecordError,
+)
 from runtime.batches import part_of
 from runtime.engine import Engine
 from runtime.recorder import Recorder
@@ -391,6 +398,41 @@ def test_a_loss_that_counts_its_calls_is_refused_where_a_step_has_several() -> N
     with pytest.raises(BatchError, match=r"called again \('calls' changes\).*4 times"):
         Engine(Net, MICRO, loss=Warming(), optimizer=sgd, batch=batch_of(0))
     Engine(Net, {}, loss=Warming(), optimizer=sgd, batch=batch_of(0))
+
+
+def _end_in_a_stage(by: Callable[[Tensor, Any], Any]) -> None:
+    engine = Engine(
+        Net,
+        {"pipeline": 2, **MICRO},
+        loss=by,
+        optimizer=sgd,
+        batch=batch_of(0),
+        by_micro_batch=True,
+    )
+    SETTINGS.blocks = 0
+    engine.step(batch_of(0))
+
+
+def failing(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    if not SETTINGS.blocks:
+        raise BatchError("of this step") from KeyError("and why")
+    return loss(out, batch)
+
+
+def test_what_fails_in_a_stage_is_said_as_it_was_raised() -> None:
+    """torch's own error around it has shapes alone: whoever reads its kind would know nothing."""
+    with pytest.raises(RuntimeError) as raised:
+        on_ranks(2, _end_in_a_stage, failing)
+    assert "BatchError: of this step" in str(raised.value).strip().splitlines()[-1]
+    assert "KeyError" in str(raised.value)
+
+
+@pytest.mark.parametrize("field", ["micro_batch", "micro_batches"])
+def test_what_is_said_beside_shares_is_not_passed_over(field: str) -> None:
+    Engine(Net, {"shares": [4], field: 4 if field == "micro_batches" else 2},
+           loss=loss, optimizer=sgd, batch=batch_of(0))  # fmt: skip
+    with pytest.raises(DocumentError, match="share"):
+        Engine(Net, {"shares": [4], field: 1}, loss=loss, optimizer=sgd, batch=batch_of(0))
 
 
 # --- optimizers -------------------------------------------------------------------------------
