@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+)
 
 from planner.errors import RecordError
 from runtime.recording import (
@@ -158,6 +164,11 @@ class Notes:
         before = None if unit is None else PythonNumbers()
         result = call(*args, **kwargs)
         drew_python = before is not None and not before.drew_as(PythonNumbers())
+        if unit is not None:
+            trains = grad and any(
+                one.requires_grad for one in self._module.get_submodule(unit).parameters()
+            )
+            result = tree_map(lambda one: _made_by_unit(one, tensors, trains), result)
         changed = [
             tensor
             for tensor, version in zip(tensors, versions, strict=True)
@@ -469,6 +480,18 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
             )
             return given != 0
     return True
+
+
+def _made_by_unit(made: Any, given: Sequence[Tensor], trains: bool) -> Any:
+    """Return what a unit made as what it may be in another call.
+
+    One that went by its parameters has made a tensor of its own that needs a gradient too.
+    """
+    if not isinstance(made, Tensor):
+        return made
+    if trains and not made.requires_grad and made.is_floating_point():
+        return made.detach().requires_grad_().clone()
+    return made.view_as(made) if any(made is one for one in given) else made
 
 
 def _storage(tensor: Tensor) -> int:

@@ -6,9 +6,10 @@ planner.schedules.schedule's decision alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,7 +234,8 @@ class _PipelineStage(PipelineStage):
                 info.buffer.requires_grad_(declared.requires_grad)
         if self._select is not None:
             self._select(fwd_chunk_id)
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with _as_raised():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             for one, declared in zip(_tuple(output), self._declared_outputs, strict=True):
                 self._check_output(one, declared)
@@ -268,7 +270,8 @@ class _PipelineStage(PipelineStage):
             work.wait()
         if self._store is not None:
             self._store.deferring = not full_backward
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with _as_raised():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # The next stage has sent this micro-batch's gradient, so it has had the activation.
         for work in self.sent_activations.pop(bwd_chunk_id, ()):
             work.wait()
@@ -292,7 +295,8 @@ class _PipelineStage(PipelineStage):
         self.output_chunks.clear()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        with _as_raised():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if isinstance(self.submod, FSDPModule):
             _add_in_reduce_type(self.submod)
 
@@ -323,6 +327,17 @@ class _PipelineStage(PipelineStage):
     def _allocate(self, received: tuple[Any, ...], declared: tuple[Tensor, ...]) -> None:
         for info, like in zip(received, declared, strict=True):
             info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
+
+
+@contextlib.contextmanager
+def _as_raised() -> Iterator[None]:
+    """Let an error in a stage be itself: torch wraps each in one that lists shapes of arguments."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from error.__cause__.__cause__
 
 
 def _add_in_reduce_type(module: FSDPModule) -> None:

@@ -329,10 +329,8 @@ class RecordedStage(nn.Module):
         if self._is_last:
             leaves = [run.value(leaf) for leaf in program.recording.result]
             return unflatten(leaves, program.recording.result_spec)
-        # A tensor that is passed on must not be the leaf that its gradient is gathered in.
-        passed = set(program.received)
         return tuple(
-            run.values[at].view_as(run.values[at]) if at in passed else run.values[at]
+            _handed_on(run.values[at], program.recording.values[at].requires_grad)
             for at in program.sent
         )
 
@@ -430,6 +428,17 @@ class RecordedStage(nn.Module):
             own = list(part.parameters())
             if own and all(users[id(parameter)] == 1 for parameter in own):
                 yield name, part
+
+
+def _handed_on(made: Tensor, awaits_gradient: bool) -> Tensor:
+    """Return a tensor as the next stage and its gradient know it.
+
+    It must not be the leaf that a gradient is gathered in, and it has one to pass on also where
+    this micro-batch went by all that is trained.
+    """
+    if awaits_gradient and torch.is_grad_enabled() and not made.requires_grad:
+        made = made.detach().requires_grad_()
+    return made.view_as(made) if made.is_leaf else made
 
 
 class _MicroBatchRun:

@@ -92,6 +92,8 @@ class StepPasses:
         self._by_output: dict[int, list[Tensor | None]] = {}
         """Gradients of a loss over the whole batch, by micro-batch."""
         self._metric_names: tuple[str, ...] | None = None
+        self._learns = False
+        """Whether a loss of the running step has a gradient, or none is missed."""
         self._divided = (
             place.replicas if reduces_apart(plan, place) and plan.mesh.expert == 1 else 1
         )
@@ -235,11 +237,19 @@ class StepPasses:
         if self._replicas is not None:
             self._replicas.begin()
         one = self._backward_of(torch.ones((), device=self._device))
+        draws = any(layer.draws for layer in self._recorder.first.layers)  # and may drop all layers
+        last = self._plan.rank_of_stage(len(self._plan.stages) - 1) == self._place.stage
+        self._learns = draws or not last
         with running(InnerLosses(self._note_inner, one, sums)):
             if self._plan.mesh.pipeline > 1:
                 self.pipeline_of(micros).run_all(micros)
             else:
                 self._one_after_another(micros)
+        if not self._learns:
+            raise BatchError(
+                "loss: has no gradient in any micro-batch of this rank: it depends on nothing that "
+                "is trained. Make it of the module's outputs, without detach(), no_grad() or item()"
+            )
         host.summed()
         if self._replicas is not None:
             self._replicas.finish()
@@ -445,18 +455,26 @@ class StepPasses:
         if self._surveyed is not None and isinstance(self._loss, whole_batch):
             return torch.zeros((), device=self._device)
         if isinstance(self._loss, whole_batch):
-            return self._backward_of(surrogate(outputs, self._by_output[id(micro)]))
+            return self._start_of(surrogate(outputs, self._by_output[id(micro)]))
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
         samples = batches.samples_in(micro.batch)
         one = counted(self._loss(outputs, micro.batch), samples)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
             (self.totals if self._surveyed is None else self._surveyed).add(one)
-        return self._backward_of(one.total)
+        return self._start_of(one.total)
 
     def _note_inner(self, value: Tensor) -> None:
         if self._place.along("tensor") == 0:
             self.totals.add_inner(value)
+
+    def _start_of(self, total: Tensor) -> Tensor:
+        """Return where a micro-batch's backward begins, also if it went by all that is trained."""
+        self._learns = self._learns or total.requires_grad
+        start = self._backward_of(total)
+        return (
+            start if start.requires_grad or not torch.is_grad_enabled() else start.requires_grad_()
+        )
 
     def _backward_of(self, total: Tensor) -> Tensor:
         """Return what backward of a sum of losses begins at."""

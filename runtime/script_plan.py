@@ -74,8 +74,8 @@ def script_plan(
     shares = layout.get("shares")
     stages = pipeline * layout.get("virtual_stages", 1)
     if shares:
-        count = max(shares)
-        size = global_batch // sum(shares)
+        count = layout.get("micro_batches", max(shares))
+        size = layout.get("micro_batch", global_batch // sum(shares))
     elif "micro_batch" in layout:
         size = layout["micro_batch"]
         count = layout.get("micro_batches", own // size)

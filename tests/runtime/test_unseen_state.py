@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import BatchError, LaunchError, MeshwrightError, OptimizerError, RecordError
+from planner.errors import (
+    BatchError,
+    DocumentError,
+    LaunchError,
+    MeshwrightError,
+    OptimizerError,
+    RecordError,
+)
 from runtime.batches import part_of
 from runtime.engine import Engine
 from runtime.recorder import Recorder
@@ -306,7 +313,57 @@ def test_random_numbers_of_python_are_those_of_the_micro_batch() -> None:
         same(planned(build, {**MICRO, "seed": 1}), once)
 
 
+class DropsItself(nn.Linear):
+    """Goes by its parameters in most forwards, those of a trial and of a recording too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()).item() < 0.8 else super().forward(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DropsItself(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x - 0.5 * block(x)
+        return x
+
+
+def _drop_layers(layout: dict[str, Any], wanted: list[dict[str, Tensor]]) -> None:
+    for seed, one in enumerate(wanted):
+        same(planned(Residual, {**layout, **MICRO, "seed": seed}), one)
+
+
+def test_layers_that_drop_themselves_train_alike_in_stages_and_replicas() -> None:
+    """Also in micro-batches that drop all layers of a stage, or of the module."""
+    wanted = [planned(Residual, {**MICRO, "seed": seed}) for seed in range(4)]
+    assert any(
+        not torch.equal(one["blocks.0.weight"], wanted[0]["blocks.0.weight"]) for one in wanted
+    )
+    for layout in ({"pipeline": 2}, {"zero": 3}):
+        on_ranks(2, _drop_layers, layout, wanted)
+
+
 # --- losses -----------------------------------------------------------------------------------
+
+
+class WithoutGraph(Net):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def detached_loss(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return loss(out.detach(), batch)
+
+
+@pytest.mark.parametrize(("build", "by"), [(Net, detached_loss), (WithoutGraph, loss)])
+def test_a_step_whose_loss_depends_on_nothing_trained_is_refused(build: Any, by: Any) -> None:
+    engine = Engine(build, MICRO, loss=by, optimizer=sgd, batch=batch_of(0))
+    with pytest.raises(BatchError, match=r"has no gradient.*detach"):
+        engine.step(batch_of(0))
 
 
 class Uncertainty(nn.Module):
@@ -341,6 +398,41 @@ def test_a_loss_that_counts_its_calls_is_refused_where_a_step_has_several() -> N
     with pytest.raises(BatchError, match=r"called again \('calls' changes\).*4 times"):
         Engine(Net, MICRO, loss=Warming(), optimizer=sgd, batch=batch_of(0))
     Engine(Net, {}, loss=Warming(), optimizer=sgd, batch=batch_of(0))
+
+
+def _end_in_a_stage(by: Callable[[Tensor, Any], Any]) -> None:
+    engine = Engine(
+        Net,
+        {"pipeline": 2, **MICRO},
+        loss=by,
+        optimizer=sgd,
+        batch=batch_of(0),
+        by_micro_batch=True,
+    )
+    SETTINGS.blocks = 0
+    engine.step(batch_of(0))
+
+
+def failing(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    if not SETTINGS.blocks:
+        raise BatchError("of this step") from KeyError("and why")
+    return loss(out, batch)
+
+
+def test_what_fails_in_a_stage_is_said_as_it_was_raised() -> None:
+    """torch's own error around it has shapes alone: whoever reads its kind would know nothing."""
+    with pytest.raises(RuntimeError) as raised:
+        on_ranks(2, _end_in_a_stage, failing)
+    assert "BatchError: of this step" in str(raised.value).strip().splitlines()[-1]
+    assert "KeyError" in str(raised.value)
+
+
+@pytest.mark.parametrize("field", ["micro_batch", "micro_batches"])
+def test_what_is_said_beside_shares_is_not_passed_over(field: str) -> None:
+    Engine(Net, {"shares": [4], field: 4 if field == "micro_batches" else 2},
+           loss=loss, optimizer=sgd, batch=batch_of(0))  # fmt: skip
+    with pytest.raises(DocumentError, match="share"):
+        Engine(Net, {"shares": [4], field: 1}, loss=loss, optimizer=sgd, batch=batch_of(0))
 
 
 # --- optimizers -------------------------------------------------------------------------------
