@@ -33,8 +33,11 @@ def samples_in(batch: Any) -> int:
         said = " and ".join(f"{name} has {count} samples" for count, name in counts.items())
         raise BatchError(f"batch: {said} along dim 0; give all leaves the same samples")
     if not counts:
+        kind = type(batch).__name__
+        own = "" if isinstance(batch, dict | tuple | list | Tensor) else f" in a {kind}"
         raise BatchError(
-            "batch: has no tensor with samples along dim 0; give tensors of [sample, ...]"
+            f"batch: has no tensor with samples along dim 0{own}; give tensors of [sample, ...], "
+            "alone or in dicts, tuples and lists"
         )
     return next(iter(counts))
 
