@@ -329,8 +329,9 @@ class RecordedStage(nn.Module):
         if self._is_last:
             leaves = [run.value(leaf) for leaf in program.recording.result]
             return unflatten(leaves, program.recording.result_spec)
+        passed, values = set(program.received), program.recording.values
         return tuple(
-            _handed_on(run.values[at], program.recording.values[at].requires_grad)
+            _handed_on(run.values[at], values[at].requires_grad, passed=at in passed)
             for at in program.sent
         )
 
@@ -430,15 +431,15 @@ class RecordedStage(nn.Module):
                 yield name, part
 
 
-def _handed_on(made: Tensor, awaits_gradient: bool) -> Tensor:
+def _handed_on(made: Tensor, awaits_gradient: bool, *, passed: bool) -> Tensor:
     """Return a tensor as the next stage and its gradient know it.
 
-    It must not be the leaf that a gradient is gathered in, and it has one to pass on also where
-    this micro-batch went by all that is trained.
+    It must not be the leaf that a gradient is gathered in, nor what was received and `passed` on,
+    whose gradient comes later; it has one also where this micro-batch went by all that is trained.
     """
     if awaits_gradient and torch.is_grad_enabled() and not made.requires_grad:
         made = made.detach().requires_grad_()
-    return made.view_as(made) if made.is_leaf else made
+    return made.view_as(made) if passed or made.is_leaf else made
 
 
 class _MicroBatchRun:
