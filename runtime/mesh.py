@@ -32,7 +32,7 @@ class DataRanks:
     sharded: bool
     near: DeviceMesh | None = None
     """Those that ZeRO divides over as [group, rank], if ranks of a group have all parameters
-    between passes; None where they are fewer than a group."""
+    between passes."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -108,7 +108,7 @@ class Place:
             replicating=self.axis("data_replicate"),
             sharding=self._together("data_shard", "context"),
             sharded=True,
-            near=self._near(self.mesh, "data_shard"),
+            near=self._near,
         )
 
     @property
@@ -145,29 +145,23 @@ class Place:
         mesh, replicate = self.expert_mesh, self.degrees.data_replicate
         if self.sharded and self.expert_replicas > replicate:
             return DataRanks(
-                replicating=mesh["data_replicate"],
-                sharding=mesh["expert_shard"],
-                sharded=True,
-                near=self._near(mesh, "expert_shard"),
+                replicating=mesh["data_replicate"], sharding=mesh["expert_shard"], sharded=True
             )
         whole = mesh["data_replicate", "expert_shard"]._flatten("same experts")
         return DataRanks(replicating=whole, sharding=mesh["alone"], sharded=False)
 
-    def _near(self, mesh: DeviceMesh | None, axis: str) -> DeviceMesh | None:
-        """Return an axis that ZeRO divides over as [group, rank]; all ranks call it together.
+    @property
+    def _near(self) -> DeviceMesh | None:
+        """Return the ranks that ZeRO divides over as [group, rank]; all call it together.
 
-        FSDP would make it for each module anew, with groups that ranks of other stages, or with
-        another part of a matrix, do not ask for: they would wait for each other for ever.
+        FSDP would make two groups for each module, and where other axes are divided on each rank
+        in an order of its own: ranks would wait for each other for ever.
         """
-        assert mesh is not None
-        ranks, inside = mesh[axis].size(), self.reshard or 1
-        if inside == 1 or ranks % inside or ranks == inside:
+        ranks, mesh = self.reshard, self.mesh
+        if mesh is None or ranks is None or ranks == 1:
             return None
-        names = (f"groups of {axis}", f"near in {axis}")
-        both = _kept(
-            (axis, self.degrees, inside),
-            lambda: _cut(mesh, axis, inside, names),
-        )
+        names = ("apart", "near")
+        both = _kept(("near", self.degrees, ranks), lambda: _cut(mesh, "data_shard", ranks, names))
         return both[names]
 
     def _together(self, data: Axis, other: Axis) -> DeviceMesh:
@@ -293,7 +287,7 @@ def place_of(plan: Plan, device: torch.device) -> Place:
     )
     sharded = plan.zero > 0 and degrees.data_shard * degrees.context > 1
     place = Place(degrees=degrees, mesh=mesh, sharded=sharded, reshard=plan.reshard)
-    _ = place.data  # by all ranks together, as that of experts
+    _ = place.data  # by all ranks together, as what experts have
     if degrees.expert > 1:
         _ = place.expert_data  # by all ranks together, also those whose stage has no experts
         if plan.relay is not None:

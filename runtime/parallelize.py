@@ -124,7 +124,7 @@ def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
         case 1:
             return False
         case _:
-            return plan.reshard if ranks.near else True
+            return plan.reshard
 
 
 def prefetch(layers: Sequence[nn.Module], depth: int) -> None:

@@ -295,7 +295,7 @@ def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., 
 def staying_near(mesh: DeviceMesh | None) -> Iterator[None]:
     """Let a `fully_shard` that is given a number leave parameters on ranks [group, rank] of a mesh.
 
-    It would make that mesh itself.
+    It would make that mesh itself, for each module.
     """
     plain = _fully_shard._get_post_forward_mesh_info
 
