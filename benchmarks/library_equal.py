@@ -65,6 +65,7 @@ NARROW: dict[str, int] = {
     "vocab_size": 64,
 }
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 128},
