@@ -329,7 +329,7 @@ def middle(runs: list[list[float]]) -> tuple[float, float]:
     """
     own = [statistics.median(run) for run in runs]
     median = statistics.median(value for run in runs for value in run)
-    return median, statistics.stdev(own) / math.sqrt(len(own))
+    return median, statistics.stdev(own) / math.sqrt(len(own)) if len(own) > 1 else math.nan
 
 
 def markdown(result: dict[str, Any]) -> str:

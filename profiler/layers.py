@@ -269,9 +269,10 @@ def trial(
         forward_end = middle if last else begin[names[index + 1]]
         backward_begin = middle if last else arrived.get(name, end)
         backward_end = end if first else arrived.get(names[index - 1], end)
-        # Gradients of a layer that hands on what it was given may arrive behind those before it.
-        backward_s = max(clock.between_s(backward_begin, backward_end), 0.0)
-        result[name] = clock.between_s(begin[name], forward_end), backward_s
+        result[name] = (
+            clock.between_s(begin[name], forward_end),
+            clock.between_s(backward_begin, backward_end),
+        )
     return result
 
 

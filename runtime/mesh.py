@@ -154,8 +154,7 @@ class Place:
     def _near(self) -> DeviceMesh | None:
         """Return the ranks that ZeRO divides over as [group, rank]; all call it together.
 
-        FSDP would make two groups for each module, and where other axes are divided on each rank
-        in an order of its own: ranks would wait for each other for ever.
+        FSDP would make such groups anew for each module.
         """
         ranks, mesh = self.reshard, self.mesh
         if mesh is None or ranks is None or ranks == 1:

@@ -472,9 +472,9 @@ class StepPasses:
         """Return where a micro-batch's backward begins, also if it went by all that is trained."""
         self._learns = self._learns or total.requires_grad
         start = self._backward_of(total)
-        return (
-            start if start.requires_grad or not torch.is_grad_enabled() else start.requires_grad_()
-        )
+        if torch.is_grad_enabled() and not start.requires_grad:
+            start.requires_grad_()
+        return start
 
     def _backward_of(self, total: Tensor) -> Tensor:
         """Return what backward of a sum of losses begins at."""

@@ -300,8 +300,9 @@ def staying_near(mesh: DeviceMesh | None) -> Iterator[None]:
     plain = _fully_shard._get_post_forward_mesh_info
 
     def near(reshard: bool | int, mesh_info: Any) -> Any:
-        if mesh is None or isinstance(reshard, bool):
+        if isinstance(reshard, bool):
             return plain(reshard, mesh_info)
+        assert mesh is not None
         return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     _fully_shard._get_post_forward_mesh_info = near  # type: ignore[assignment]

@@ -18,7 +18,7 @@ import typer
 from meshwright.cli import figures, plans, runs, tunes
 from meshwright.cli.console import refuse, say
 from meshwright.examples import epilog
-from planner.errors import DocumentError, MeshwrightError
+from planner.errors import DocumentError, Interrupted, MeshwrightError
 from planner.errors.shown import lines
 from planner.process.descriptors import results_apart
 
@@ -84,8 +84,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "catalog": figures.catalog,
 }
 """In the order of the help."""
-INTERRUPTED = 130
-"""What a command returns that Ctrl-C ended, as shells count signals."""
+INTERRUPTED = Interrupted.status
+"""What a command returns that Ctrl-C ended."""
 WRONG_USAGE: Any = typer.BadParameter.__mro__[1]
 """All errors of arguments; typer names this one of them."""
 

@@ -173,21 +173,6 @@ def test_seconds_are_given_to_the_layer_that_takes_them(monkeypatch: pytest.Monk
     assert seconds == expected
 
 
-def test_gradients_that_arrive_behind_those_of_the_layer_before_take_no_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = HandClock(CPU)
-    short = chain()
-    modules = short.layers(Case(tensor=1, micro_batch=1, recompute="none"))
-    name = list(modules)[1]
-    modules[name].forward = functools.partial(busy, modules[name].forward, clock, 1.0, -0.5)
-    monkeypatch.setattr(short, "layers", lambda recompute: modules)
-
-    seconds = layers.trial(short, Case(tensor=1, micro_batch=1, recompute="none"), clock)
-
-    assert seconds[name] == (1.0, 0.0)
-
-
 def busy(own: Any, clock: HandClock, forward_s: float, backward_s: float, x: Tensor) -> Tensor:
     return Busy.apply(own(x), clock, forward_s, backward_s)
 

@@ -205,3 +205,19 @@ def test_copies_lie_so_far_apart_that_they_cost_little() -> None:
     assert slower[1] > 10, "it is that of the first copies for ever"
     assert faster[0] > 10
     assert faster[1] == 1
+
+
+def interval(memory: dict[str, str], calls_s: float, step_s: float) -> int:
+    """Return how many steps lie between copies whose calls take so many seconds."""
+    mirror = mirror_of(memory, run="f1")
+    for step in range(MEASURED):
+        used, begin_s = SampleDigest.of_first(8 * step), time.perf_counter() - calls_s
+        mirror.copy(state_of(dist.get_rank(), step), used=used, began_s=begin_s, step_s=step_s)
+    return next(every for every in range(1, 10**9) if mirror.is_due(step + every))
+
+
+def test_copies_and_what_is_behind_them_take_less_than_a_hundredth() -> None:
+    most_measured = 1.82  # times its calls
+    with Slots() as slots:
+        for every in on_ranks(2, interval, slots.environment(2), 10.0, 1.0):
+            assert most_measured * 10.0 / every < 0.01

@@ -167,7 +167,7 @@ def test_ctrl_c_ends_a_run_with_the_status_of_other_commands(
     monkeypatch.setattr(script_run, "_attempt", interrupt)
 
     words = ["run", "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "out")]
-    assert cli.main([*words, str(tmp_path / "train.py"), str(tmp_path)]) == cli.INTERRUPTED
+    assert cli.main([*words, str(tmp_path / "train.py"), str(tmp_path)]) == 130
 
 
 @pytest.mark.matrix
