@@ -138,6 +138,8 @@ class _SshHost:
     """None before it is started."""
     has_results: bool = False
     code: int | None = None
+    follows: bool = False
+    """Whether it was told to end since another had failed."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def tell(self, told: Mapping[str, Any]) -> None:
@@ -303,14 +305,19 @@ class _SshHosts:
         if host.code and not self._command.spares:  # nodes end together, whatever ends one of them
             for other in self._hosts:
                 if other.node is not None and other.code is None:
+                    other.follows = True
                     other.tell({"signal": "SIGTERM"})
 
     def _judge(self, hosts: Sequence[_SshHost]) -> None:
-        """Raise how the command ended, unless well: the host that leads has results."""
+        """Raise how the command ended, unless well: the host that leads has results.
+
+        How hosts ended that were told to does not count: it says nothing of why.
+        """
         if any(host.code == 0 and host.has_results for host in hosts):
             return
-        if any(host.code == HandedOver.status for host in hosts):
+        causes = [host for host in hosts if not host.follows]
+        if any(host.code == HandedOver.status for host in causes):
             raise HandedOver("a notice ended the run; start it again with --resume")
-        failed = [host for host in hosts if host.code] or list(hosts)
+        failed = [host for host in causes if host.code] or list(hosts)
         said = "; ".join(f"{host.name}: {host.why}" for host in failed[:MOST_NAMED])
         raise LaunchError(f"hosts: {said}")

@@ -147,6 +147,29 @@ def test_how_it_ended_is_said(
         on_hosts(["a", "b"], command(more))
 
 
+@pytest.mark.parametrize("status", [75, 143])
+def test_the_host_that_failed_is_named_and_none_that_was_told_to_end(
+    command: Callable[..., HostCommand], tmp_path: Path, status: int
+) -> None:
+    follows = (
+        f"import pathlib, signal, time\n"
+        f"up = pathlib.Path({str(tmp_path)!r}, 'up')\n"
+        f"if host == 'a':\n"
+        f"    signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))\n"
+        f"    up.touch()\n"
+        f"    time.sleep({PATIENCE_S})\n"
+        f"while not up.exists():\n"
+        f"    time.sleep(0.02)\n"
+        f"sys.exit('meshwright: has no room')"
+    )
+
+    with pytest.raises(LaunchError) as failed:
+        on_hosts(["a", "b"], command(follows))
+
+    assert str(failed.value) == "hosts: b: meshwright: has no room"
+    assert not isinstance(failed.value, HandedOver)
+
+
 STARTS = """
 import sys
 sys.path.insert(0, {root!r})
