@@ -139,7 +139,7 @@ class _SshHost:
     has_results: bool = False
     code: int | None = None
     follows: bool = False
-    """Whether it was told to end since another had failed."""
+    """Whether it was asked to end since another had failed."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def tell(self, told: Mapping[str, Any]) -> None:
@@ -311,7 +311,7 @@ class _SshHosts:
     def _judge(self, hosts: Sequence[_SshHost]) -> None:
         """Raise how the command ended, unless well: the host that leads has results.
 
-        How hosts ended that were told to does not count: it says nothing of why.
+        How hosts ended that were asked to does not count: it says nothing of why.
         """
         if any(host.code == 0 and host.has_results for host in hosts):
             return

@@ -104,6 +104,11 @@ def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> No
 
 def keep_evidence(ready: Preflight) -> None:
     """Copy this node's stacks and the ends of its logs: the next attempt empties their folders."""
+    with run.never_fatal(ready.output / "incidents"):
+        _keep_evidence(ready)
+
+
+def _keep_evidence(ready: Preflight) -> None:
     attempt = run.account_of(ready.output).attempts
     for rank in ready.ranks.devices:
         name = f"rank-{rank:05}"

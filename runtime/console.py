@@ -37,8 +37,9 @@ class Console:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         with pipe, opened(self._log, within=self._log.parents[1], append=True) as log:
             while part := pipe.read1(CHUNK_BYTES):  # type: ignore[attr-defined]
-                log.write(part)
-                # A console that is gone costs nobody the log.
+                # A full disk costs nobody the console, and a console that is gone not the log.
+                with contextlib.suppress(OSError):
+                    log.write(part)
                 with contextlib.suppress(OSError, ValueError):
                     stream = getattr(sys, name)
                     stream.write(decoder.decode(part))

@@ -14,7 +14,7 @@ compute; in backward their gradients are made while those of the tokens are on t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -147,6 +147,18 @@ def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def are_called_with(args: Sequence[Any]) -> bool:
+    """Whether these are tokens and, behind them, the experts that each has chosen.
+
+    Modules with the same parameters may take something else: those of Llama 4 take tokens alone,
+    sorted by expert.
+    """
+    if len(args) < 2 or not all(isinstance(one, Tensor) and one.ndim == 2 for one in args[:2]):
+        return False
+    hidden, index = args[:2]
+    return len(index) == len(hidden) and not index.is_floating_point()
+
+
 @torch.no_grad()
 def check(module: nn.Module, path: str, ranks: int) -> None:
     """Refuse an experts module that ranks cannot share, or that does something else than `mixed`.
@@ -163,7 +175,13 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
     weights = torch.rand(index.shape)
     with untouched(module):
         tried = copied(module)
-        made = tried(hidden, index, weights)
+        try:
+            made = tried(hidden, index, weights)
+        except Exception as error:
+            raise LaunchError(
+                f"mesh.expert: is {ranks}, and {path} does not take tokens, the experts that they "
+                f"choose and their weights ({type(error).__name__}); use 1"
+            ) from error
     if not torch.allclose(made, mixed(module, hidden, index, weights), rtol=1e-4, atol=1e-5):
         raise LaunchError(
             f"mesh.expert: is {ranks}, and {path} is no sum of act_fn(gate) * up of its experts; "

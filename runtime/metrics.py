@@ -42,7 +42,8 @@ class Metrics:
         figures = {name: getattr(record, name) for name in SCALARS}
         known = {name: value for name, value in figures.items() if value is not None}
         for logger in self._loggers:
-            logger.log(record.step, known)
+            with run.never_fatal(type(logger).__name__, Exception):
+                logger.log(record.step, known)
 
     def happened(self, event: Event) -> None:
         """Add what is no step."""
@@ -51,4 +52,5 @@ class Metrics:
     def close(self) -> None:
         """Write what is left."""
         for logger in self._loggers:
-            logger.close()
+            with run.never_fatal(type(logger).__name__, Exception):
+                logger.close()

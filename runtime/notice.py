@@ -9,6 +9,7 @@ step.  Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -41,8 +42,8 @@ def leave_notice(output: Path, number: int) -> str:
     """Tell this node's ranks; return what there is to say of it."""
     name = name_of(number)
     file = notice_file(output)
-    with opened(file, within=output) as written:
-        written.write(f"{name}\n".encode())
+    with opened(file, within=output) as written, contextlib.suppress(OSError):
+        written.write(f"{name}\n".encode())  # that it is there is enough: the disk may be full
     return (
         f"{name}: the step under way is the last one, and is saved; a second signal ends all at "
         "once, and the last checkpoint stays"

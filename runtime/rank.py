@@ -5,6 +5,7 @@ It dies with its launcher, says in a file why it stopped, and leaves the rest to
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -63,7 +64,8 @@ def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
     try:
         work()
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # of a log without room
+            traceback.print_exc()
         tell(
             type(error).__name__,
             str(error),
@@ -99,14 +101,17 @@ def tell(
         needed_bytes=needed_bytes,
         suspect=suspect,
     )
-    run.write_json(failure, run.failure_file(output, rank))
+    file = run.failure_file(output, rank)
+    with run.never_fatal(file):
+        run.write_json(failure, file)
     return failure
 
 
 def leave(status: int) -> NoReturn:
     """End this process: threads of communication libraries may wait for peers that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

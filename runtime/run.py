@@ -21,6 +21,10 @@ Nothing here imports torch: the launcher reads and writes the same files as the 
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import errno
+import sys
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -39,7 +43,8 @@ from planner.documents.document import (
 )
 from planner.documents.events import LONGEST_EVENT_BYTES, Event, Expected, StepRecord, events_of
 from planner.documents.units import Amount, Count, Positive, Rate, Text
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError
+from planner.errors.shown import lines
 from planner.whatif.survival import RunSeconds, SaveFigures, account
 from runtime import checksums
 from runtime.asked import LaunchRun
@@ -193,11 +198,49 @@ def read_failures(output: Path, ranks: int) -> list[Failure]:
 
 
 def append_record(record: StepRecord | Event, path: Path) -> None:
-    """Add a step's or an event's line, in one write so that a reader never sees half of it."""
+    """Add a step's or an event's line, in one write so that a reader never sees half of it.
+
+    Where that is not possible it waits for the next one: no record ends the run that it is about.
+    """
+    waiting = _waiting.setdefault(path, collections.deque(maxlen=MOST_WAITING))
+    waiting.append(record)
+    with never_fatal(path):
+        while waiting:
+            append_line(waiting[0], path)
+            waiting.popleft()
+
+
+MOST_WAITING = 100_000
+"""Lines of one file that wait for room, the newest."""
+_waiting: dict[Path, collections.deque[StepRecord | Event]] = {}
+_warned: set[object] = set()
+
+
+@contextlib.contextmanager
+def never_fatal(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Go on where records or logs of a run cannot be written, and say so once.
+
+    That is a full or lost disk, and other `kinds` of errors; a link in the place of a file is
+    refused as ever.
+    """
+    tolerated: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
-        append_line(record, path)
-    except OSError as error:
-        raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
+        yield
+    except Exception as error:
+        cause = (error.__cause__ if isinstance(error, DocumentError) else None) or error
+        is_link = isinstance(cause, OSError) and cause.errno in (errno.ELOOP, errno.ENOTDIR)
+        if is_link or not isinstance(cause, tolerated):
+            raise
+        if what not in _warned:
+            _warned.add(what)
+            why = cause.strerror if isinstance(cause, OSError) else None
+            with contextlib.suppress(OSError):
+                print(
+                    f"warning: {what}: {why or lines(str(cause)) or type(cause).__name__}; "
+                    "the run goes on without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 class AddedLines:
@@ -239,8 +282,8 @@ def events(output: Path) -> Iterator[Event]:
     """Yield what has happened in a run so far; nothing before its first attempt."""
     path = events_file(output)
     if path.exists():
-        with _records(path) as lines:
-            yield from events_of(iter(lambda: lines.readline(LONGEST_EVENT_BYTES + 1), b""))
+        with _records(path) as file:
+            yield from events_of(iter(lambda: file.readline(LONGEST_EVENT_BYTES + 1), b""))
 
 
 def _records(path: Path) -> BufferedReader:
@@ -255,8 +298,8 @@ def read_records(path: Path) -> Iterator[StepRecord]:
     """Yield the steps of a metrics file; a line that was cut off ends it."""
     if not path.exists():
         return
-    with _records(path) as lines:
-        while line := lines.readline(_LONGEST_RECORD_BYTES):
+    with _records(path) as file:
+        while line := file.readline(_LONGEST_RECORD_BYTES):
             try:
                 yield StepRecord.model_validate_json(line)
             except ValueError:

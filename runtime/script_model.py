@@ -557,6 +557,8 @@ def _exchanges(module: nn.Module) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
 
     def note(path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        if not experts.are_called_with(args):
+            return
         hidden, index = args[:2]
         size = index.numel() * hidden.shape[-1] * hidden.element_size()
         found[path] = size, index.shape[1]

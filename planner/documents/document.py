@@ -291,9 +291,15 @@ def json_line(part: Part) -> str:
 
 
 def append_line(part: Part, path: Path) -> None:
-    """Add a part's line to a file, in one write so that a reader never sees half of it."""
+    """Add a part's line to a file, in one write so that a reader never sees half of it.
+
+    OSError where the file has no room for all of it; none of it stays then.
+    """
+    line = json_line(part).encode()
     with opened_to_write(path, within=path.parent, append=True) as file:
-        file.write(json_line(part).encode())
+        if (written := file.write(line)) < len(line):
+            file.truncate(file.seek(0, os.SEEK_END) - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def plain(text: str) -> object:

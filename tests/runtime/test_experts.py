@@ -13,7 +13,9 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from planner.documents.model import Experts
+from planner.errors import LaunchError
 from runtime import experts, reference
+from runtime.script_model import script_model
 from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -295,3 +297,28 @@ def test_the_load_of_experts_is_that_of_the_whole_batch() -> None:
     assert 1.0 <= alone <= 4.0
     assert loads == pytest.approx([alone] * 4)
     assert expert_load(cases.plan(cases.transformer()), cases.transformer()) is None
+
+
+class SortedExperts(torch.nn.Module):
+    """Has the parameters of an experts module, and takes tokens alone, which are sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(4, 8, 16))
+        self.down_proj = torch.nn.Parameter(torch.randn(4, 8, 8))
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        each = tokens.transpose(0, 1)  # expert, token, hidden
+        gate, up = (each @ self.gate_up_proj).chunk(2, -1)
+        return ((self.act_fn(gate) * up) @ self.down_proj).transpose(0, 1)
+
+
+def test_modules_with_the_parameters_of_experts_that_take_something_else_are_no_experts() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), SortedExperts())
+
+    graph = script_model(module, torch.randn(8, 4, 8), units=["0", "1"], name="sorted")
+
+    assert [layer.experts for layer in graph.layers] == [None, None]
+    with pytest.raises(LaunchError, match="1 does not take tokens, the experts that they choose"):
+        experts.check(module[1], "1", ranks=2)
