@@ -170,7 +170,7 @@ weights and tokens. *Apart* is the largest relative difference of a loss; the sc
 
 Queries for an accelerator are answered with the CPU; everything else is the framework's own code.
 accelerate and transformers shard only over the device types that they list; `cpu` is added to the
-list. torchtitan assumes CUDA where it finds no accelerator; it is told `cpu`. There it uses torch's
+list. torchtitan assumes CUDA where it finds no accelerator; it gets `cpu`. There it uses torch's
 `scaled_dot_product_attention` instead of FlexAttention, and `spmd_backend` is `partial_dtensor`,
 since its default needs a newer torch than 2.13. FSDP sums gradients without a scale factor, since
 gloo has no scaled sum.
