@@ -21,7 +21,7 @@ typing.override = getattr(typing, "override", typing_extensions.override)  # Pyt
 
 
 ABSENT = ("triton._torchtlx_default",)
-"""What torch 2.15 takes for a setting where triton has it; most releases of triton do not."""
+"""What torch 2.15 reads a setting from if triton has it; releases on PyPI do not."""
 
 
 class _Enumeration(type):
