@@ -21,7 +21,7 @@ typing.override = getattr(typing, "override", typing_extensions.override)  # Pyt
 
 
 ABSENT = ("triton._torchtlx_default",)
-"""What torch 2.15 reads a setting from if triton has it; releases on PyPI do not."""
+"""What torch 2.15 reads a setting from where triton has it; triton 3.9.0 does not."""
 
 
 class _Enumeration(type):
