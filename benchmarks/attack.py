@@ -572,8 +572,10 @@ def main() -> int:
     if arguments.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     if arguments.markdown:
-        asked = f"python -m benchmarks.attack --plans {arguments.plans} --seed {arguments.seed}"
-        print("\n".join(page(outcomes, " ".join([asked, *arguments.requests, "--markdown"]))))
+        options = ["--usual"] * arguments.usual + ["--seed", str(arguments.seed), "--markdown"]
+        asked = ["python -m benchmarks.attack", *arguments.requests]
+        asked += ["--plans", str(arguments.plans), *options]
+        print("\n".join(page(outcomes, " ".join(asked))))
     return 0 if all(outcome.ok for outcome in outcomes) else 1
 
 

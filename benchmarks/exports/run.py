@@ -6,12 +6,14 @@ python benchmarks/exports/run.py FOLDER      installs the frameworks there, read
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
 import subprocess
 import sys
 import venv
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +71,7 @@ READERS = (
         ("hjson", "py-cpuinfo", "msgpack", "ninja", "einops"),
     ),
     Reader("accelerate", "accelerate", "accelerate==1.15.0", ".yaml"),
-    Reader("transformers", "transformers", "transformers==5.23.0", ".yaml"),
+    Reader("transformers", "transformers", "transformers==5.24.0", ".yaml"),
     Reader("nanotron", "nanotron", NANOTRON, ".yaml", ("dacite",)),
     Reader("fsdp", "fsdp", "torch", ".py"),
 )
@@ -156,6 +158,18 @@ def cloned(repository: str, folder: Path) -> Path:
     return target
 
 
+def release_of(reader: Reader, folder: Path) -> str:
+    """Return what a framework's release is called; of a branch, its commit and that one's date."""
+    if reader.package == "torch":
+        return f"torch {version('torch')}, fully_shard"
+    release = reader.package.rpartition("@")[2].rpartition("==")[2]
+    if reader.package != NANOTRON:
+        return release
+    show = ["git", "-C", str(cloned(NANOTRON, folder)), "log", "-1", "--format=%h of %cs"]
+    commit = subprocess.run(show, check=True, capture_output=True, text=True).stdout.strip()
+    return f"{release}, {commit}"
+
+
 class Outcome(NamedTuple):
     """What became of one plan with one framework."""
 
@@ -224,17 +238,19 @@ def _judged(result: dict[str, Any], wanted: dict[str, int]) -> tuple[bool, None,
 
 HEAD = """# Exports, read by the frameworks themselves
 
-Written by `python benchmarks/exports/run.py FOLDER`. It installs each framework without compiling
-its CUDA parts (queries about CUDA are answered as on a node of eight H100), exports 40 plans, and
-lets the framework's own parser and validator read the files. *Accepted*: the framework reads the
-file, and its degrees, batch sizes and stages are those of the plan. *Refused*: Meshwright does not
-write the file, and says why. *Rejected*: Meshwright writes the file, and the framework does not
-accept it.
+Written on {date} by `python benchmarks/exports/run.py FOLDER`. It installs each framework without
+compiling its CUDA parts (queries about CUDA are answered as on a node of eight H100), exports 40
+plans, and lets the framework's own parser and validator read the files. *Accepted*: the framework
+reads the file, and its degrees, batch sizes and stages are those of the plan. *Refused*:
+Meshwright does not write the file, and says why. *Rejected*: Meshwright writes the file, and the
+framework does not accept it.
 
 """
 
 
-def page(cases: list[tuple[Case, Plan, ModelGraph]], table: dict[str, list[Outcome]]) -> str:
+def page(
+    cases: list[tuple[Case, Plan, ModelGraph]], table: dict[str, list[Outcome]], folder: Path
+) -> str:
     """Return the table and its reasons."""
     lines = ["| framework | release | accepted | refused | rejected |", "|---|---|---:|---:|---:|"]
     for reader in READERS:
@@ -242,13 +258,9 @@ def page(cases: list[tuple[Case, Plan, ModelGraph]], table: dict[str, list[Outco
             found = table[reader.to]
             refused = sum(one.refused is not None for one in found)
             rejected = sum(one.rejected is not None for one in found)
-            release = reader.package.rpartition("@")[2].rpartition("==")[2]
-            if reader.to == "fsdp":
-                release = "torch's fully_shard"
-            lines.append(
-                f"| {reader.to} | {release} | {sum(one.accepted for one in found)} | {refused} "
-                f"| {rejected} |"
-            )
+            accepted = sum(one.accepted for one in found)
+            release = release_of(reader, folder)
+            lines.append(f"| {reader.to} | {release} | {accepted} | {refused} | {rejected} |")
     lines += ["", "## Each plan", "", "a: accepted, -: refused, **R**: rejected", ""]
     names = list(table)
     lines.append("| plan | of | " + " | ".join(names) + " |")
@@ -277,7 +289,8 @@ def page(cases: list[tuple[Case, Plan, ModelGraph]], table: dict[str, list[Outco
     ]
     if rejected:
         lines += ["## Rejected", "", *rejected, ""]
-    return HEAD + "\n".join(lines).rstrip() + "\n"
+    head = HEAD.format(date=datetime.date.today().isoformat())
+    return head + "\n".join(lines).rstrip() + "\n"
 
 
 def _mark(one: Outcome) -> str:
@@ -290,16 +303,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="Where frameworks are installed")
     parser.add_argument("only", nargs="*", help="Frameworks, instead of the page of all")
     given = parser.parse_args()
+    folder = given.folder.resolve()
     cases = list(planned())
     chosen = [reader for reader in READERS if not given.only or reader.to in given.only]
     table = {}
     for reader in chosen:
-        table[reader.to] = outcomes(reader, cases, given.folder.resolve())
+        table[reader.to] = outcomes(reader, cases, folder)
         bad = [(n, one.rejected) for n, one in enumerate(table[reader.to]) if one.rejected]
         good = sum(one.accepted for one in table[reader.to])
         print(f"{reader.to}: {good} accepted, {len(bad)} rejected", *bad, sep="\n  ")
     if not given.only:
-        write_page(page(cases, table))
+        write_page(page(cases, table, folder))
     sys.exit(any(one.rejected for found in table.values() for one in found))
 
 

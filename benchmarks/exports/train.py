@@ -10,6 +10,7 @@ weights with the same tokens.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -165,12 +166,12 @@ def their_losses(
 HEAD = f"""`python benchmarks/exports/train.py FOLDER` trains a Llama of four blocks on two
 CPU ranks over gloo, {STEPS} steps of {SAMPLES} samples of {SEQ_LEN} tokens in fp32: once by
 `meshwright launch`, and once by the framework's own engine from the exported file, with the same
-weights and tokens. *Apart* is the largest relative difference of a loss; the script fails above
-{BOUND:g}.
+weights and tokens ({datetime.date.today().isoformat()}, torch {torch.__version__}). *Apart* is the
+largest relative difference of a loss; the script fails above {BOUND:g}.
 
 Queries for an accelerator are answered with the CPU; everything else is the framework's own code.
 accelerate and transformers shard only over the device types that they list; `cpu` is added to the
-list. torchtitan assumes CUDA where it finds no accelerator; it is told `cpu`. There it uses torch's
+list. torchtitan assumes CUDA where it finds no accelerator; it gets `cpu`. There it uses torch's
 `scaled_dot_product_attention` instead of FlexAttention, and `spmd_backend` is `partial_dtensor`,
 since its default needs a newer torch than 2.13. FSDP sums gradients without a scale factor, since
 gloo has no scaled sum.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import sys
 import types
@@ -17,6 +18,10 @@ import torch
 import typing_extensions
 
 typing.override = getattr(typing, "override", typing_extensions.override)  # Python 3.11
+
+
+ABSENT = ("triton._torchtlx_default",)
+"""What torch 2.15 reads a setting from where triton has it; triton 3.9.0 does not."""
 
 
 class _Enumeration(type):
@@ -61,7 +66,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if any(name == known or name.startswith(f"{known}.") for known in self.names):
+        if name not in ABSENT and any(
+            name == known or name.startswith(f"{known}.") for known in self.names
+        ):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -74,7 +81,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def packages(*names: str) -> None:
     """Let packages be imported that are not installed."""
-    sys.meta_path.append(_Finder(names))
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    sys.meta_path.append(_Finder(missing))
 
 
 def cuda() -> None:
