@@ -38,7 +38,7 @@ from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.compiled import Compiler
 from runtime.gradient_wire import Mean, PowerSGD
-from runtime.gradients import Slot, StepMeasurement
+from runtime.gradients import Slot, StepMeasurement, like_parameter
 from runtime.language_model import LanguageModel
 from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
@@ -61,6 +61,7 @@ from runtime.script_tensor import Styles
 from runtime.snapshot import Snapshot, taken
 from runtime.stale_pipeline import LateUpdates, StalePipeline
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
+from runtime.torch_internals import numbers_are_of_the_whole
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers
 from runtime.user_code import refuse_while_imported
 from runtime.whole_batch import whole_batch
@@ -156,6 +157,7 @@ class Engine:
         check_functions(loss, optimizer)
         wanted = plan_or_layout(plan)
         join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
+        numbers_are_of_the_whole()
         model = OwnModel(
             build,
             plan_of_all(wanted),
@@ -288,6 +290,7 @@ class Engine:
             self._optimizers,
             beside=lambda: model.saved(parts),
             aliases=model.aliases,
+            order=model.order,
             device=device,
         )
         self.own_values = self._passes.own
@@ -422,15 +425,17 @@ class Engine:
         return StepResult(_mean(*own), own[1])
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return this rank's parts of the gradients of the mean loss by name, to look at or change.
+        """Return the gradients of the mean loss by name, to look at or change.
 
+        They are divided as the parameters of `units` are: DTensors where ranks hold parts, of which
+        a norm or a sum is that of the whole; all ranks ask for it together.  Stages have their own.
         They are what `optimizer_step` uses, and no more can be added to them.
         """
         self._refuse_late("gradients")
         if self._whole is None:
             self._whole = self._made_whole(0.0)
             self._optimizers.hide()
-        return {slot.name: grad for slot, grad in self._whole[0].items()}
+        return {slot.name: like_parameter(slot, grad) for slot, grad in self._whole[0].items()}
 
     def optimizer_step(self, clip_norm: float | None = None) -> StepResult:
         """Update with the gradients of all `forward_backward` since the last update.

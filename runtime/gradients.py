@@ -434,6 +434,11 @@ def whole_part(slot: Slot, local: Tensor) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def like_parameter(slot: Slot, local: Tensor) -> Tensor:
+    """Return a local part as the same kind of tensor as its parameter, in the same memory."""
+    return whole_part(replace(slot, sections=(), pieces=1), local)
+
+
 def _whole_of_sections(slot: Slot, local: Tensor) -> Tensor:
     made = whole_part(replace(slot, sections=()), local)
     assert isinstance(made, DTensor)

@@ -64,6 +64,7 @@ class LanguageModel:
         self.plan = plan
         self.place = place or place_of(plan, device)
         self.aliases: dict[str, str] = {}
+        self.order: tuple[str, ...] = ()
         self.counts = plan.seq_len
         """How much of each sample the loss is expected to count."""
         self.divides_logits = plan.mesh.tensor > 1

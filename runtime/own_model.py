@@ -124,6 +124,8 @@ class OwnModel:
         self.plan = plan
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
+        self.order = tuple(_names(module))
+        """Of parameters and buffers, as the module's own state_dict() has them."""
         self.participation: Participation | None = Participation()
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
@@ -271,3 +273,10 @@ class OwnModel:
     def configuration(self) -> str | None:
         """Return None: the module is the user's own code."""
         return None
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    """Yield names of parameters and buffers in the order of `state_dict()`."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        yield from (prefix + name for name in (*part._parameters, *part._buffers))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -54,11 +54,12 @@ class ScriptState:
         *,
         beside: Callable[[], Mapping[str, Tensor]],
         aliases: Mapping[str, str],
+        order: Iterable[str] = (),
         device: torch.device,
     ) -> None:
         """`beside` returns what is saved beside what is trained, by name.
 
-        `aliases` are first names of tied parameters.
+        `aliases` are first names of tied parameters.  `order` has names as the module has them.
         """
         self.averages: list[Averaged] = []
         self._plan = plan
@@ -66,6 +67,7 @@ class ScriptState:
         self._beside = beside
         self._optimizers = optimizers
         self._aliases = aliases
+        self._order = {name: at for at, name in enumerate(order)}
         self._device = device
 
     def tensors(self) -> dict[str, Tensor]:
@@ -164,7 +166,10 @@ class ScriptState:
             average.loaded(f"ema{at or ''}", state)
 
     def whole(self, kind: str) -> dict[str, Tensor]:
-        """Return whole tensors of one kind on the CPU of every rank, by name; all ranks call it."""
+        """Return whole tensors of one kind on the CPU of every rank, by name; all ranks call it.
+
+        They are in the module's order on each rank, whatever it holds.
+        """
         own = {}
         for name, value in self.tensors().items():
             if name.startswith(f"{kind}."):
@@ -189,7 +194,8 @@ class ScriptState:
         for name, first in self._aliases.items():
             if first in own:
                 own.setdefault(name, own[first])
-        return own
+        last = len(self._order)
+        return dict(sorted(own.items(), key=lambda one: (self._order.get(one[0], last), one[0])))
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:

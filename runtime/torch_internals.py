@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
@@ -59,6 +60,7 @@ __all__ = [
     "in_backward",
     "is_traced",
     "let_go_of_reduced",
+    "numbers_are_of_the_whole",
     "reduce_scatter",
     "refuse_graph",
     "replicate",
@@ -86,6 +88,19 @@ def compiled_graphs() -> int:
     import torch._dynamo.utils  # noqa: PLC0415
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def numbers_are_of_the_whole() -> None:
+    """Let numbers of a DTensor (`float(x.norm())`, `.item()`, `if x.any()`) be those of the whole.
+
+    torch gives each rank that of its own part.  All ranks that have parts ask together.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _number_of
+
+
+def _number_of(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    return op_call(cast(DTensor, args[0]).full_tensor())
 
 
 def expect_graphs(most: int) -> None:
