@@ -168,7 +168,7 @@ class ScriptState:
     def whole(self, kind: str) -> dict[str, Tensor]:
         """Return whole tensors of one kind on the CPU of every rank, by name; all ranks call it.
 
-        They are in the module's order on each rank, whatever it holds.
+        They are in the order of the module on each rank, whatever part it has.
         """
         own = {}
         for name, value in self.tensors().items():
