@@ -576,8 +576,10 @@ class Engine:
         state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
 
         Raises LaunchError, on all ranks, where it cannot be written, where a state of `extra` is no
-        plain data, or where ranks have different values of one parameter or buffer.
+        plain data, where ranks have different values of one parameter or buffer, or where gradients
+        wait for their update.
         """
+        self._refuse_within_step("save")
         self._drain()
         done = self._state.progress(self.next_sample)
         return self._state.save(Path(folder), extra or {}, done=done, keep=keep)
@@ -587,8 +589,10 @@ class Engine:
 
         Objects of `extra` get the state that was saved under their names.
 
-        Raises LaunchError where there is none, or it is of another model.
+        Raises LaunchError where there is none, it is of another model, or gradients wait for their
+        update.
         """
+        self._refuse_within_step("load")
         self._drain()
         place, self.next_sample = self._state.load(Path(folder), extra or {})
         return place

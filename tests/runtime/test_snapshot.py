@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,11 +130,22 @@ def test_a_snapshot_is_no_view_and_one_that_lacks_something_changes_nothing() ->
     assert engine.step(batch(1)).loss > 0
 
 
-def test_a_step_that_is_half_done_has_no_snapshot() -> None:
+def test_a_step_that_is_half_done_is_neither_saved_nor_replaced(tmp_path: Path) -> None:
     engine, batch = of_script({})
-    engine.forward_backward(batch(0))
+    engine.step(batch(0))
+    engine.save(tmp_path)
+    snapshot = engine.snapshot()
+    engine.forward_backward(batch(1))
 
-    with pytest.raises(LaunchError, match="snapshot: gradients wait"):
-        engine.snapshot()
+    ways: dict[str, Callable[[], object]] = {
+        "snapshot": engine.snapshot,
+        "restore": lambda: engine.restore([snapshot]),
+        "save": lambda: engine.save(tmp_path),
+        "load": lambda: engine.resume(tmp_path),
+    }
+    for name, way in ways.items():
+        with pytest.raises(LaunchError, match=f"{name}: gradients wait"):
+            way()
     engine.zero_grad()
-    engine.snapshot()
+    assert engine.resume(tmp_path)
+    assert engine.next_sample == engine.plan.global_batch
