@@ -71,6 +71,7 @@ class Notes:
         self._module = module
         self._opened = opened
         self._paths = {id(part): name for name, part in module.named_modules()}
+        self._parameters = [(part, dict(part._parameters)) for part in module.modules()]
         self._depth = 0
         self._drew = False
         self._operators = 0
@@ -293,12 +294,31 @@ class Notes:
                 "have a part of it each; put it inside a unit (units=), or train without pipeline",
                 where=_here(),
             )
+        if unit is not None and (now := self._other_parameters()):
+            raise RecordError(
+                f"'{now}' is another tensor while its module is called (functional_call), and a "
+                "stage has the module's own; put the call inside a unit (units=), or train without "
+                "pipeline",
+                where=_here(),
+            )
         if _casts() != self._casts:
             raise RecordError(
                 "torch.autocast begins or ends between units; let the plan's precision say in "
                 "which type is computed, put it inside a unit (units=), or train without pipeline",
                 where=_here(),
             )
+
+    def _other_parameters(self) -> str:
+        """Return the name of a parameter in whose place stands something else; '' if none does."""
+        return next(
+            (
+                f"{self._paths[id(part)]}.{name}".removeprefix(".")
+                for part, own in self._parameters
+                for name, parameter in part._parameters.items()
+                if parameter is not own.get(name)
+            ),
+            "",
+        )
 
     def _refuse_changes(self, changed: Sequence[Tensor], name: str, where: str) -> None:
         storages = {_storage(tensor) for tensor in changed}
