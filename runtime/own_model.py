@@ -28,7 +28,14 @@ from runtime.participation import Participation
 from runtime.position_trial import check_parts, check_positions
 from runtime.recorder import Inputs, Recorder
 from runtime.recording import Node
-from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, refuse_changing
+from runtime.script_model import (
+    SAMPLES,
+    changes_by_samples,
+    check_module,
+    check_replay,
+    few_samples,
+    refuse_changing,
+)
 from runtime.script_plan import script_plan
 from runtime.script_stage import (
     adapt,
@@ -116,7 +123,12 @@ class OwnModel:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
-        refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
+        refuse_changing(
+            plan,
+            changing,
+            twice=self.sums or isinstance(loss, whole_batch),
+            by_samples=lambda: changes_by_samples(module, plain, few, changing),
+        )
         check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
         """Which dim of what a node draws has positions."""

@@ -326,20 +326,52 @@ def _changed(
     }
 
 
-def refuse_changing(plan: Plan, changing: Collection[str], *, twice: bool) -> None:
-    """Refuse a module that every forward changes, under a plan that has several in a step.
+def refuse_changing(
+    plan: Plan, changing: Collection[str], *, twice: bool, by_samples: Callable[[], bool]
+) -> None:
+    """Refuse a module that every forward changes, under a plan that makes something else of it.
 
-    `changing` are the names of `check_replay`; `twice` says that losses need another forward.
+    `changing` are the names of `check_replay`; `twice` says that losses need another forward.  What
+    does not change `by_samples` (a spectral norm's vectors) is the same on every rank, so that each
+    may make it once in a step.
     """
-    forwards = plan.mesh.data_shard * plan.mesh.data_replicate * plan.micro_batches
+    ranks = plan.mesh.data_shard * plan.mesh.data_replicate
     recomputed = any(item.recompute != "none" for one in plan.stages for item in one.layers)
-    if changing and (forwards > 1 or recomputed or twice):
+    again = plan.micro_batches > 1 or recomputed or twice
+    if changing and (again or (ranks > 1 and by_samples())):
+        forwards = ranks * plan.micro_batches
         reason = f"{forwards} micro-batches" if forwards > 1 else "more than one forward"
+        one_rank = "one rank for the data, " if not again or by_samples() else ""
         raise RecordError(
             f"{min(changing)}: is changed by every forward, and a step of this plan has "
             f"{reason}, so that training would depend on the plan; change it in the training "
-            "loop, or plan with one rank for the data, micro_batches 1 and recompute none"
+            f"loop, or plan with {one_rank}micro_batches 1 and recompute none"
         )
+
+
+def changes_by_samples(
+    module: nn.Module, recorder: Recorder, few: Any, changing: Collection[str]
+) -> bool:
+    """Whether what a forward changes depends on its samples or draws, as all but tensors may."""
+    other = tree_map(_of_first_sample, few)
+    if all(map(_same, tree_leaves(few), tree_leaves(other))):
+        return True
+    found: list[dict[str, Tensor]] = []
+    for seed, batch in enumerate((few, other)):
+        with untouched(module, recorder.inputs), torch.enable_grad():
+            twin = copied(module)
+            seed_all(seed)
+            _called(twin, recorder, batch)
+        found.append({**dict(twin.named_parameters()), **dict(twin.named_buffers())})
+    return not all(name in found[0] and _same(*(one[name] for one in found)) for name in changing)
+
+
+def _of_first_sample(leaf: Any) -> Any:
+    """Return a leaf of a batch whose samples are copies of the first, halved where they can be."""
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
+        return leaf
+    made = leaf[:1].expand_as(leaf)
+    return made / 2 if leaf.is_floating_point() else made.clone()
 
 
 def _called(module: nn.Module, recorder: Recorder, few: Any) -> Any:

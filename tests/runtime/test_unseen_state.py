@@ -550,6 +550,46 @@ def test_a_buffer_that_every_forward_reads_and_changes_is_named() -> None:
         Engine(Queue, MICRO, loss=loss, optimizer=sgd, batch=batch_of(0))
 
 
+class Spectral(Net):
+    """Each forward brings the vectors of its norms nearer, whatever its samples are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.spectral_norm(block)
+
+
+class Drawing(Net):
+    """A buffer of what every forward draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.ones(WIDTH))
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        made = x * self.noise
+        self.noise.copy_(torch.rand(WIDTH))
+        return made
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", [{"data_replicate": 2}, {"zero": 3}])
+def test_what_forwards_change_alike_on_every_rank_is_that_of_one_loop(
+    layout: dict[str, Any],
+) -> None:
+    for found in on_ranks(2, planned, Spectral, {**layout, "micro_batches": 1}):
+        same(found, plainly(Spectral))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("build", [Queue, Drawing])
+def test_what_forwards_change_by_samples_or_draws_is_refused_over_ranks(
+    build: Callable[[], nn.Module],
+) -> None:
+    with pytest.raises(RuntimeError, match=r"is changed by every forward.*one rank for the data"):
+        on_ranks(2, planned, build, {"data_replicate": 2, "micro_batches": 1})
+
+
 # --- tensors by name, and by sample -----------------------------------------------------------
 
 
