@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -49,6 +49,7 @@ from runtime.recorder import Inputs
 from runtime.script_loader import Loader
 from runtime.script_passes import StepPasses
 from runtime.script_records import ScriptRecords
+from runtime.script_stage import hooked, refuse_hooks
 from runtime.script_start import (
     check_functions,
     device_of,
@@ -268,6 +269,8 @@ class Engine:
             for name, parameter in part.module.named_parameters()
             if not parameter.requires_grad
         ]
+        self._hooks = sum(hooked(self._parameters()).values())
+        """Ours, of gradients."""
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
@@ -639,11 +642,16 @@ class Engine:
                     "are 0 until then (groups=), or save, and load into an Engine whose build() "
                     "does not freeze it"
                 )
+        refuse_hooks(self._parameters(), ours=self._hooks)
         self._optimizers.show()
         self._rescale()
         with self._loss_context():
             self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
         self.next_sample += self.plan.global_batch
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters that are trained, by name."""
+        return ((slot.name, slot.parameter) for slot in self._optimizers.slots)
 
     def _rescale(self) -> None:
         """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""

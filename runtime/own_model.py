@@ -89,7 +89,7 @@ class OwnModel:
         `place` is this rank's if it is not that of all ranks in the plan.
         """
         module = built(build, wanted)
-        refuse_hooks(module)
+        refuse_hooks(module.named_parameters())
         refuse_sparse(module)
         refuse_shared_memory(module)
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()

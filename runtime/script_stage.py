@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -194,14 +194,30 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
     return result
 
 
-def refuse_hooks(module: nn.Module) -> None:
-    """Refuse hooks on parameters: those that data parallelism puts in their place have none."""
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise LaunchError(
-                f"{name}: has a gradient hook, which would never be called once parameters are "
-                "divided; change gradients between engine.gradients() and engine.optimizer_step()"
-            )
+def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], *, ours: int = 0) -> None:
+    """Refuse hooks on parameters but `ours`.
+
+    Those that data parallelism puts in their place have none, and a gradient that a hook sees is
+    that of a part of a batch.
+    """
+    if (found := hooked(parameters)) and sum(found.values()) > ours:
+        raise LaunchError(
+            f"{next(iter(found))}: has a gradient hook, which sees gradients of parts of the "
+            "batch or is never called, as the plan divides it; change gradients between "
+            "engine.gradients() and engine.optimizer_step()"
+        )
+
+
+def hooked(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+    """Return how many gradient hooks parameters have, by name, of those that have some."""
+    return {
+        name: count
+        for name, one in parameters
+        if (
+            count := len(one._backward_hooks or ())
+            + len(getattr(one, "_post_accumulate_grad_hooks", None) or ())
+        )
+    }
 
 
 def refuse_sparse(module: nn.Module) -> None:
