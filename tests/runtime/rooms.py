@@ -23,6 +23,7 @@ from runtime.launch import launch
 from runtime.launch_record import Launch
 from runtime.report import RunReport
 from runtime.supervise import last_lines
+from runtime.zygote import Zygote
 from tests.limits import PATIENCE_S
 from tests.runtime.forked_zygote import ForkedZygote
 
@@ -206,10 +207,14 @@ class Room:
         return path
 
     def run(self, plan: Plan, **options: object) -> RunReport:
-        settings = {"model": MODEL, "quiet": True, **options}
         with ForkedZygote() as ranks:
-            record = Launch(self.plan(plan), self.asked(settings), **{"zygote": ranks, **settings})
-            report = launch(record)
+            return self.run_by(ranks, plan, **options)
+
+    def run_by(self, ranks: Zygote, plan: Plan, **options: object) -> RunReport:
+        """Run with a zygote that is there: only a main thread may fork one."""
+        settings = {"model": MODEL, "quiet": True, **options}
+        record = Launch(self.plan(plan), self.asked(settings), **{"zygote": ranks, **settings})
+        report = launch(record)
         assert report is not None
         return report
 

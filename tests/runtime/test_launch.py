@@ -24,6 +24,7 @@ from runtime.launch_record import Launch
 from runtime.preflight import cores
 from runtime.report import RunReport
 from tests.limits import PATIENCE_S
+from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.rooms import ENOUGH, MODEL, ROOT, Room, plan_of
 
 # What is refused before anything starts ---------------------------------------------------------
@@ -490,8 +491,11 @@ def test_a_launch_from_another_thread_runs_too(room: Room) -> None:
     pytest.importorskip("torch")
     reports: list[RunReport] = []
 
-    thread = threading.Thread(target=lambda: reports.append(room.run(plan_of(), steps=2)))
-    thread.start()
-    thread.join(PATIENCE_S)
+    with ForkedZygote() as ranks:
+        thread = threading.Thread(
+            target=lambda: reports.append(room.run_by(ranks, plan_of(), steps=2))
+        )
+        thread.start()
+        thread.join(PATIENCE_S)
 
     assert [report.steps for report in reports] == [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from runtime.launch_record import Launch
 from runtime.nodes import NodeRank
 from runtime.preflight import ranks_of_node
 from runtime.report import RunReport
+from runtime.zygote import Zygote
 from tests.limits import PATIENCE_S
 from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.ports import free_port
@@ -33,34 +35,39 @@ pytestmark = pytest.mark.ranks
 
 
 def on_nodes(
-    room: Room, plan: Plan, *, devices: tuple[int, ...] = (1, 1), **options: Any
+    room: Room,
+    plan: Plan,
+    *,
+    devices: tuple[int, ...] = (1, 1),
+    **options: Any,
 ) -> list[RunReport | MeshwrightError | None]:
     """Launch on as many nodes as there are device counts; return how each of them ended."""
     port = free_port()
     ends: list[RunReport | MeshwrightError | None] = [None] * len(devices)
     path = room.plan(plan)
 
-    def node(number: int) -> None:
+    def node(number: int, ranks: Zygote) -> None:
         node_rank = NodeRank(node=number, nodes=len(devices), host="127.0.0.1", port=port)
         settings: dict[str, Any] = {"model": MODEL, "quiet": True}
         for name, value in options.items():
             settings[name] = value(number) if callable(value) else value
         asked = room.asked(settings)
         try:
-            with ForkedZygote() as ranks:
-                ends[number] = launch(
-                    Launch(
-                        path, asked, node_rank=node_rank, nodes=devices, zygote=ranks, **settings
-                    )
-                )
+            ends[number] = launch(
+                Launch(path, asked, node_rank=node_rank, nodes=devices, zygote=ranks, **settings)
+            )
         except MeshwrightError as error:
             ends[number] = error
 
-    threads = [threading.Thread(target=node, args=(number,)) for number in range(len(devices))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    with contextlib.ExitStack() as stack:
+        # Forked here: where another thread forks, torch's caches of this one are destroyed in the
+        # child, and with them process groups, which wait there for ever.
+        zygotes = [stack.enter_context(ForkedZygote()) for _ in devices]
+        threads = [threading.Thread(target=node, args=each) for each in enumerate(zygotes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
     return ends
 
 
@@ -140,25 +147,11 @@ def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
         while time.monotonic() < deadline:
             metrics = room.folder / "out" / "metrics.jsonl"
             if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
-                for process, rank in pids().items():
-                    if rank == 1:
-                        os.kill(process, signal.SIGKILL)
-                        return
+                ranks = room.ranks()
+                if 1 in ranks:
+                    os.kill(ranks[1], signal.SIGKILL)
+                    return
             time.sleep(0.02)
-
-    def pids() -> dict[int, int]:
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if str(room.folder).encode() in command:
-                for entry in environment:
-                    if entry.startswith(b"RANK="):
-                        found[int(folder.name)] = int(entry[5:])
-        return found
 
     killer = threading.Thread(target=kill_rank_1)
     killer.start()
@@ -168,7 +161,7 @@ def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
     assert all(isinstance(end, LaunchError) for end in ends), ends
     assert "rank 1 was killed by SIGKILL" in str(ends[1])
     assert "node 1: rank 1 was killed by SIGKILL" in str(ends[0])
-    assert pids() == {}
+    assert room.ranks() == {}
 
 
 HOST = """
