@@ -21,7 +21,6 @@ from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train
 from tests.runtime.test_adamw import optimizer_of, update
 
-CPU = torch.device("cpu")
 STEPS = 5
 
 

@@ -75,7 +75,6 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
 
 
-KINDS = ("uses one of two", "passes on", "ends gradients", "is a constant")
 Run = tuple[list[StepResult], dict[str, Tensor]]
 
 

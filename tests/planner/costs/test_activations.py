@@ -10,13 +10,12 @@ from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.layout_costs import CostTables
-from planner.costs.predict import layout_prediction, placement_prediction, placements_of
+from planner.costs.predict import placement_prediction, placements_of
 from planner.costs.rates import Rates, rates
 from planner.documents.cluster import ClusterSpec
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Activations, Job, Layout
 from planner.documents.stack import with_figures
-from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.formulation import instance_of, plan_of
 from planner.search.layer_options import allowed
@@ -71,15 +70,6 @@ def test_a_copy_that_takes_longer_than_the_pass_beside_it_is_seen(h100: Rates) -
     assert found.host_bytes == found.moving_bytes == 1e9
 
 
-def test_a_stack_may_move_a_part_of_what_is_stored(h100: Rates) -> None:
-    half = replace(h100, stack=with_figures(native(), {"offload.activations_share": 0.5}))
-
-    found = treated("offload", FIGURES, half, passed=0.0)
-
-    stored = FIGURES.stored_bytes
-    assert found.stored_bytes == found.moving_bytes == found.host_bytes == stored / 2
-
-
 def test_what_the_last_stage_returns_stays_for_stacks_that_keep_it(
     llama: ModelGraph, node: ClusterSpec
 ) -> None:
@@ -120,33 +110,6 @@ def test_devices_behind_one_link_share_it(node: ClusterSpec) -> None:
     alone_s, together_s = (rates(c, JOB, None).host_copy_s(1e9) for c in (node, shared))
 
     assert together_s == pytest.approx(4 * alone_s)
-
-
-@pytest.mark.parametrize("activations", ["offload", "compress"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(data_shard=8, zero=3, micro_batches=2),
-        Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=8),
-        Layout(pipeline=4, data_replicate=2, micro_batches=8, schedule="gpipe"),
-        Layout(pipeline=2, data_replicate=4, micro_batches=4, virtual_stages=2, schedule="zbv"),
-    ],
-    ids=Layout.text,
-)
-def test_parts_add_up_and_fewer_bytes_stay(
-    llama: ModelGraph, node: ClusterSpec, layout: Layout, activations: Activations
-) -> None:
-    kept = layout_prediction(Request(llama, node, JOB), layout)
-    found = layout_prediction(Request(llama, node, JOB, pins=Pins(activations=activations)), layout)
-
-    cause = {"offload": "offload", "compress": "compression"}[activations]
-    assert cause not in kept.step_parts
-    assert found.step_parts[cause] > 0
-    assert sum(found.step_parts.values()) == pytest.approx(found.step_time_s)
-    for before, after in zip(kept.stages, found.stages, strict=True):
-        assert sum(after.memory_parts.values()) == pytest.approx(after.peak_memory_bytes)
-        assert after.memory_parts["activations"] < before.memory_parts["activations"]
-        assert (after.host_bytes > 0) == (activations == "offload")
 
 
 def test_the_host_holds_what_the_device_would(llama: ModelGraph, node: ClusterSpec) -> None:
@@ -202,31 +165,6 @@ def test_more_ways_are_never_slower_and_the_bytes_are_those_of_the_prediction(
             whole = costs.fixed_bytes + costs.slack * counted
             assert stage.peak_memory_bytes <= whole * (1 + 1e-9)
             assert whole <= stage.peak_memory_bytes * 1.35
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_of_two_layers_that_are_offloaded_the_bytes_are_there_at_a_time(
-    llama: ModelGraph, node: ClusterSpec, stages: int
-) -> None:
-    layout = Layout(pipeline=stages, data_replicate=8 // stages, micro_batches=2 * stages)
-    kept = CostTables(Request(llama, node, JOB)).of(layout)
-    costs = CostTables(Request(llama, node, JOB), activations=("offload",))
-    chain = [layer.kind for _, layer in llama.chain]
-    size = len(chain) // stages
-    placements = [
-        tuple((kind, "none", "offload") for kind in chain[s * size : (s + 1) * size])
-        for s in range(stages)
-    ]
-
-    found = placement_prediction(costs, layout, placements).stages[0]
-
-    of_block, of_head = (kept.kinds[kind][0].layer_bytes for kind in ("block", "head"))
-    vocabulary = llama.architecture.vocab_size if llama.architecture else 0
-    of_loss = 4.0 * JOB.seq_len * vocabulary  # log-softmax in fp32, which the loss saves
-    moving = of_block.stored + (of_block.stored if stages == 2 else of_head.stored - of_loss)
-    working = of_block.backward if stages == 2 else of_head.backward
-    assert found.memory_parts["transient"] == pytest.approx(working + moving)
-    assert found.memory_parts["activations"] == (0 if stages == 2 else of_loss)
 
 
 def test_what_can_never_win_is_no_choice(llama: ModelGraph, node: ClusterSpec) -> None:

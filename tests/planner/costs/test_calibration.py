@@ -15,7 +15,6 @@ from planner.documents.profile import (
     ChunkedLoss,
     CollectiveCurve,
     LayerMeasurement,
-    LinkPoint,
     Overheads,
     Profile,
     StageMeasurement,
@@ -220,65 +219,6 @@ def overheads(**changes: float) -> Overheads:
     return Overheads(**{**figures, **changes})
 
 
-def test_measured_overheads_stand_where_they_belong(gpt2: ModelGraph, node: ClusterSpec) -> None:
-    with_them = overheads(step_s=0.5, optimizer_s_per_parameter=1e-6, pipeline_action_s=0.25)
-    tables = CostTables(Request(gpt2, node, JOB, profile=profile(overheads=with_them)))
-    layout = Layout(pipeline=4, micro_batches=64)
-
-    costs = tables.of(layout)
-
-    block = costs.kinds["block"][0]
-    parameters = next(layer.parameters for layer in gpt2.layers if layer.kind == "block")
-    assert costs.step_s == 0.5
-    assert costs.boundary_s == pytest.approx(0.25 + costs.transfer_s)
-    assert costs.parts["block"][0].optimizer_s == pytest.approx(1e-6 * parameters)
-    head = costs.kinds["head"][0]  # an end of the pipeline: half of an action in either pass
-    assert block.backward_s < 0.25 / 2 < head.backward_s
-    assert block.forward_s < 0.25 / 2 < head.forward_s
-
-
-def test_what_cannot_overlap_is_waited_for(gpt2: ModelGraph, node: ClusterSpec) -> None:
-    curves = tuple(
-        CollectiveCurve(
-            tier="nvlink",
-            operation=operation,
-            ranks=8,
-            points=(LinkPoint(size_bytes=1, seconds=0.003, spread=0.0),),
-        )
-        for operation in ("all_gather", "reduce_scatter")
-    )
-    layout = Layout(prefetch=1, data_shard=8, zero=3, micro_batches=8)
-
-    def block(overlap: float):  # type: ignore[no-untyped-def]
-        measured = profile(collectives=curves, overheads=overheads(overlap=overlap))
-        return CostTables(Request(gpt2, node, JOB, profile=measured)).of(layout).parts["block"][0]
-
-    hidden, waiting = block(1.0), block(0.0)
-
-    # The gather takes far longer than a block's forward, which hides as much as itself.
-    assert waiting.gather_s - hidden.gather_s == pytest.approx(hidden.figures.forward_s)
-
-
-def test_what_was_measured_over_context_ranks_is_used_there_alone(gpt2: ModelGraph) -> None:
-    own = measurement(context=2, forward_s=0.007)
-    whole = measurement()
-    setting = Setting(micro_batch=2, seq_len=512, context=2)
-
-    def computed(at: Setting, recompute: str):  # type: ignore[no-untyped-def]
-        return figures_by_arithmetic(gpt2, at)
-
-    both = calibrated([whole, own], "block", setting, "none", computed)
-    without = calibrated([whole], "block", setting, "none", computed)
-    undivided = calibrated(
-        [whole, own], "block", Setting(micro_batch=2, seq_len=512), "none", computed
-    )
-
-    assert both.whole_forward_s == pytest.approx(0.007)
-    assert both.provenance == "measured"
-    assert without.provenance == "fitted"
-    assert undivided.whole_forward_s == pytest.approx(0.010)
-
-
 def test_what_neighbours_measured_takes_longer_where_their_group_crosses_nodes(
     gpt2: ModelGraph,
 ) -> None:
@@ -393,16 +333,6 @@ def of_blocks(*layers: LayerMeasurement, **setting: object) -> tuple[float, floa
     layout = Layout(micro_batch=2, micro_batches=32, **setting)  # type: ignore[arg-type]
     block = CostTables(request, recomputes=("none",)).parts("block", layout, linked=True)[0]
     return block.figures.forward_s, block.figures.stored_bytes
-
-
-def test_what_was_measured_eager_scales_what_is_compiled_and_is_not_taken_for_it() -> None:
-    eager, compiled = (of_blocks(compile=choice) for choice in ("none", "block"))
-    measured = measurement(forward_s=3 * eager[0], stored_bytes=int(2 * eager[1]))
-
-    assert of_blocks(measured) == pytest.approx((3 * eager[0], 2 * eager[1]))
-    assert of_blocks(measured, compile="block") == pytest.approx(
-        (3 * compiled[0], 2 * compiled[1]), rel=1e-6
-    )
 
 
 def test_a_compiled_block_is_what_was_measured_of_one() -> None:

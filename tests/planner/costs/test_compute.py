@@ -14,15 +14,12 @@ from planner.costs.compute import (
     device,
     expected_largest,
     forward_s,
-    is_narrow,
     narrow_backward_s,
     narrow_forward_s,
-    peak_flops,
     seconds,
     sustained,
 )
 from planner.documents.cluster import Accelerator, DeviceCurve
-from planner.errors import DocumentError
 from planner.layers.operator_table import Operator
 
 CURVE = DeviceCurve(
@@ -86,16 +83,6 @@ def accelerator(**peaks: float) -> Accelerator:
     )
 
 
-def test_bf16_runs_at_the_rate_of_fp16_where_the_sheet_has_only_that() -> None:
-    assert peak_flops(accelerator(fp32=1.0, fp16=8.0), "bf16") == 8.0
-    assert device(accelerator(fp32=1.0, fp16=8.0), "fp32", native()).peak_flops == 1.0
-
-
-def test_a_precision_without_a_peak_is_an_error_that_says_which_there_are() -> None:
-    with pytest.raises(DocumentError, match="it has fp32"):
-        peak_flops(accelerator(fp32=1.0), "bf16")
-
-
 def test_only_curves_of_single_kernels_are_lowered_to_what_a_step_sustains() -> None:
     quoted = accelerator(fp32=1.0).model_copy(update={"name": "h100-sxm-80gb"})
     measured = quoted.model_copy(
@@ -130,16 +117,6 @@ def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
     # Gradients of x and of w: y and w are rounded for the one, y and x for the other.
     moved = rounding * (2 * y + w + x) + (2 * y + w + x) / 2 + x + w + (w + y + x)
     assert backward == pytest.approx(41 * 5e-6 + 2e12 / 100e12 + moved / 0.8e12)
-
-
-def test_what_fp8_does_not_round_runs_as_in_bf16() -> None:
-    accelerator = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
-
-    narrow, wide = (device(accelerator, precision, native()) for precision in ("fp8", "bf16"))
-
-    assert narrow.peak_flops == wide.peak_flops
-    assert narrow.eight_bit_flops == accelerator.peak_flops["fp8"]
-    assert wide.eight_bit_flops is None
 
 
 def test_fused_casts_read_inputs_gradients_and_weights_once_in_each_pass() -> None:
@@ -233,17 +210,6 @@ def test_a_stack_says_which_rate_of_its_device_holds() -> None:
     assert b200.kernels.four_bit is not None
     four = device(b200, "nvfp4", megatron).eight_bit_flops
     assert four == pytest.approx(b200.kernels.four_bit * b200.peak_flops["fp8"])
-
-
-@pytest.mark.parametrize("name", ["expert_up", "mlp_up", "scores"])
-def test_which_products_are_narrow_is_the_stack_s(name: str) -> None:
-    product = replace(operator("matmul"), name=name, in_core=name == "scores")
-    linears = DeviceRates(peak_flops=1, memory_bytes_per_s=1, curve=CURVE, eight_bit_flops=1)
-    every = replace(linears, every_product=True)
-
-    assert is_narrow(product, linears, end=False) == (name == "mlp_up")
-    assert is_narrow(product, every, end=False) == (name != "scores")
-    assert not is_narrow(product, every, end=True)
 
 
 @pytest.mark.parametrize("name", ["h100-sxm-80gb", "rtx-3090", "mi300x"])

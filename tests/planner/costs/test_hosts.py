@@ -1,17 +1,14 @@
 """Which devices share a host, by numbering them one by one."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from planner.catalog import native, stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.hosts import hosts, overfull, ranks_on_nodes, unknown, usable_share
-from planner.costs.predict import layout_prediction
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.hosts import hosts, ranks_on_nodes, unknown, usable_share
 from planner.documents.cluster import ClusterSpec
-from planner.documents.plan import INSIDE_OUT, Axis, Job, Layout
-from planner.requests.request import Request
+from planner.documents.plan import INSIDE_OUT, Axis, Layout
 
 OUTSIDE: tuple[Axis, ...] = ("pipeline", "context", "tensor", "data_replicate", "data_shard")
 LAYOUTS = [
@@ -55,19 +52,6 @@ def test_every_kind_of_node_is_found(four_nodes: ClusterSpec, layout: Layout) ->
     assert len(set(found)) == len(found)
 
 
-def test_a_share_of_a_hosts_memory_is_there_to_fill(four_nodes: ClusterSpec) -> None:
-    layout = Layout(tensor=2, pipeline=4, data_shard=4, zero=1)
-    memory = four_nodes.groups[0].host_memory_bytes
-
-    (host, *_) = hosts(four_nodes, layout, 0.5)
-
-    assert memory is not None
-    assert host.capacity_bytes == 0.5 * memory
-    each = host.capacity_bytes / 8
-    assert overfull(four_nodes, layout, [each] * 4, 0.5) is None
-    assert overfull(four_nodes, layout, [each, each, each, 1.1 * each], 0.5) is not None
-
-
 def test_a_host_that_nobody_describes_is_an_assumption(four_nodes: ClusterSpec) -> None:
     group = four_nodes.groups[0].model_copy(update={"host_memory_bytes": None})
     silent = four_nodes.model_copy(update={"groups": (group,)})
@@ -78,24 +62,6 @@ def test_a_host_that_nobody_describes_is_an_assumption(four_nodes: ClusterSpec) 
     (assumed,) = unknown(silent, layout, [2.0**30])
     assert "8.0 GiB" in assumed.what
     assert not list(unknown(four_nodes, layout, [2.0**30]))
-
-
-def test_a_prediction_that_overfills_its_host_does_not_fit(four_nodes: ClusterSpec) -> None:
-    group = four_nodes.groups[0].model_copy(update={"host_memory_bytes": 10**10})
-    small = four_nodes.model_copy(update={"groups": (group,)})
-    llama, job = resolve_model("llama-3.1-8b"), Job(seq_len=2048, global_batch=32)
-    layout = Layout(data_shard=32, zero=3)
-
-    roomy, full = (
-        layout_prediction(Request(llama, cluster, job), replace(layout, offload="optimizer"))
-        for cluster in (four_nodes, small)
-    )
-
-    # 8 of 32 shards of 8 bytes per parameter are 16 GB, and half of 10 GB is there.
-    assert roomy.fits
-    assert not full.fits
-    assert 8 * full.stages[0].host_bytes == pytest.approx(8 * llama.parameters / 4)
-    assert layout_prediction(Request(llama, small, job), layout).fits
 
 
 def test_torch_pins_parameters_in_powers_of_two_and_the_arena_nothing() -> None:

@@ -16,7 +16,7 @@ from planner.costs.rates import rates
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.document import read
 from planner.documents.model import ModelGraph
-from planner.documents.plan import Compile, Job, Layout
+from planner.documents.plan import Job, Layout
 from planner.documents.profile import Profile
 from planner.layers import arithmetic
 from planner.layers.operator_table import ManySettings, Setting
@@ -61,11 +61,6 @@ def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int)
                 for size, sizes in zip(one.outputs.values(), many.outputs.values(), strict=True):
                     mine = sizes[index] if hasattr(sizes, "shape") else sizes
                     assert mine == pytest.approx(size, rel=1e-12)
-
-
-def test_settings_that_take_different_branches_cannot_share_a_table() -> None:
-    with pytest.raises(AssertionError):
-        ManySettings.of([Setting(micro_batch=1, seq_len=8), Setting(micro_batch=2, seq_len=8)])
 
 
 @pytest.mark.long("mixtral-8x7b-4x8xh100-sxm-80gb-job0", "deepseek-v3-4x8xh800-sxm-80gb-job1")
@@ -125,16 +120,6 @@ def test_figures_of_many_layouts_of_any_stack_are_those_of_each(name: str, stack
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
 
 
-def test_a_choice_of_recompute_is_kept() -> None:
-    model, machine = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
-    tables = CostTables(Request(model, machine, Job(seq_len=2048, global_batch=8)))
-
-    free, full = (tables.fastest_s([Layout()], choice) for choice in (None, "full"))
-
-    assert (full[0] >= free[0]).all()
-    assert full[1, 0] > free[1, 0]
-
-
 def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
     folder = Path(__file__).parents[3] / "plans" / "demo-4m-on-local"
     machine, profile = (
@@ -171,16 +156,3 @@ def test_fp8_is_planned_where_devices_have_it_with_what_its_rounding_costs() -> 
     assert passes_s("fp8", "block") != pytest.approx(passes_s("bf16", "block"), rel=0.01)
     assert answer.plan.precision == "fp8"
     assert any("8 bits" in a.what for a in answer.prediction.assumptions)
-
-
-def test_compiled_blocks_have_their_casts_fused_and_gain_by_eight_bits() -> None:
-    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
-
-    def passes_s(precision: Precision, compiled: Compile) -> float:
-        job = Job(seq_len=8192, global_batch=16, precision=precision)
-        layout = Layout(data_shard=8, zero=3, micro_batch=2, compile=compiled)
-        block = CostTables(Request(model, cluster, job)).of(layout).parts["block"][0].figures
-        return block.forward_s + block.backward_s
-
-    assert passes_s("fp8", "none") > passes_s("bf16", "none")
-    assert 1.2 < passes_s("bf16", "block") / passes_s("fp8", "block") < 1.5

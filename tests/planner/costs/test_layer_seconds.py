@@ -8,7 +8,6 @@ import pytest
 
 from planner.catalog import native, stack, stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.compute import DeviceRates
 from planner.costs.layer_seconds import (
     HostPasses,
     KernelSeconds,
@@ -16,18 +15,14 @@ from planner.costs.layer_seconds import (
     collectives,
     host_passes,
     in_pieces,
-    link_rule,
     passes,
     seen_links,
-    shown_s,
     with_host,
 )
 from planner.costs.layout_costs import CostTables
-from planner.documents.model import ModelGraph
 from planner.documents.plan import Job, Layout
 from planner.documents.profile import Recompute
 from planner.documents.stack import PerPass, Stack, with_figures
-from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import KernelSettings
 from planner.layers.operator_table import GroupAxis, Operator, OperatorTable, Setting
@@ -63,19 +58,6 @@ def both_passes(
     return sum(there for _, there, _ in each), sum(back for _, _, back in each)
 
 
-def test_a_share_hides_as_far_as_there_is_computation() -> None:
-    assert shown_s(10.0, 100.0, 0.9) == pytest.approx(1.0)
-    assert shown_s(10.0, 4.0, 0.9) == 6.0
-    assert shown_s(10.0, 100.0, 0.0) == 10.0
-
-
-def test_a_divided_block_gathers_and_scatters_twice_in_each_pass() -> None:
-    found = layer("block", tensor=4)
-
-    assert both_passes(found, LinkRule()) == pytest.approx((4 * MB, 4 * MB))
-    assert both_passes(found, LinkRule(tensor=0.5)) == pytest.approx((2 * MB, 2 * MB))
-
-
 def test_heads_that_are_gathered_wait_in_both_passes() -> None:
     # 32 heads and 2 x 8 of keys and values, of 128: 6,144 features, 1.5 of the stream's 4,096.
     # Neither hidden with other collectives of the group, nor gathered again, nor in 8 bits.
@@ -98,44 +80,6 @@ def test_what_is_gathered_in_eight_bits_is_half_as_large() -> None:
     assert both_passes(adapted, LinkRule(gathered=0.5)) == pytest.approx((3.5 * MB, 3 * MB))
     head = layer("head", tensor=4)
     assert both_passes(head, LinkRule(gathered=0.5)) == both_passes(head, LinkRule())
-
-
-def test_matrices_whose_sides_are_no_multiples_of_sixteen_stay_in_sixteen_bits() -> None:
-    narrow = replace(GPU, eight_bit_flops=2 * GPU.peak_flops, input_bytes=2.0)
-
-    def forward_s(on: DeviceRates, ffn: int, **changes: object) -> float:
-        model = of_ffn(ffn)
-        found = next(layer for layer in model.layers if layer.kind == "block")
-        return passes(table(model, found, setting(**changes)), "none", on).forward_s
-
-    even, odd = (forward_s(GPU, ffn) - forward_s(narrow, ffn) for ffn in (11008, 11000))
-    assert 0 < odd < 0.5 * even  # attention's products alone are faster
-    # 11,008 = 16 x 688: divided by eight 1,376 = 16 x 86, by 64 it is 172 = 16 x 10.75.
-    eighth, least = (
-        1 - forward_s(narrow, 11008, tensor=n) / forward_s(GPU, 11008, tensor=n) for n in (8, 64)
-    )
-    assert least < 0.7 * eighth
-
-
-def of_ffn(width: int) -> ModelGraph:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "vocab_size": 32000,
-    }
-    return graph_of(architecture_of(config, name="odd"), name="odd")
-
-
-def test_inputs_that_are_gathered_a_second_time_count_in_backward() -> None:
-    found = layer("block", tensor=4)
-
-    there_s, back_s = both_passes(found, LinkRule(second_gather=0.5))
-
-    assert (there_s, back_s) == pytest.approx((4 * MB, (4 + 0.5 * 2) * MB))
 
 
 def test_without_sequence_parallelism_ends_sum_in_one_pass_alone() -> None:
@@ -199,32 +143,11 @@ def test_a_ring_hides_behind_attention_alone() -> None:
     assert seen_links(links, ample, LinkRule()) == (3.0, 5.0)
 
 
-def test_attention_is_all_between_its_projections() -> None:
-    fused = passes(layer("block", kernels=KernelSettings(scores="fused")), "none", GPU)
-    written = passes(layer("block", kernels=KernelSettings(scores="written")), "none", GPU)
-    linear = passes(layer("embedding"), "none", GPU)
-
-    assert 0 < fused.attention_s[0] < fused.forward_s
-    assert written.attention_s[0] > fused.attention_s[0]  # no half of the keys is skipped
-    assert fused.attention_s[1] > 2 * fused.attention_s[0]
-    assert linear.attention_s == (0.0, 0.0)
-
-
-def test_recomputing_a_block_whole_sends_all_of_its_forward_again() -> None:
-    found = layer("block", tensor=4, kernels=KernelSettings(early_stop=False))
-
-    assert both_passes(found, LinkRule(), "full") == pytest.approx((4 * MB, 8 * MB))
-
-
 def test_recomputing_a_block_whole_takes_its_forward_again() -> None:
     found = passes(layer("block", kernels=KernelSettings(early_stop=False)), "full", GPU)
 
     assert found.recompute_s == pytest.approx(found.forward_s)
     assert found.kernels_again == found.kernels
-
-
-def test_the_runtime_shows_all_of_its_collectives_but_tokens_on_their_way() -> None:
-    assert link_rule(native(), sequence_parallel=True) == LinkRule(shared=0.9)
 
 
 def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, float]:
@@ -359,18 +282,6 @@ def test_counts_are_read_in_blocks_that_have_experts_alone() -> None:
     later = {kind for kind in plain if counted[kind] > plain[kind]}
     assert later == {"moe_block"}
     assert counted["moe_block"] - plain["moe_block"] > 1e-3
-
-
-def test_half_of_what_a_product_stands_beside_is_hidden_by_it() -> None:
-    plain, beside = LinkRule(), LinkRule(beside=0.5)
-    found = layer("block", tensor=4)
-    slow = replace(GPU, peak_flops=1e9)  # products of many seconds
-
-    # Both gathers and both scatters; of backward the two gathers in front of single products.
-    assert both_passes(found, plain) == pytest.approx((4 * MB, 4 * MB))
-    each = list(collectives(found, (), a_second_a_megabyte, beside, slow))
-    seen = (sum(there for _, there, _ in each), sum(back for _, _, back in each))
-    assert seen == pytest.approx((2 * MB, 3 * MB))
 
 
 def test_beside_products_of_no_time_nothing_is_hidden() -> None:

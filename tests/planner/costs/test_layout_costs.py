@@ -78,18 +78,6 @@ def test_recomputing_a_block_trades_seconds_for_bytes(tables: CostTables) -> Non
     assert none.sync_s == selective.sync_s == full.sync_s
 
 
-def test_resident_bytes_of_the_whole_model_are_16_per_parameter_over_the_shards(
-    tables: CostTables, llama: ModelGraph
-) -> None:
-    costs = tables.of(Layout(data_shard=8, zero=3, micro_batches=8))
-
-    held = sum(
-        layer.repeat * costs.kinds[layer.kind][0].layer_bytes.states for layer in llama.layers
-    )
-
-    assert held == pytest.approx(16 * llama.parameters / 8)
-
-
 def test_tensor_parallelism_divides_matrices_and_keeps_norms(
     tables: CostTables, llama: ModelGraph
 ) -> None:
@@ -126,12 +114,6 @@ def test_sharding_levels_move_communication_between_step_and_micro_batch(
     assert of(1).forward_s == of(2).forward_s < of(3).forward_s
     assert of(1).backward_s - summed_s < of(2).backward_s < of(3).backward_s
     assert of(1).sync_s > of(2).sync_s > of(3).sync_s
-
-
-def test_with_one_micro_batch_zero_1_and_2_are_the_same_step(tables: CostTables) -> None:
-    one, two = (tables.of(Layout(data_shard=8, zero=zero, micro_batch=8)) for zero in (1, 2))
-
-    assert one.kinds == two.kinds
 
 
 def test_the_schedule_changes_bytes_and_no_seconds(tables: CostTables) -> None:

@@ -1,12 +1,9 @@
 """Lines through points are those that the points were made from, and as few as there are."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.costs import link_fit
 from planner.costs.collectives import Level, collective_s, curves_by_name, interpolated_s
 from planner.costs.link_fit import fitted, fitted_s
 from planner.documents.cluster import LinkTier
@@ -50,26 +47,6 @@ def test_another_algorithm_for_large_messages_is_another_line() -> None:
     assert between == pytest.approx((small[SIZES[3]] + large[SIZES[4]]) / 2)
 
 
-def test_points_that_spread_need_no_lines_of_their_own() -> None:
-    seconds = straight(1e-3, 1e9)
-    seconds[SIZES[2]] *= 1.3
-
-    sure, unsure = fitted(points(seconds)), fitted(points(seconds, spread=0.8))
-
-    assert sure is not None
-    assert unsure is not None
-    assert len(unsure.pieces) == 1 < len(sure.pieces)
-    assert unsure.residual > 0.1
-
-
-def test_what_takes_always_the_same_has_no_bandwidth() -> None:
-    found = fitted(points(dict.fromkeys(SIZES, 1e-3)))
-
-    assert found is not None
-    assert found.pieces[0].bytes_per_s is None
-    assert fitted_s(found, 2**30) == pytest.approx(1e-3)
-
-
 def test_fewer_than_two_points_make_no_line() -> None:
     assert fitted(points({1024: 1e-3})) is None
     assert fitted(points({1024: 1e-3, 2048: 0.0})) is None
@@ -99,7 +76,3 @@ def test_collectives_follow_the_lines_of_a_curve_that_has_them() -> None:
     assert taken == pytest.approx(1e-3 + 2**30 / 1e9)
     # Without lines the largest point's seconds grow with the size, its latency too.
     assert interpolated_s(curve, 2**30) == pytest.approx(64 * (1e-3 + 2**24 / 1e9))
-
-
-def test_examples_in_docstrings_hold() -> None:
-    assert doctest.testmod(link_fit).failed == 0

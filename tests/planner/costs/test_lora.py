@@ -11,11 +11,9 @@ from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
 from planner.costs.lora import adapter_parameters
 from planner.costs.memory import StateSharding, frozen_states, state_types
-from planner.costs.predict import layout_prediction
 from planner.documents.plan import Job, Layout, Offload
 from planner.documents.training import Lora
 from planner.layers.arithmetic import local_parameters
-from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.stacks.native import refusal
 
@@ -60,22 +58,6 @@ def test_frozen_weights_take_their_own_bytes_and_no_others() -> None:
     assert held.backward_transient_bytes == 0.0
 
 
-def test_adapters_fit_where_the_whole_model_does_not() -> None:
-    model, machine = resolve_model("llama-3.1-8b"), resolve_cluster("1xh100-sxm-80gb")
-    layout = Layout(micro_batch=1, micro_batches=8)
-    whole = Job(seq_len=2048, global_batch=8)
-    adapters = Job(seq_len=2048, global_batch=8, lora=Lora(rank=16))
-
-    full = layout_prediction(Request(model, machine, whole, pins=Pins(recompute="full")), layout)
-    tuned = layout_prediction(
-        Request(model, machine, adapters, pins=Pins(recompute="full")), layout
-    )
-
-    assert not full.fits
-    assert tuned.fits
-    assert any("adapters" in assumption.what for assumption in tuned.assumptions)
-
-
 def test_adapters_of_other_families_are_not_run_here() -> None:
     model, machine = resolve_model("falcon-40b"), resolve_cluster("8xh100-sxm-80gb")
     job = Job(seq_len=2048, global_batch=8, lora=Lora(rank=4))
@@ -100,23 +82,6 @@ def test_adapters_alone_are_reduced_and_the_frozen_rest_is_gathered() -> None:
     assert moving.forward_gather_s == pytest.approx(gather_s)
     reduced_s = links("reduce_scatter", 4 * held.adapters, eight)
     assert moving.backward_s == pytest.approx(gather_s + reduced_s)
-
-
-def test_ends_of_a_model_in_4_bits_stay_in_16() -> None:
-    model, machine = resolve_model("llama-2-7b"), resolve_cluster("2xrtx-3090")
-    job = Job(seq_len=512, global_batch=2, lora=Lora(rank=64, quantised=True))
-    tables = CostTables(Request(model, machine, job, stack=stacks()["fsdp_qlora"]))
-    layout = Layout(data_shard=2, zero=3)
-
-    head, block = (tables.moved(kind, layout)[0] for kind in ("head", "block"))
-
-    frozen = block.parameters - block.adapters
-    # Weights in 16 bits, their gradients in 16 and moments in 32, over two ranks.
-    adapters = (2 + 2 + 4) * block.adapters / 2
-    assert block.states.resident_bytes == pytest.approx((0.5 / 2 + 0.01587) * frozen + adapters)
-    # The root unit is gathered for the whole step, beside its shard.
-    assert head.states.resident_bytes == pytest.approx(2 * head.parameters * (1 + 1 / 2))
-    assert head.states.forward_transient_bytes == 0
 
 
 def test_scales_of_four_bits_are_whole_on_every_rank() -> None:

@@ -8,7 +8,6 @@ import pytest
 from planner.catalog import native
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.collectives import Level
-from planner.costs.layout_costs import CostTables
 from planner.costs.memory import BUCKET_BYTES, StateSharding, state_types, states
 from planner.costs.predict import layout_prediction
 from planner.costs.rates import HOST_LINK_SHARE, HOST_MEMORY_SHARE, Rates, rates
@@ -206,23 +205,6 @@ def test_an_optimizer_on_the_host_moves_40_bytes_per_parameter_in_its_memory(
 
     on_node = 40 * llama.parameters / (HOST_MEMORY_SHARE * 4e11)
     assert found.step_parts["optimizer"] == pytest.approx(on_node)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:4], ids=Layout.text)
-@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
-def test_layers_of_one_stage_add_up_to_the_step(
-    llama: ModelGraph, node: ClusterSpec, layout: Layout, offload: str
-) -> None:
-    layout = replace(layout, offload=offload)
-    tables = CostTables(Request(llama, node, JOB))
-    costs = tables.of(layout)
-
-    found = layout_prediction(Request(llama, node, JOB), layout, tables=tables)
-
-    chain = [costs.kinds[layer.kind][0] for _, layer in llama.chain]
-    step_s = layout.micro_batches * sum(c.forward_s + c.backward_s for c in chain)
-    step_s += sum(c.sync_s for c in chain) + costs.step_s
-    assert step_s == pytest.approx(found.step_time_s)
 
 
 def test_the_assumptions_name_what_is_used_of_the_host(

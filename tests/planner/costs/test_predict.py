@@ -8,10 +8,10 @@ import pytest
 
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
-from planner.costs.predict import balanced_cuts, layout_prediction, predict
+from planner.costs.predict import balanced_cuts, layout_prediction
 from planner.documents.cluster import ClusterSpec
 from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.plan import Job, Layout
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
@@ -39,22 +39,6 @@ def node() -> ClusterSpec:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.text)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_parts_add_up_to_the_whole(
-    llama: ModelGraph, node: ClusterSpec, layout: Layout, recompute: str
-) -> None:
-    found = layout_prediction(Request(llama, node, JOB, pins=Pins(recompute=recompute)), layout)
-
-    assert sum(found.step_parts.values()) == pytest.approx(found.step_time_s)
-    assert found.step_time_low_s <= found.step_time_s <= found.step_time_high_s
-    assert found.tokens_per_s == pytest.approx(64 * 4096 / found.step_time_s)
-    assert 0 < found.mfu < 1
-    assert len(found.stages) == layout.pipeline
-    for stage in found.stages:
-        assert sum(stage.memory_parts.values()) == pytest.approx(stage.peak_memory_bytes)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.text)
 def test_the_closed_form_agrees_with_the_simulation(
     llama: ModelGraph, node: ClusterSpec, layout: Layout
 ) -> None:
@@ -79,45 +63,6 @@ def test_the_closed_form_agrees_with_the_simulation(
     assert closed_s == pytest.approx(found.step_time_s, rel=0.05)
     if layout.pipeline == 1:
         assert closed_s == pytest.approx(found.step_time_s)
-
-
-def test_a_plan_is_predicted_like_its_layout(llama: ModelGraph, node: ClusterSpec) -> None:
-    layout = Layout(data_shard=8, zero=3, micro_batches=8)
-    plan = Plan(
-        model=PlannedModel(name=llama.name, source=llama.name, digest=llama.digest),
-        cluster="8xh100-sxm-80gb",
-        seq_len=JOB.seq_len,
-        global_batch=JOB.global_batch,
-        precision="bf16",
-        mesh=Mesh(data_shard=8),
-        zero=3,
-        schedule="1f1b",
-        micro_batch=1,
-        micro_batches=8,
-        stages=(
-            Stage(layers=tuple(PlacedLayer(layer=n, recompute="full") for n, _ in llama.chain)),
-        ),
-    )
-
-    found = predict(plan, llama, node)
-    expected = layout_prediction(Request(llama, node, JOB, pins=Pins(recompute="full")), layout)
-
-    assert found.plan_digest == plan.digest
-    assert found.step_time_s == expected.step_time_s
-    assert found.stages == expected.stages
-
-
-def test_an_8b_model_in_bf16_does_not_fit_one_80_gb_device(llama: ModelGraph) -> None:
-    # 18 bytes per parameter are 134.6 GiB before the first activation.
-    found = layout_prediction(
-        Request(llama, resolve_cluster("1xh100-sxm-80gb"), Job(seq_len=2048, global_batch=2)),
-        Layout(micro_batches=2),
-    )
-
-    parts = found.stages[0].memory_parts
-    states = parts["parameters"] + parts["gradients"] + parts["optimizer"]
-    assert not found.fits
-    assert states == pytest.approx(18 * llama.parameters)
 
 
 @pytest.mark.parametrize(("share", "fits"), [(1.041, True), (1.038, False), (0.99, False)])
@@ -152,19 +97,6 @@ def test_a_plan_fits_where_the_search_would_take_it(
     else:
         with pytest.raises(NoPlanFits):
             search(Request(llama, small, job, pins=pins))
-
-
-def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(
-    llama: ModelGraph, node: ClusterSpec
-) -> None:
-    layout = Layout(pipeline=4, data_replicate=2, micro_batches=32)
-
-    stages = layout_prediction(Request(llama, node, JOB), layout).stages
-
-    costs = CostTables(Request(llama, node, JOB)).of(layout)
-    per_block = costs.kinds["block"][0].layer_bytes.stored
-    blocks = round(stages[0].memory_parts["activations"] / per_block / 4)
-    assert stages[0].memory_parts["activations"] == pytest.approx(4 * blocks * per_block, rel=0.01)
 
 
 def test_more_micro_batches_shrink_the_bubble(llama: ModelGraph, node: ClusterSpec) -> None:

@@ -11,67 +11,11 @@ from planner.catalog import stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs import rank_memory
 from planner.costs.layout_costs import CostTables
-from planner.costs.predict import placements_of, predict, stage_seconds
 from planner.costs.strategy import LayerBytes
-from planner.documents.plan import Job, Layout, Mesh
+from planner.documents.plan import Job, Layout
 from planner.documents.stack import Stack, with_figures, with_options
-from planner.layers.operator_table import RECOMPUTES
 from planner.requests.request import Request
 from planner.requests.setup import Setup
-from planner.schedules.schedule import orders
-from planner.schedules.simulate import timeline
-from tests.planner.costs.test_predict_peaks import cluster, model, plan
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, stage: int) -> None:
-    graph = model()
-    of = plan(graph, "fp32", recompute, Mesh(pipeline=2), 0, "1f1b")
-    costs = CostTables(Request(graph, cluster(), of.job)).of(of.layout)
-    placement = placements_of(of, graph)[stage]
-    layers = {
-        stage: [
-            costs.parts[kind][RECOMPUTES.index(choice)].layer_bytes for kind, choice, _ in placement
-        ]
-    }
-
-    as_a_stage = rank_memory.dynamic_parts(costs, of.layout, layers, rank=stage)
-    held = rank_memory.stage_bytes(
-        layers[stage],
-        costs.boundary_bytes,
-        first=stage == 0,
-        last=stage == 1,
-        keeps_sent=costs.keeps_sent,
-    )
-    at_its_fullest = rank_memory.parts_of_several(
-        of.layout, [held], stage, boundary_bytes=costs.boundary_bytes
-    )
-
-    assert at_its_fullest == pytest.approx(as_a_stage)
-
-
-def test_a_split_backward_takes_the_seconds_of_a_whole_one() -> None:
-    graph = model()
-    of = plan(graph, "fp32", "none", Mesh(pipeline=2), 0, "zb-h1")
-    costs = CostTables(Request(graph, cluster(), of.job)).of(of.layout)
-    stages = [stage_seconds(costs, placement) for placement in placements_of(of, graph)]
-
-    for stage in stages:
-        # Half of the products of Linears, which are most of a backward but not all.
-        assert 0.2 * stage.backward_s < stage.weight_s < 0.5 * stage.backward_s
-    run = timeline(
-        orders("zb-h1", stages=2, micro_batches=4),
-        forward_s=[stage.whole_forward_s for stage in stages],
-        # Of each action's host time, that of W comes on top of what a whole backward takes.
-        backward_s=[stage.whole_backward_s + stage.action_s for stage in stages],
-        weight_s=[stage.weight_s + stage.action_s for stage in stages],
-        transfer_s=costs.transfer_s,
-    )
-    predicted = predict(of, graph, cluster())
-    rest = predicted.step_parts["optimizer"] + costs.step_s
-    assert predicted.step_time_s == pytest.approx(run.makespan_s + rest)
-
 
 LAYER = LayerBytes(
     stored=5.0,
@@ -176,22 +120,6 @@ def test_buckets_of_deepspeed_take_room_and_are_allocated() -> None:
     assert room == pytest.approx((80e9 - held["context"] - 2e9) / 1.02)
 
 
-def test_sent_activations_count_for_stacks_that_keep_them() -> None:
-    layout = Layout(pipeline=4, micro_batches=8)
-
-    without, with_them = (
-        rank_memory.rank_memory_parts(
-            Process(keeps_sent=keeps), layout, {1: [LAYER, LAYER]}, rank=1
-        )
-        for keeps in (False, True)
-    )
-
-    # Three micro-batches are in flight on the second of four ranks; one is received ahead.
-    assert without["pipeline buffers"] == 2
-    assert with_them["pipeline buffers"] == 2 + 3
-    assert with_them["activations"] == without["activations"] == 3 * 2 * 5
-
-
 def test_buffers_of_gradients_lie_beside_all_activations() -> None:
     """What one backward makes comes as its activations go; a buffer is there before."""
     alone = Layout()
@@ -202,17 +130,6 @@ def test_buffers_of_gradients_lie_beside_all_activations() -> None:
 
     assert sum(there.values()) == 2 * (7 + 4 + 8) + 2 * 5 + 3
     assert sum(made.values()) == 2 * (7 + 8) + 2 * 5 + 3
-
-
-def test_a_rank_without_layers_holds_what_its_process_does() -> None:
-    for layout in (Layout(pipeline=2, micro_batches=2), Layout(pipeline=2, micro_batches=2,
-                   virtual_stages=2, schedule="interleaved")):  # fmt: skip
-        held: list[LayerBytes] = []
-        stages = {1: held, 3: held} if layout.virtual_stages > 1 else {1: held}
-
-        parts = rank_memory.rank_memory_parts(Process(boundary_bytes=0), layout, stages, rank=1)
-
-        assert sum(parts.values()) == 10
 
 
 def test_tensors_have_the_room_that_the_allocator_leaves_where_memory_is_short() -> None:

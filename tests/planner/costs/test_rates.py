@@ -1,14 +1,12 @@
 """What hides behind computation, what the host costs, and the assumptions that are named."""
 
-from dataclasses import replace
-
 import pytest
 
 from planner.accuracy.tables.predictions import backend_prediction
 from planner.catalog import native
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.memory import state_types
-from planner.costs.rates import Hidden, Rates, assumptions, rates
+from planner.costs.rates import Rates, assumptions, rates
 from planner.documents.plan import Job
 from planner.documents.profile import Birth, Overheads, Profile
 from planner.documents.stack import with_figures
@@ -73,36 +71,6 @@ def test_without_a_profile_an_accelerator_hides_most_and_a_cpu_nothing(quoted: R
     assert cpu.exposed_s(1.0, 10.0) == 1.0
 
 
-@pytest.mark.parametrize("gather_s", [0.1, 0.5, 0.7, 1.0, 2.2, 4.0])
-@pytest.mark.parametrize("cluster", ["8xa100-sxm-80gb", "8xh100-sxm-80gb", "8xb200"])
-@pytest.mark.parametrize(("hidden", "rate"), [("units", 1 / 3), ("copies", 1.0)])
-def test_what_is_seen_is_what_slower_computation_and_a_slower_gather_leave(
-    cluster: str, gather_s: float, hidden: Hidden, rate: float
-) -> None:
-    """Two seconds of work beside a gather, stepped through: each is slower beside the other."""
-    machine = resolve_cluster(cluster)
-    count = machine.groups[0].accelerator.multiprocessors
-    assert count is not None
-    done = gathered = clock_s = 0.0
-    while done < 2.0 or gathered < gather_s:
-        clock_s += 1e-4
-        works, gathers = done < 2.0, gathered < gather_s
-        done += 1e-4 * ((count - 16) / count if gathers else 1.0)
-        gathered += 1e-4 * (rate if works else 1.0)
-
-    seen_s = rates(machine, JOB, None).exposed_s(gather_s, 2.0, hidden)
-
-    assert seen_s == pytest.approx(clock_s - 2.0, abs=4e-4)
-
-
-def test_a_device_whose_multiprocessors_all_send_hides_nothing(quoted: Rates) -> None:
-    for count in (8, 16, 20, 48):
-        small = replace(quoted, multiprocessors=count)
-
-        assert small.exposed_s(1.0, 10.0) == pytest.approx(1.0)
-        assert small.exposed_s(1.0, 0.0) == pytest.approx(1.0)
-
-
 def test_four_devices_of_a_node_gain_by_overlap_what_was_measured() -> None:
     """arXiv:2507.03114: computation takes 1.189 times as long, both in turn 1.102 times as long.
 
@@ -133,12 +101,6 @@ def test_llama_2_7b_under_fsdp_is_a_third_slower_on_two_thousand_devices() -> No
         steps.append(backend_prediction(request, pinned_layout(request)).step_time_s)
 
     assert 1 - steps[0] / steps[1] == pytest.approx(0.37, abs=0.05)
-
-
-def test_the_host_costs_nothing_where_the_device_is_behind(quoted: Rates) -> None:
-    assert quoted.unit_s(0.0) == native().sharding.unit_s
-    assert quoted.unit_s(1.0) == 0.0
-    assert rates(NODE, JOB, profile(shard_unit_s=0.25)).unit_s(1.0) == 0.25
 
 
 def test_adamw_moves_forty_bytes_per_parameter(quoted: Rates) -> None:

@@ -47,11 +47,6 @@ def test_logits_fit_into_no_segment_that_forward_left() -> None:
     assert beside(3) == 30 + 40
 
 
-def test_small_logits_come_out_of_what_forward_left() -> None:
-    """Four tensors of 4 MiB: the peak is a forward's, a beside x and y."""
-    assert beside(1, logits=1.0) < 30
-
-
 def test_what_is_gathered_has_segments_of_its_own() -> None:
     """Two units of 50 MiB are in flight, of which one is there at the loss."""
     assert beside(1, unit=50.0) == 30 + 40

@@ -15,7 +15,6 @@ from planner.costs.sharding import (
     ShardingTraffic,
     accumulated_bytes,
     seen_in_passes,
-    seen_once,
     traffic,
 )
 from planner.documents.plan import Job, Layout
@@ -107,16 +106,6 @@ def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> 
     assert moving.reduce_per_step_s == pytest.approx(expected)
 
 
-def test_one_rank_in_fp32_moves_nothing_but_sums_of_micro_batches(quoted: Rates) -> None:
-    alone = StateSharding(types=FP32, zero=0, shard=1, data=1, pipelined=False, accumulated=False)
-    nothing = Links(shard=(), replicate=(), neighbours=())
-
-    moved = traffic(N, replace(alone, accumulated=True), nothing, quoted)
-
-    assert traffic(N, alone, nothing, quoted) == ShardingTraffic()
-    assert moved == ShardingTraffic(backward_copies_s=quoted.memory_s((4 + 4 + 4) * N))
-
-
 def test_one_rank_in_bf16_copies_parameters_and_gradients_once(quoted: Rates) -> None:
     links = Links(shard=(), replicate=(), neighbours=())
 
@@ -202,30 +191,6 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
     gather_s = used.link_s("all_gather", 2 * N, EIGHT)
     assert all_frozen.forward_gather_s == all_frozen.backward_s == pytest.approx(gather_s)
     assert step_s(copies, 4) == 0
-
-
-def test_what_is_seen_is_what_computation_leaves_and_at_least_what_cannot_hide() -> None:
-    alone, used = of_stack("megatron", 1)
-    moving = ShardingTraffic(gather_per_step_s=1.0, reduce_per_step_s=2.0)
-
-    behind_long, behind_short, pipelined_units = (
-        seen_once(moving, shared, used, forward_s=w, backward_s=2 * w).shard_s
-        for shared, w in (
-            (alone, 10.0),
-            (alone, 0.25),
-            (replace(sharing(1), pipelined=True), 10.0),
-        )
-    )
-
-    least = 16 / 132  # of H100's multiprocessors
-    assert behind_long == pytest.approx(least * 3)
-    assert behind_short == pytest.approx(0.75 + 1.5)
-    assert pipelined_units == pytest.approx(least + 2.0)  # reduced when no backward is left
-    each = ShardingTraffic(forward_gather_s=1.0, backward_s=2.0, forward_copies_s=0.5)
-    forward, backward = seen_in_passes(each, sharing(3), used, forward_s=0.4, backward_s=9.0)
-    # Beside 0.4 s of work, which so take 0.4 / (1 - least), a gather gets a third of that done.
-    rest = 1.0 - 0.4 * (1 / 3 - least) / (1 - least)
-    assert (forward.shard_s, backward.shard_s) == pytest.approx((rest + 0.5, 3 * 2 * least))
 
 
 @pytest.mark.parametrize(

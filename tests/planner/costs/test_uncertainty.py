@@ -94,42 +94,6 @@ def test_a_run_among_the_measured_ones_has_the_narrowest_range() -> None:
     assert found.assumptions[0].what == "range of the step: that of runs like its stack's own"
 
 
-def test_what_waits_may_take_longer_and_no_less() -> None:
-    run = setup()
-    computing, waiting = (
-        step_range(run.request, run.layout, parts, 0.1, measured=False)
-        for parts in ({"forward": 2.0}, {"forward": 1.0, "pipeline": 1.0})
-    )
-
-    assert computing.low_s == waiting.low_s
-    assert waiting.high_s == pytest.approx(computing.high_s * math.exp(WAITING_ABOVE / 2))
-
-
-@pytest.mark.parametrize(
-    ("cells", "said"),
-    [
-        ({"accelerator": "l40s"}, "l40s"),
-        ({"layers": "126", "hidden_size": "16384"}, "B parameters"),
-        ({"seq_len": "65536"}, "sequences of 65536"),
-        ({"task": "lora"}, "adapters"),
-        ({"precision": "fp8"}, "products in fp8"),
-        ({"framework": "torchtitan"}, "all of stack torchtitan"),
-        ({"framework": "mystery"}, "all of stack unknown"),
-    ],
-)
-def test_what_was_never_measured_has_a_wider_range_and_says_so(
-    cells: dict[str, str], said: str
-) -> None:
-    run = setup(**cells)
-    found = predicted(run)
-    below, above = widths(found)
-
-    assert any(said in each for each in outside(run))
-    assert said in found.assumptions[0].what
-    assert below >= known(found)[0] + OUTSIDE - 1e-9
-    assert above >= known(found)[1] + OUTSIDE - 1e-9
-
-
 def test_tensor_groups_over_nodes_and_pipelines_of_unmeasured_stacks_are_known_least() -> None:
     one, spanning = (predicted(setup(tp=tensor)) for tensor in ("8", "16"))
     over_nodes = predicted(setup(pp="2", framework="torchtitan"))
@@ -216,14 +180,6 @@ def test_nothing_fits_no_room_and_nothing_needs_any() -> None:
     assert fit_probability(0.0, 80e9, 0.15) == 1.0
 
 
-@pytest.mark.parametrize("micro_batch", ["1", "2", "4", "8", "16", "32"])
-def test_what_fits_does_so_with_more_than_even_odds(micro_batch: str) -> None:
-    found = predicted(setup(micro_batch_size=micro_batch, global_batch_size="1024"))
-
-    assert found.fit_probability is not None
-    assert found.fits == (found.fit_probability >= 0.5)
-
-
 @pytest.mark.parametrize("spread", [0.03, 0.08, 0.15])
 @pytest.mark.parametrize("probability", [0.05, 0.5, 0.8, 0.95, 0.999])
 def test_needs_that_fill_the_share_of_the_room_fit_with_that_probability(
@@ -232,29 +188,6 @@ def test_needs_that_fill_the_share_of_the_room_fit_with_that_probability(
     needed_bytes = 80e9 * room_share(probability, spread)
 
     assert fit_probability(needed_bytes, 80e9, spread) == pytest.approx(probability)
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("probability", [0.3, 0.5, 0.8, 0.95])
-@pytest.mark.parametrize("stack", ["native", "megatron", "torchtitan"])
-def test_the_search_keeps_plans_that_fit_with_what_is_asked_for(
-    stack: str, probability: float
-) -> None:
-    """Layouts whose memory is short: the answer has the odds, and more memory would not."""
-    request = Request.of(
-        resolve_model("llama-3.2-3b"),
-        resolve_cluster("4xl40s"),
-        seq_len=4096,
-        global_batch=32,
-        pins=Pins(data=4),
-        stack=stack,
-        fit_probability=probability,
-    )
-
-    found = search(request).prediction
-
-    assert found.fits
-    assert (found.fit_probability or 0.0) >= probability - 1e-9
 
 
 @pytest.mark.matrix
@@ -292,16 +225,6 @@ def test_small_peaks_are_less_sure_and_large_ones_no_less_than_their_stack_says(
     assert wide == sorted(wide, reverse=True)
     assert wide[0] > 1.5 and wide[-1] == pytest.approx(math.exp(MEMORY_ABOVE * 0.08), rel=1e-3)
     assert memory_range(0.0, 0.08) == (0.0, 0.0)
-
-
-def test_a_peak_lies_in_its_range_and_rather_above_its_prediction() -> None:
-    found = predicted(setup())
-    assert found.peak_memory_range_bytes is not None
-    low, high = found.peak_memory_range_bytes
-    peak = max(stage.peak_memory_bytes for stage in found.stages)
-
-    assert low < peak < high
-    assert high / peak > peak / low
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,6 @@ def test_a_certificate_of_format_1_speaks_of_its_simulated_step() -> None:
     assert found.counts == OLD["counts"]
 
 
-def test_what_was_read_is_written_in_format_2() -> None:
-    found = Certificate.of(OLD)
-
-    assert found.dump().startswith("format: 2")
-    assert Certificate.parse(found.dump()) == found
-
-
 @pytest.mark.parametrize(
     "changes",
     [

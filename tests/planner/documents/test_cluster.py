@@ -68,10 +68,6 @@ def test_a_precision_is_one_that_all_devices_have_units_for() -> None:
         mixed.precision_for("bf16")
 
 
-def test_one_device_needs_no_link() -> None:
-    assert cluster(groups=[group("a", 1, 1)], tiers=[]).devices == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

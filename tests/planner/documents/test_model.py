@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import networkx
 import pytest
 
-from planner.documents.model import Architecture, Edge, Experts, Layer, ModelGraph
+from planner.documents.model import Architecture, Experts, Layer, ModelGraph
 from planner.errors import DocumentError
 
 
@@ -15,21 +14,6 @@ def layer(name: str, repeat: int = 1, parameters: int = 10) -> Layer:
 
 def names(*layers: Layer) -> list[str]:
     return [name for name, _ in ModelGraph(name="m", layers=layers).chain]
-
-
-def test_layers_that_repeat_are_numbered_over_all_their_runs() -> None:
-    assert names(layer("in"), layer("block", 2), layer("block", 2), layer("out")) == [
-        "in",
-        "block.0",
-        "block.1",
-        "block.2",
-        "block.3",
-        "out",
-    ]
-
-
-def test_a_layer_that_stands_once_keeps_its_name() -> None:
-    assert names(layer("a"), layer("b")) == ["a", "b"]
 
 
 def test_parameters_are_those_of_all_single_layers() -> None:
@@ -43,14 +27,6 @@ def test_without_edges_the_graph_is_the_chain() -> None:
     model = ModelGraph(name="m", layers=(layer("a"), layer("b", 2), layer("c")))
 
     assert list(model.graph.edges) == [("a", "b.0"), ("b.0", "b.1"), ("b.1", "c")]
-
-
-def test_edges_make_another_graph() -> None:
-    edges = (Edge(source="a", target="b"), Edge(source="a", target="c"))
-    model = ModelGraph(name="m", layers=(layer("a"), layer("b"), layer("c")), edges=edges)
-
-    assert set(model.graph.edges) == {("a", "b"), ("a", "c")}
-    assert networkx.is_directed_acyclic_graph(model.graph)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +84,6 @@ def square(**fields: object) -> dict[str, object]:
         "edges": [{"source": a, "target": b} for a, b in ("ab", "ac", "bd", "cd")],
         **fields,
     }
-
-
-def test_groups_are_part_of_a_model_and_of_its_digest() -> None:
-    model = ModelGraph.of(square(colocated={"pair": ["b", "c"]}))
-
-    assert model.colocated == {"pair": ("b", "c")}
-    assert model.digest != ModelGraph.of(square()).digest
 
 
 @pytest.mark.parametrize(

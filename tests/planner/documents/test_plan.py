@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.catalog.expressions import resolve_model
-from planner.documents.plan import Job, Layout, Mesh, Plan
+from planner.documents.plan import Layout, Plan
 from planner.errors import DocumentError
 
 MODEL = resolve_model("demo-4m")
@@ -35,14 +35,6 @@ def plan(**changes: Any) -> Plan:
     return Plan.of(data | changes)
 
 
-def test_a_plan_without_its_stages_is_a_layout() -> None:
-    assert plan().layout == Layout(
-        pipeline=2, data_shard=2, zero=1, schedule="1f1b", micro_batch=2, micro_batches=4
-    )
-    assert plan().layout.devices == plan().mesh.devices == 4
-    assert plan().job == Job(seq_len=128, global_batch=16, precision="fp32")
-
-
 def test_stages_of_a_rank_follow_from_the_schedule() -> None:
     four = {"stages": [{"layers": [{"layer": name}]} for name in LAYERS[:4]], "virtual_stages": 2}
 
@@ -51,10 +43,6 @@ def test_stages_of_a_rank_follow_from_the_schedule() -> None:
     assert plan().stages_of_rank(1) == (1,)
     assert plan(schedule="zbv", **four).layout.stages == 4
     assert "zbv stages=2/rank" in plan(schedule="zbv", **four).layout.text()
-
-
-def test_a_plan_fits_the_model_that_it_was_made_for() -> None:
-    plan().check_model(MODEL)
 
 
 @pytest.mark.parametrize(
@@ -166,15 +154,6 @@ def test_shares_that_do_not_add_up_are_refused(
         shared(*counts, **changes)
 
 
-def test_ranks_take_the_next_devices_of_their_stages_group() -> None:
-    behind = plan(stages=on("small", "large"), groups=GROUPS)
-    alone = plan(stages=on("small", "small"), groups=GROUPS)
-
-    assert [behind.device_of_rank(rank) for rank in range(4)] == [2, 3, 0, 1]
-    assert [alone.device_of_rank(rank) for rank in range(4)] == [2, 3, 4, 5]
-    assert [plan().device_of_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
-
-
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(DocumentError, match="made for another model") as caught:
         plan().check_model(resolve_model("local-25m"))
@@ -196,12 +175,6 @@ def staged(names: list[str]) -> list[dict[str, Any]]:
     return [{"layers": [{"layer": name} for name in part]} for part in (names[:3], names[3:])]
 
 
-def test_degrees_multiply_to_devices_and_experts_take_none_of_their_own() -> None:
-    mesh = Mesh(tensor=2, context=3, data_shard=5, data_replicate=7, pipeline=11, expert=10)
-
-    assert mesh.devices == 2 * 3 * 5 * 7 * 11
-
-
 def test_what_other_frameworks_divide_is_written_only_where_it_is() -> None:
     divided = {"tensor": 4, "expert_tensor": 2, "sequence_parallel": False}
     usual, foreign = plan(), plan(mesh={"pipeline": 2, "data_shard": 2, **divided})
@@ -219,13 +192,3 @@ def test_a_layout_reads_as_people_write_it() -> None:
         Layout(tensor=2, context=2, expert=4, data_replicate=2, data_shard=4, zero=3).text()
         == "tp=2 pp=1 dp=8 cp=2 ep=4 zero=3 shard=4 micro_batch=1x1"
     )
-
-
-def test_a_sample_has_a_length_or_a_batch_says_what_it_is() -> None:
-    data = plan().model_dump(mode="json", exclude_none=True)
-    del data["seq_len"]
-    leaf = {"shape": [3, 8, 8], "dtype": "float32"}
-
-    with pytest.raises(DocumentError, match="seq_len: is missing; a plan says it, or what a batch"):
-        Plan.of(data)
-    assert Plan.of({**data, "batch": {"[0]": leaf}}).job.seq_len == 1

@@ -21,12 +21,10 @@ from planner.documents.stack import (
     Stack,
     base_of,
     figures,
-    merged,
     resting_on,
     stack_of,
     studies,
     usual_of_release,
-    with_figures,
     with_options,
     without_basis,
     without_source,
@@ -62,41 +60,6 @@ def test_every_figure_is_read_by_some_formula() -> None:
     ]
 
     assert unread == []
-
-
-def test_a_stack_takes_what_it_does_not_give_from_the_one_it_extends() -> None:
-    base = {
-        **PLAIN,
-        "host": {"step_s": 1.0, "action_s": 2.0},
-        "basis": [
-            {"fields": ["host.step_s", "host.action_s"], "provenance": "assumed", "source": "x"}
-        ],
-    }
-    patch = {
-        **PLAIN,
-        "name": "other",
-        "extends": "plain",
-        "host": {"step_s": 3.0},
-        "basis": [{"fields": ["host.step_s"], "provenance": "derived", "source": "y"}],
-    }
-
-    stack = stack_of(patch, {"plain": base})
-
-    assert (stack.host.step_s, stack.host.action_s) == (3.0, 2.0)
-    assert without_basis(stack) == []
-    assert [entry.source for entry in stack.basis] == ["y", "x"]
-
-
-def test_a_figure_that_is_changed_loses_the_basis_of_the_old_one() -> None:
-    base = {
-        **PLAIN,
-        "host": {"step_s": 1.0},
-        "basis": [{"fields": ["host.step_s"], "provenance": "assumed", "source": "x"}],
-    }
-
-    stack = Stack.of(merged(base, {"name": "other", "host": {"step_s": 3.0}}))
-
-    assert without_basis(stack) == ["host.step_s"]
 
 
 @pytest.mark.parametrize(
@@ -146,13 +109,6 @@ def test_names_and_aliases_are_of_one_stack_each() -> None:
     ]
 
 
-def test_figures_are_changed_by_their_paths() -> None:
-    stack = with_figures(Stack.of(PLAIN), {"host.step_s": 2.0, "memory.reserved": 1.5})
-
-    assert (stack.host.step_s, stack.memory.reserved) == (2.0, 1.5)
-    assert stack.host.action_s == 0.0
-
-
 def test_a_stack_is_added_by_adding_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,14 +147,6 @@ def test_a_name_with_options_is_that_stack_with_other_kernels() -> None:
     for name, said in (("megatron+flush", "did you mean"), ("native+compiled", "of its own")):
         with pytest.raises(DocumentError, match=said):
             stack(name)
-
-
-def test_options_speak_of_exchanges_between_experts_and_of_what_is_made_again() -> None:
-    tuned = stack("megatron+deepep+expert-overlap+cheap-recompute")
-
-    assert (tuned.experts.sends, stack("megatron").experts.sends) == ("once", "each")
-    assert tuned.experts.links_rate > 1 and tuned.experts.overlap == 0.85
-    assert tuned.recompute.selective == "cheap"
 
 
 def test_megatron_gathers_weights_in_8_bits_where_it_is_told_to() -> None:
@@ -262,17 +210,6 @@ def test_a_figure_stands_without_a_source_if_two_other_studies_support_it() -> N
     two = SOURCES - {"nanotron_usp"}
     assert resting_on(deepspeed, "vtrain_multi", two) >= {"host.layer_s", "host.rank_s"}
     assert not resting_on(deepspeed, "mlperf", SOURCES)
-
-
-def test_what_only_the_runs_of_a_source_are_known_to_have_had_goes_with_it() -> None:
-    options = {
-        option
-        for one in left_out("nanotron", "nanotron_usp").accuracy.runs_with
-        for option in one.options
-    }
-
-    # The launch script tells of the checks; of polled transfers only the runs' own times do.
-    assert options == {"checked-collectives"}
 
 
 @pytest.mark.parametrize(

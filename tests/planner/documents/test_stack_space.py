@@ -10,7 +10,7 @@ from planner.catalog import stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents.plan import Job, Layout
 from planner.documents.stack import Stack
-from planner.documents.stack_space import Facts, Space, condition_of, obstacles, product_of
+from planner.documents.stack_space import Facts, Space, condition_of, obstacles
 from planner.errors import DocumentError
 
 MODEL, CLUSTER = resolve_model("mixtral-8x7b"), resolve_cluster("2x8xh100-sxm-80gb")
@@ -62,11 +62,6 @@ def test_what_cannot_be_read_is_refused_where_the_stack_is(text: str, message: s
     conflict = {"when": [text], "why": "so"}
     with pytest.raises(DocumentError, match=message):
         Stack.of({"format": 1, "name": "x", "summary": "x", "space": {"conflicts": [conflict]}})
-
-
-def test_a_product_of_one_name_may_be_a_word() -> None:
-    assert product_of("schedule").of(facts()) == "1f1b"
-    assert product_of("2 x context x 3").of(facts(context=4)) == 24
 
 
 @pytest.mark.parametrize(
@@ -148,20 +143,8 @@ def test_nanotron_asks_for_as_many_micro_batches_as_pipeline_ranks_less_one() ->
         assert bool(found) is refuses
 
 
-def test_one_rank_has_nothing_to_divide_whatever_levels_there_are() -> None:
-    assert refused({"zero": [2, 3]}, tensor=2) == []
-    assert refused({"zero": [2, 3]}, data_replicate=2) == ["ZeRO-0"]
-
-
 @pytest.mark.parametrize("what", ["schedule", "tensor x offload", "none of these"])
 def test_only_numbers_divide(what: str) -> None:
     rule = {"what": what, "by": "pipeline", "why": "so"}
     with pytest.raises(DocumentError, match=r"divisible\[0\].what"):
         Stack.of({"format": 1, "name": "x", "summary": "x", "space": {"divisible": [rule]}})
-
-
-def test_what_a_model_does_not_have_divides_everything() -> None:
-    dense = Facts(resolve_model("llama-3.1-8b"), CLUSTER, JOB, Layout())
-    rule = {"what": "layers", "by": "experts", "why": "so"}
-
-    assert list(obstacles(Space(divisible=(rule,)), dense)) == []  # type: ignore[arg-type]

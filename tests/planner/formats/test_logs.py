@@ -130,14 +130,6 @@ def test_bars_before_and_beside_training_are_no_steps() -> None:
     assert read("accelerate", "Steps:  40%|####  | 4/10 [00:08<00:12,  2.00s/it]\n")
 
 
-def test_a_bar_of_progress_is_read_once_for_each_step() -> None:
-    said = read("accelerate", ACCELERATE)
-
-    assert [one.step_s for one in said[:3]] == [9.5, 2.0, 0.25]
-    assert [one.steps for one in said[:3]] == [1, 4, 25]
-    assert said[3].step_s == pytest.approx(1 / 0.96)
-
-
 @pytest.mark.parametrize("framework", sorted(READERS))
 @pytest.mark.parametrize(
     "text", [MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE, "step: x tps: \n", "tps: 0 step: 3\n"]

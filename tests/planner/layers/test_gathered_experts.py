@@ -8,13 +8,12 @@ import pytest
 
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import predict
-from planner.documents.plan import Job, Layout
+from planner.documents.plan import Job
 from planner.layers.arithmetic import table
 from planner.layers.operator_table import ManySettings, Setting
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.search import search
-from planner.stacks.native import obstacle
 
 MIXTRAL = resolve_model("mixtral-8x7b")
 BLOCK = next(layer for layer in MIXTRAL.layers if layer.repeat > 1)
@@ -60,10 +59,3 @@ def test_it_is_planned_where_it_is_asked_for_and_costs_memory() -> None:
     assert plan.dispatch == "allgather" and "dispatch=allgather" in plan.layout.text()
     assert found.stages[0].peak_memory_bytes > other.stages[0].peak_memory_bytes
     assert found.step_time_s > other.step_time_s
-
-
-def test_without_ranks_of_their_own_nothing_is_dispatched() -> None:
-    found = obstacle(MIXTRAL, Job(seq_len=2048, global_batch=8), Layout(dispatch="allgather"))
-
-    assert found is not None
-    assert str(found).startswith("dispatch: is allgather, and experts have no ranks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import comb
 
 import pytest
 
@@ -27,20 +26,6 @@ BLOCK = next(layer for layer in MIXTRAL.layers if layer.repeat > 1)
 SENT = Setting(micro_batch=1, seq_len=4096, expert=8, kernels=replace(MODULES, expert_skew=1.0))
 RELAYED = replace(SENT, relay=4)
 JOB = Job(seq_len=2048, global_batch=64)
-
-
-def test_slow_links_carry_a_copy_for_each_node_and_fast_ones_for_each_rank() -> None:
-    operators = {op.name: op for op in table(MIXTRAL, BLOCK, RELAYED).operators}
-    tokens, row = 4096, 4096 * 2
-    # Of 8 experts the 2 of a token are both on the other node with C(4, 2) / C(8, 2).
-    nodes = 2 * (1 - comb(4, 2) / comb(8, 2))
-
-    assert operators["nodes_back"].moved_bytes == pytest.approx(nodes * tokens * row)
-    assert operators["ranks_back"].moved_bytes == pytest.approx(2 * tokens * row)
-    # With a copy go 2 choices and their weights, of which gradients come back.
-    there = operators["at_nodes"]
-    assert there.moved_bytes == pytest.approx(nodes * tokens * (row + 2 * (8 + 4)))
-    assert there.backward_moved_bytes == pytest.approx(nodes * tokens * (row + 2 * 4))
 
 
 def test_experts_multiply_and_keep_the_same_rows() -> None:

@@ -66,14 +66,6 @@ def test_a_plan_slower_than_the_fastest_has_its_own_gap() -> None:
     )
 
 
-def test_the_fastest_as_plan_has_no_gap() -> None:
-    found = of_plan(certificate(), layout=OPTIMUM, step_s=7.53)
-
-    assert found.plan is not None
-    assert found.plan.gap == 0.0
-    assert "(gap 0 %)" in found.statement
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [

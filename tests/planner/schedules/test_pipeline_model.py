@@ -86,20 +86,6 @@ def test_folded_schedules_take_what_the_form_says_if_all_kinds_take_equally_long
     assert form.step_s([3.0] * ranks, [1.0] * ranks) == pytest.approx(simulated.makespan_s)
 
 
-def test_a_pipeline_without_flush_takes_its_slowest_stage_per_micro_batch() -> None:
-    forward_s, input_s, weight_s = [1.0, 1.2, 0.9], [1.0, 1.1, 1.3], [1.0, 0.8, 1.0]
-    form = closed_form("pipedream-2bw", ranks=3, micro_batches=6)
-
-    two, three = (
-        run("pipedream-2bw", 1, 6, forward_s, input_s, weight_s, steps).makespan_s
-        for steps in (2, 3)
-    )
-
-    whole = [f + i + w for f, i, w in zip(forward_s, input_s, weight_s, strict=True)]
-    assert three - two == pytest.approx(form.step_s(whole))
-    assert form.weight_versions == 2
-
-
 @pytest.mark.parametrize(
     ("name", "virtual_stages", "lowest", "highest"),
     [

@@ -67,14 +67,6 @@ def test_a_backward_comes_after_its_forward(name: str, stages: int, micro_batche
                 assert action._replace(kind="F") in order[:position]
 
 
-@given(SCHEDULES, STAGES, MICRO_BATCHES)
-def test_gradients_are_summed_in_the_same_order_on_every_rank(
-    name: str, stages: int, micro_batches: int
-) -> None:
-    for order in orders(name, stages=stages, micro_batches=micro_batches):
-        assert [a.micro_batch for a in order if a.kind == "B"] == list(range(micro_batches))
-
-
 @given(STAGES, MICRO_BATCHES)
 def test_in_flight_micro_batches_are_those_of_the_memory_model(
     stages: int, micro_batches: int
@@ -127,12 +119,6 @@ def run(ranks: tuple[Order, ...]) -> set[Action]:
                 position[rank] += 1
                 moved = True
     return done
-
-
-def test_the_check_for_waiting_finds_an_order_that_waits() -> None:
-    first, second = orders("gpipe", stages=2, micro_batches=2)
-
-    assert len(run((first[2:] + first[:2], second))) < 8
 
 
 @given(st.integers(0, 10**6 - 1), st.sampled_from("FBIW"), st.integers(0, 10**9 - 1))

@@ -120,14 +120,6 @@ def test_no_order_waits_for_itself(shape: Shape) -> None:
 
 
 @given(shapes())
-def test_gradients_of_weights_are_summed_in_the_order_of_micro_batches(shape: Shape) -> None:
-    for order in written(shape):
-        for stage in {action.stage for action in order}:
-            summed = [a.micro_batch for a in order if a.stage == stage and a.kind in "BW"]
-            assert summed == sorted(summed)
-
-
-@given(shapes())
 def test_micro_batches_in_flight_are_the_published_counts(shape: Shape) -> None:
     name, p, v, m = shape
 
@@ -200,9 +192,3 @@ def test_weights_that_are_not_yet_made_are_noticed() -> None:
 
     with pytest.raises(DocumentError, match="0F4 needs weights that 1 steps have made"):
         weight_versions(order, micro_batches=2)
-
-
-def test_ranks_of_stages_go_round_or_down_and_up() -> None:
-    assert rank_of_stage("interleaved", stages=6, virtual_stages=3) == (0, 1, 0, 1, 0, 1)
-    assert rank_of_stage("dualpipe-v", stages=6, virtual_stages=2) == (0, 1, 2, 2, 1, 0)
-    assert rank_of_stage("1f1b", stages=3) == (0, 1, 2)

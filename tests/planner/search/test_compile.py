@@ -8,11 +8,9 @@ import pytest
 
 from planner.catalog import stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import predict
-from planner.documents.plan import Job, Plan
-from planner.requests.pins import Pins, read_pins
+from planner.documents.plan import Job
+from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.schedules import schedule_of
 from planner.search.search import search
 from planner.search.space import layouts
 
@@ -36,39 +34,10 @@ def test_the_answer_is_the_better_of_both_choices() -> None:
     assert (free.plan.compile, none.plan.compile) == ("block", "none")
 
 
-def test_on_gpus_what_can_be_compiled_is_and_on_cpus_nothing() -> None:
-    found = set(layouts(asked("4xa100-sxm-40gb")))
-    for layout in found:
-        if layout.pipeline > 1 and schedule_of(layout.schedule).stale:
-            assert layout.compile == "none", layout.text()
-        elif layout.compile == "none":  # where the device may wait for its host
-            assert layout.micro_batch <= 8 * layout.context * layout.tensor, layout.text()
-            assert replace(layout, compile="block") in found
-    assert max(layout.micro_batch for layout in found) == 16
-    assert {layout.compile for layout in layouts(asked("local:2"))} == {"none"}
-
-
 def test_other_stacks_have_no_such_choice() -> None:
     request = replace(asked("4xa100-sxm-40gb"), stack=stacks()["megatron"])
 
     assert {layout.compile for layout in layouts(request)} == {"none"}
-
-
-def test_a_compiled_plan_is_faster_holds_less_and_says_how_long_it_compiles() -> None:
-    request = asked("4xa100-sxm-40gb", pipeline=1, tensor=1, recompute="none")
-    plan: Plan = search(request).plan
-
-    both = [
-        predict(plan.model_copy(update={"compile": choice}), MODEL, request.cluster)
-        for choice in ("none", "block")
-    ]
-
-    eager, compiled = both
-    assert compiled.step_time_s < eager.step_time_s
-    assert compiled.stages[0].peak_memory_bytes < eager.stages[0].peak_memory_bytes
-    assert eager.compile_s == 0.0
-    # Blocks are of one kind and recompute alike: one graph.
-    assert compiled.compile_s == request.stack.host.graph_s > 0
 
 
 @pytest.mark.spread(1)
@@ -86,7 +55,3 @@ def test_where_the_device_waits_for_its_host_the_price_decides(samples: int, cho
     assert free.plan.compile == chosen
     assert free.objective_s == min(none.objective_s, block.objective_s)
     assert none.objective_s != block.objective_s
-
-
-def test_compile_is_pinned_by_its_name() -> None:
-    assert read_pins(["compile=block"]).compile == "block"

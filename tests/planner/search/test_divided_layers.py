@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from planner.catalog.expressions import resolve_cluster
-from planner.costs.layout_costs import CostTables
 from planner.documents.model import DividedLayer, Layer, LayerTrace, ModelGraph
 from planner.documents.plan import Job, Layout
 from planner.layers.arithmetic import local_parameters, traced
@@ -103,23 +101,6 @@ def request() -> Request:
     return Request(MODEL, resolve_cluster("4xv100-sxm-32gb"), JOB)
 
 
-def test_a_sum_that_a_degree_has_not_takes_no_time() -> None:
-    tables = CostTables(request())
-    layout = Layout(tensor=4, micro_batch=4, micro_batches=4)
-
-    figures = tables.of(layout).parts["block"][0].figures
-
-    one_s, other_s = (
-        tables.rates.link_s("all_reduce", 4 * 2**21, tables._figures._groups_of(of)[0])
-        for of in (layout, replace(layout, tensor=2))
-    )
-    assert figures.forward_tensor_s == pytest.approx(one_s)
-    assert figures.backward_tensor_s == pytest.approx(one_s)
-    alone = tables.figures_together([layout, replace(layout, tensor=2)])["block"][0]
-    assert float(alone.forward_tensor_s[0]) == pytest.approx(one_s)  # type: ignore[index]
-    assert float(alone.forward_tensor_s[1]) == pytest.approx(2 * other_s)  # type: ignore[index]
-
-
 @pytest.mark.matrix
 def test_no_configuration_is_faster() -> None:
     candidates, frontiers = Candidates(request(), refusal), FrontierStore()
@@ -148,18 +129,6 @@ def test_degrees_that_divide_nothing_are_refused_and_split_backwards_are_not() -
     )
     split = Layout(tensor=2, pipeline=2, schedule="zb-h1", micro_batch=2, micro_batches=8)
     assert refusal(MODEL, cluster, JOB, split) is None
-
-
-def test_matrices_are_not_divided_by_two_axes_where_their_optimizer_looks_at_whole_ones() -> None:
-    block = BLOCK.model_copy(update={"whole_matrices": (800_000_000,)})
-    model = ModelGraph(name="own", source="script:build", layers=(block, HEAD))
-    cluster = resolve_cluster("4xv100-sxm-32gb")
-    both = Layout(tensor=2, data_shard=2, zero=1, micro_batch=2, micro_batches=4)
-    found = refusal(model, cluster, JOB, both)
-    assert found is not None and "their optimizer looks at whole ones" in found
-    assert refusal(MODEL, cluster, JOB, both) is None
-    for one in (replace(both, tensor=1), replace(both, zero=0, data_shard=1, data_replicate=2)):
-        assert refusal(model, cluster, JOB, one) is None
 
 
 def test_working_memory_of_a_traced_layer_is_what_was_traced() -> None:

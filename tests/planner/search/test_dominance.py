@@ -93,17 +93,6 @@ def test_more_micro_batches_in_flight_are_more_memory(costs: LayoutCosts) -> Non
     assert not dominates(gpipe, changed(costs, sync_s=0.5), TWIN, costs)
 
 
-def test_a_layout_that_synchronises_less_everywhere_may_dominate_a_simpler_one(
-    costs: LayoutCosts,
-) -> None:
-    less = {
-        kind: tuple(replace(cost, sync_s=0.9 * cost.sync_s) for cost in table)
-        for kind, table in costs.kinds.items()
-    }
-
-    assert dominates(LAYOUT, replace(costs, kinds=less), TWIN, costs)
-
-
 def test_twins_differ_in_one_choice() -> None:
     hybrid = Layout(
         pipeline=2,

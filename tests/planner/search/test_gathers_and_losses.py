@@ -14,7 +14,6 @@ from planner.costs.layout_costs import CostTables
 from planner.costs.predict import predict
 from planner.documents.plan import Job, Layout
 from planner.documents.profile import ChunkedLoss
-from planner.documents.training import Lora
 from planner.errors import DocumentError
 from planner.requests.pins import SHORT_NAMES, read_pins
 from planner.requests.request import Request
@@ -75,13 +74,6 @@ def test_where_chunks_are_looked_at(
         ChunkedLoss(rows=512, gradients="recomputed"),
     )
     assert losses(request(cluster, "loss=plain"), schedule) == (None,)
-
-
-def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
-    asked = request("8xa100-sxm-40gb")
-    asked = replace(asked, job=replace(asked.job, lora=Lora(rank=8)))
-
-    assert losses(asked, "1f1b") == (None, ChunkedLoss(gradients="recomputed"))
 
 
 @pytest.mark.spread(1)
@@ -173,18 +165,6 @@ def test_what_bounds_layouts_of_any_loss_bounds_each_of_them() -> None:
                 assert cuts.cut_s(1e3) <= own.cut_s(1e3) * (1 + 1e-9)
 
     assert tighter
-
-
-@pytest.mark.parametrize(
-    ("text", "loss"),
-    [
-        ("plain", "plain"),
-        ("precomputed", ChunkedLoss(rows=1024)),
-        ("recomputed/512", ChunkedLoss(rows=512, gradients="recomputed")),
-    ],
-)
-def test_a_loss_is_pinned_as_it_is_shown(text: str, loss: object) -> None:
-    assert read_pins([f"loss={text}"]).loss == loss
 
 
 @pytest.mark.parametrize("text", ["chunked", "precomputed/0", "precomputed/", "plain/3"])

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native, stacks
+from planner.catalog import stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.held import HeldStates
-from planner.costs.memory import StateSharding, state_types, states
 from planner.costs.predict import predict
 from planner.documents.cluster import Precision
 from planner.documents.plan import Job, Layout, Plan, WeightWire
@@ -41,34 +40,6 @@ def test_what_is_gathered_in_each_pass_comes_in_8_bits_where_products_are() -> N
     assert {layout.weight_wire for layout in layouts(asked(wide))} == {"full"}
     for pins in ({"scales": "rowwise"}, {"weight_wire": "full"}):
         assert {layout.weight_wire for layout in layouts(asked(**pins))} == {"full"}
-
-
-def test_they_take_half_of_the_gathered_copy_and_fewer_seconds() -> None:
-    plan = search(asked()).plan
-
-    assert changed(plan).step_time_s < changed(plan, weight_wire="full").step_time_s
-
-    types = state_types(native(), "fp8")
-    narrow, wide = (
-        states(
-            1e9,
-            StateSharding(
-                types=types,
-                zero=3,
-                shard=8,
-                data=8,
-                pipelined=False,
-                accumulated=False,
-                narrow=said,
-            ),
-        )
-        for said in (True, False)
-    )
-    # A layer's copy, the next one's and the collective's buffer, of 1 and of 2 bytes.
-    assert (narrow.forward_transient_bytes, wide.forward_transient_bytes) == (3e9, 6e9)
-    # Gradients are as wide as ever.
-    assert wide.backward_transient_bytes - narrow.backward_transient_bytes == 2e9
-    assert narrow.resident_bytes == wide.resident_bytes
 
 
 def test_scales_by_row_cost_what_torchtitan_measured() -> None:

@@ -16,7 +16,7 @@ from planner.documents.plan import Layout
 from planner.search.certificate import BOUNDS, OUT_OF_MEMORY
 from planner.search.goals import ClosedFormGoal, SplitSolution
 from planner.search.queue import Bound, Bundle, Layouts, Lost, Queue
-from planner.search.space import complexity, kind
+from planner.search.space import complexity
 
 Seconds = dict[Layout, float]
 
@@ -120,42 +120,6 @@ def test_no_layout_is_faster_and_the_simplest_of_equals_wins(seed: int) -> None:
     assert found[0].layout == best
     assert found[0].split.text == best.text()
     assert counted(queue) == len(seconds)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_best_of_each_kind_are_found_if_so_many_are_asked_for(seed: int) -> None:
-    seconds = random_seconds(seed)
-    least: dict[tuple[int, ...], float] = {}
-    for layout, known_s in seconds.items():
-        if math.isfinite(known_s):
-            least[kind(layout)] = min(known_s, least.get(kind(layout), math.inf))
-
-    found, _ = searched(seconds, seed, top=3)
-
-    assert [one.objective_s for one in found] == sorted(least.values())[:3]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_nothing_at_or_above_a_known_objective_is_worth_having(seed: int) -> None:
-    seconds = random_seconds(seed)
-    best_s = min(seconds.values())
-
-    none, queue = searched(seconds, seed, below_s=best_s)
-    some, _ = searched(seconds, seed, below_s=best_s + 0.5)
-
-    assert none == []
-    assert counted(queue) == len(seconds)
-    assert some[0].objective_s == best_s
-
-
-def test_what_does_not_fit_is_told_with_its_reason() -> None:
-    seconds = dict.fromkeys(layouts(), math.inf)
-
-    found, queue = searched(seconds, 3)
-
-    assert found == []
-    assert queue.account.counts[OUT_OF_MEMORY] == len(seconds)
-    assert set(queue.misses) == {"too large"}
 
 
 def test_a_layout_that_is_not_proven_bounds_the_whole() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import random
 import re
@@ -245,17 +244,6 @@ def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them() -> 
     assert answer.certificate.configurations == len(exhaustive)
 
 
-def test_what_the_backend_refuses_is_counted_and_never_chosen() -> None:
-    case = Case("gpt2", "8xh200-sxm", 1024, 8, Pins(pipeline=1))
-
-    answer = case.search()
-
-    refused = case.candidates().refused
-    assert "mesh.tensor: tensor parallelism does not divide the family gpt2; use 1" in refused
-    assert answer.certificate.counts["refused by the backend"] == sum(refused.values())
-    assert answer.plan.layout.tensor == 1
-
-
 def test_no_two_layouts_are_equally_simple() -> None:
     layouts = list(EXPERTS.candidates().layouts())
 
@@ -487,49 +475,3 @@ def with_memory(cluster: ClusterSpec, memory_bytes: float) -> ClusterSpec:
     return cluster.model_copy(
         update={"groups": (group.model_copy(update={"accelerator": device}),)}
     )
-
-
-def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
-    pinned = Case("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(schedule="gpipe", pipeline=2))
-
-    answer = pinned.search()
-
-    assert answer.plan.schedule == "gpipe"
-    assert all("1f1b" not in layout.text() for layout in pinned.candidates().layouts())
-
-
-@pytest.mark.long("405b on 16,384", "deepseek-v3 on 2,048")
-@pytest.mark.parametrize(
-    ("case", "limit_s"),
-    [
-        # Twice what docs/search-speed.md measured and more: the machine may be busy.
-        (Case("llama-3.1-8b", "8xh100-sxm-80gb", 8192, 128), 1.5),
-        (Case("llama-3.1-405b", "2048x8xh100-sxm-80gb", 8192, 2048), 9.0),
-        (Case("deepseek-v3", "256x8xh100-sxm-80gb", 4096, 15360), 10.0),
-    ],
-    ids=["8b on 8", "405b on 16,384", "deepseek-v3 on 2,048"],
-)
-def test_a_search_is_quick_and_solves_few_partition_problems(case: Case, limit_s: float) -> None:
-    answer = case.search()
-
-    assert answer.search_s < limit_s
-    assert answer.certificate.gap < GOAL
-    assert answer.solved <= 16
-
-
-@pytest.mark.parametrize("collecting", [True, False])
-@pytest.mark.long("False")
-def test_a_search_leaves_the_cycle_collector_as_it_was(collecting: bool) -> None:
-    (gc.enable if collecting else gc.disable)()
-    try:
-        with pytest.raises(NoPlanFits):
-            search(
-                Request(
-                    resolve_model("llama-3.1-70b"),
-                    resolve_cluster("1xh100-sxm-80gb"),
-                    Job(seq_len=128, global_batch=1),
-                )
-            )
-        assert gc.isenabled() == collecting
-    finally:
-        gc.enable()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.solver.assembly import assembled, content_of, fastest_options
-from planner.solver.frontier import FrontierStore
+from planner.solver.assembly import assembled, content_of
 from planner.solver.instance import Instance, Option, StageLimits
-from planner.solver.knapsack import Knapsacks
 
 
 def way(name: str, *, time_s: float = 3, stored: float = 0, sync: float = 1) -> Option:
@@ -43,13 +41,6 @@ def test_options_give_way_to_earlier_ones_that_are_no_worse(
 
     assert split.options == taken
     assert split.optimal
-
-
-def test_the_first_of_alike_layers_recompute() -> None:
-    problem = instance(way("none", stored=4), way("full", time_s=4), room=9, layers=4)
-    knapsacks = Knapsacks(problem, FrontierStore())
-
-    assert fastest_options(knapsacks, problem.layers, 0) == [1, 1, 0, 0]
 
 
 def test_the_content_of_a_stage_forgets_the_order() -> None:

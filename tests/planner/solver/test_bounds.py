@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -98,33 +97,6 @@ def test_bounds_are_below_and_counting_is_close_to_the_optimum_of_pipelines() ->
 
     assert len(ratios) > 40
     assert sum(ratios) / len(ratios) > 0.99
-
-
-def test_a_chain_that_cannot_fit_has_no_finite_bound() -> None:
-    heavy = (Option(name="a", forward_s=1, backward_s=1, resident_bytes=10),)
-    stages = tuple(StageLimits(capacity_bytes=25) for _ in range(3))
-
-    fits = Instance(layers=(0,) * 6, kinds=(heavy,), stages=stages, steady=1)
-    beyond = Instance(layers=(0,) * 7, kinds=(heavy,), stages=stages, steady=1)
-
-    assert math.isfinite(counted_s(fits))
-    assert counted_s(beyond) == math.inf
-
-
-@pytest.mark.parametrize(
-    ("layers", "fast"),
-    # Of few layers whole ones are fast; of many 35 in a hundred, by the linear relaxation.
-    [(8, 3), (90, 31.5)],
-)
-def test_a_single_stage_is_bounded_by_what_it_holds(layers: int, fast: float) -> None:
-    quick = Option(name="fast", forward_s=1, backward_s=1, stored_bytes=10)
-    slow = Option(name="slow", forward_s=1, backward_s=2, stored_bytes=0)
-    stages = (StageLimits(capacity_bytes=35 if layers == 8 else 315, in_flight=1),)
-    chain = (0,) * layers
-
-    bound_s = counted_s(Instance(layers=chain, kinds=((quick, slow),), stages=stages, steady=0))
-
-    assert bound_s == pytest.approx(fast * 2 + (layers - fast) * 3)
 
 
 def test_whole_layers_are_counted() -> None:

@@ -121,36 +121,3 @@ def test_equal_sums_are_cut_as_early_as_possible() -> None:
 
     assert found is not None
     assert cuts_of(found, 3, 7, 5) == (0, 1, 2, 7)
-
-
-def test_a_falling_ceiling_passes_sums_that_look_better() -> None:
-    """Least sum 6 has maximum 4, least maximum 3 has sum 7; steady seconds decide."""
-    stage_s = np.full((2, 3, 2), np.inf)
-    stage_s[0, 0] = [2.0, 3.0]
-    stage_s[1, 1] = [np.inf, 4.0]
-    stage_s[1, 2] = [3.0, np.inf]
-    fill_s = stage_s.copy()
-    fill_s[1, 2, 0] = 4.0
-
-    few = best_cuts(Costs(stage_s, fill_s, (), steady=0.5))
-    many = best_cuts(Costs(stage_s, fill_s, (), steady=2.0))
-
-    assert few is not None and few.way == (0, 1, 3)
-    assert many is not None and many.way == (0, 2, 3)
-
-
-def test_every_ceiling_on_the_way_down_is_tried() -> None:
-    """With n more layers on the first stage: slowest 1 - n / 10, sum n²; 52 of the one is best
-    beside the other at n = 3, far from the least sum and from the least maximum.
-    """
-    more = np.arange(6)
-    stage_s = np.full((2, 7, 6), np.inf)
-    stage_s[0, 0] = 1.0 - more / 10
-    stage_s[1, 6 - more, more] = 0.0
-    fill_s = np.where(np.isfinite(stage_s), 0.0, np.inf)
-    fill_s[0, 0] = more**2
-
-    found = best_cuts(Costs(stage_s, fill_s, (), steady=52.0))
-
-    assert found is not None
-    assert found.way == (0, 4, 7)

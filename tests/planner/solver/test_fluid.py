@@ -10,10 +10,9 @@ import pytest
 
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.instance import Instance, Option, StageLimits
 from planner.solver.knapsack import Knapsacks
 from planner.solver.solve import solve
 from tests.planner.solver.small_graphs import random_graph
@@ -64,20 +63,3 @@ def test_a_higher_ceiling_never_hosts_less(seed: int) -> None:
 
     for less, more in pairwise(hosts):
         assert np.all(more >= less * (1 - 1e-12))
-
-
-def test_with_bytes_to_spare_the_bound_is_an_even_share_and_with_few_it_recomputes() -> None:
-    ways = (
-        Option(name="none", forward_s=1, backward_s=2, stored_bytes=10),
-        Option(name="full", forward_s=1, backward_s=3, stored_bytes=0),
-    )
-
-    def bound_s(room: float) -> float:
-        stages = (StageLimits(capacity_bytes=room, exposed_s=0.5),) * 2
-        chain = Instance(layers=(0,) * 8, kinds=(ways,), stages=stages, steady=7)
-        problem = alike(chain, edges=((0, 1), (2, 3), (1, 4), (3, 4)))
-        return parts(problem)[2].largest_s
-
-    assert bound_s(1000) == pytest.approx(4 * 3 + 0.5, rel=1e-5)
-    assert bound_s(20) == pytest.approx(2 * 3 + 2 * 4 + 0.5, rel=1e-5)
-    assert bound_s(0) == pytest.approx(4 * 4 + 0.5, rel=1e-5)

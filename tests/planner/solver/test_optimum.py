@@ -207,10 +207,6 @@ def test_nothing_beats_the_solution(
     assert sum(feasible) < kind.size or kind.made(first) in graphs_on_types()
 
 
-def test_most_graphs_with_groups_have_some() -> None:
-    assert sum(bool(with_groups(random_graph(seed), seed).colocated) for seed in range(60)) > 40
-
-
 CUTOFFS: dict[str, tuple[Callable[[int], Problem], float, range]] = {
     "chain": (random_instance, 1e-6, range(480, 520)),
     "graph": (random_graph, 0.01, range(0, 24, 3)),

@@ -85,20 +85,6 @@ def test_no_path_is_cheaper(seed: int) -> None:
     assert found == priced(paths, costs, found.way)
 
 
-@pytest.mark.parametrize("seed", range(200, 240))
-def test_only_what_is_below_the_cutoff_is_returned(seed: int) -> None:
-    paths, costs, _ = random_levels(seed)
-    best = cheapest(paths, costs)
-    if best is None:
-        return
-    hair_s = 1e-6 * (1 + abs(best.value_s))
-
-    assert cheapest(paths, costs, cutoff_s=best.value_s - hair_s) is None
-    above = cheapest(paths, costs, cutoff_s=best.value_s + hair_s)
-    assert above is not None
-    assert above.value_s == pytest.approx(best.value_s)
-
-
 def test_among_equals_the_earliest_steps_are_taken() -> None:
     one = np.array([0, 0, 0]), np.array([0, 1, 1])
     two = np.array([0, 1, 1]), np.array([0, 0, 0])

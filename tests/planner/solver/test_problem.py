@@ -9,8 +9,8 @@ import pytest
 import planner.solver.problem
 from planner.documents.document import plain, read, schema, write
 from planner.errors import DocumentError
-from planner.solver.inner import solve, solve_chain
-from planner.solver.instance import Option, Solution, StageLimits
+from planner.solver.inner import solve_chain
+from planner.solver.instance import Solution
 from planner.solver.problem import Problem
 from planner.solver.sides import HostMemory, Tie
 
@@ -19,25 +19,6 @@ EXAMPLE = "\n".join(
     for line in (planner.solver.problem.__doc__ or "").splitlines()
     if line.startswith("    ")
 )
-
-
-def test_the_example_of_the_module_is_a_problem_with_a_solution() -> None:
-    instance = Problem.parse(EXAMPLE).instance()
-
-    assert instance.layers == (0,) * 16 + (1,)
-    assert instance.steady == 7
-    assert [stage.in_flight for stage in instance.stages] == [4, 3, 2, 1]
-    assert instance.stages[3] == StageLimits(capacity_bytes=24e9, time_scale=1 / 1.2)
-    assert instance.kinds[0][1] == Option(
-        name="recompute",
-        forward_s=0.004,
-        backward_s=0.012,
-        stored_bytes=0.1e9,
-        resident_bytes=1.3e9,
-    )
-    answer = solve(instance)
-    assert isinstance(answer, Solution)
-    assert answer.optimal
 
 
 def test_a_problem_survives_a_file(tmp_path: Path) -> None:
@@ -68,12 +49,6 @@ def test_gpipe_keeps_every_micro_batch_and_counts_forwards_apart() -> None:
     assert instance.forward_apart
 
 
-def test_patterns_repeat_in_order() -> None:
-    layers = ["head", {"layers": ["block", "block", "head"], "count": 2}]
-
-    assert Problem.of(example(layers=layers)).instance().layers == (1, 0, 0, 1, 0, 0, 1)
-
-
 def test_a_custom_schedule_brings_its_own_numbers() -> None:
     stages = [{"capacity_bytes": 40e9, "in_flight": 2.5, "count": 2}]
 
@@ -84,16 +59,6 @@ def test_a_custom_schedule_brings_its_own_numbers() -> None:
     assert (instance.steady, instance.fill) == (8.5, 0.75)
     assert [stage.in_flight for stage in instance.stages] == [2.5, 2.5]
     assert instance.cut_s == (0.0, *[0.001] * 16, 0.0)
-
-
-def test_an_option_may_differ_from_its_kind() -> None:
-    option = {"name": "host", "forward_s": 1.0, "backward_s": 1.0}
-    kind = {"options": [option | {"resident_bytes": 0.0, "sync_s": 0.5}], "resident_bytes": 7.0}
-
-    problem = Problem.of(example(kinds={"block": kind, "head": kind}))
-
-    assert problem.instance().kinds[0][0].resident_bytes == 0.0
-    assert problem.instance().kinds[0][0].sync_s == 0.5
 
 
 UNEQUAL_FORWARDS = {

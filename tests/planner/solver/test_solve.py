@@ -19,8 +19,6 @@ from planner.solver.instance import (
     Solution,
     broken,
     fits,
-    host_bytes,
-    priced,
 )
 from planner.solver.sides import HostMemory, Tie
 from planner.solver.solve import solve
@@ -207,25 +205,6 @@ def test_nothing_below_the_cutoff_is_said_and_not_sought(seed: int) -> None:
     assert isinstance(below, Fathomed)
     assert isinstance(above, Solution)
     assert above.objective_s == pytest.approx(best.objective_s, rel=2e-6, abs=1e-9)
-
-
-def test_a_host_counts_each_of_its_devices() -> None:
-    instance = tied(3)
-    option = replace(instance.kinds[0][0], host_bytes=2.0, host_resident_bytes=1.0)
-    stage = replace(instance.stages[0], in_flight=3.0, capacity_bytes=1e6)
-    host = HostMemory(capacity_bytes=100.0, ranks=(2, 1))
-    simple = Instance(
-        layers=(0, 0, 0),
-        kinds=((option,),),
-        stages=(stage, replace(stage, in_flight=1.0)),
-        steady=3.0,
-        hosts=(host,),
-    )
-
-    split = priced(simple, (0, 1, 3), (0, 0, 0))
-
-    # One layer on two devices with 3 micro-batches, two layers on one device with one.
-    assert host_bytes(simple, host, split) == 2 * (1 + 3 * 2) + 2 * (1 + 2)
 
 
 def test_what_cannot_be_kept_is_named() -> None:

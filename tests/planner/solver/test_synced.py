@@ -12,7 +12,7 @@ import pytest
 from planner.solver import ilp, inner
 from planner.solver.instance import Instance, Option, Solution, StageLimits, broken
 from planner.solver.sides import HostMemory
-from planner.solver.synced import KindOptions, fastest_synced, unbeaten_in_three
+from planner.solver.synced import KindOptions, fastest_synced
 
 
 def random_choices(rng: random.Random) -> KindOptions:
@@ -132,18 +132,3 @@ def test_many_like_layers_against_the_integer_program(seed: int) -> None:
     assert isinstance(program, Solution)
     assert broken(instance, found) is None
     assert found.objective_s == pytest.approx(program.objective_s, rel=1e-7)
-
-
-def test_unbeaten_in_three_crosses_chunks() -> None:
-    rng = np.random.default_rng(3)
-    points = np.round(rng.uniform(0, 9, (900, 3)))
-
-    kept = unbeaten_in_three(*points.T)
-
-    every = [tuple(p) for p in points.tolist()]
-    expected = {
-        p
-        for p in every
-        if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in every)
-    }
-    assert sorted(map(tuple, points[kept].tolist())) == sorted(expected)

@@ -141,23 +141,6 @@ def test_heads_of_keys_are_shared_by_ranks_where_a_framework_gathers_them(
     assert not refused or "heads" in str(found)
 
 
-def test_an_obstacle_has_its_place_in_a_plan(llama: ModelGraph) -> None:
-    found = obstacle(llama, JOB, Layout(tensor=3))
-
-    assert found == ("mesh.tensor", "3 does not divide seq_len 4096")
-
-
-def test_a_model_without_adapter_is_planned_with_a_caveat_and_not_launched(
-    node: ClusterSpec,
-) -> None:
-    model = resolve_model("gpt-neox-20b")
-    layout = Layout(data_replicate=8, micro_batches=8)
-
-    assert refusal(model, node, JOB, layout) is None
-    assert "can be studied, not launched" in caveat(model, node).what
-    assert obstacle(model, JOB, layout).place == "model.architecture.family"
-
-
 def test_devices_that_the_runtime_does_not_run_on_are_planned_with_a_caveat(
     llama: ModelGraph, node: ClusterSpec
 ) -> None:
@@ -174,17 +157,6 @@ def test_positions_that_a_model_never_learned_are_refused(node: ClusterSpec) -> 
     assert reason == "seq_len: is 4096; the model has 1024 learned positions"
 
 
-def test_a_family_without_an_adapter_is_planned_within_what_its_figures_divide(
-    node: ClusterSpec,
-) -> None:
-    falcon = resolve_model("falcon-40b")
-    divided = Layout(tensor=2, context=2, data_shard=2, zero=1, micro_batches=32)
-
-    assert refusal(falcon, node, JOB, divided) is None
-    assert "studied, not launched" in str(caveat(falcon, node))
-    assert "not divide" in str(refusal(falcon, node, JOB, Layout(tensor=3)))
-
-
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
@@ -197,12 +169,6 @@ def test_what_divides_nothing_is_beyond_every_backend(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, reason: str
 ) -> None:
     assert reason in str(limit(llama, node, JOB, layout, EVERYTHING))
-
-
-def test_a_backend_refuses_what_only_it_cannot_do(llama: ModelGraph, node: ClusterSpec) -> None:
-    odd = Job(seq_len=4098, global_batch=64)
-    assert limit(llama, node, odd, Layout(context=2), EVERYTHING) is None
-    assert "2 x 2 chunks" in str(refusal(llama, node, odd, Layout(context=2)))
 
 
 def test_parameters_stay_with_some_ranks_where_zero_alone_divides_them(llama: ModelGraph) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from planner.catalog.expressions import resolve_model
 from planner.documents.stack_space import StageRule
-from planner.stacks.stage_rules import by_products, ends_of, rows
+from planner.stacks.stage_rules import ends_of, rows
 
 SMALL = resolve_model("llama-3.2-1b")
 BLOCKS = 16
@@ -59,25 +59,3 @@ def test_ranks_of_several_stages_have_equal_ones() -> None:
     assert ends_of(unlike) == (1, 61, 1)
     assert rows("even_but_ends", unlike, ranks=61, virtual_stages=1) is not None
     assert rows("even", unlike, ranks=61, virtual_stages=1) is not None
-
-
-def test_the_embedding_and_the_head_may_count_as_a_block_each() -> None:
-    """As Llama 3 405B was trained: 126 blocks on 128 stages of 16 ranks."""
-    llama = resolve_model("llama-3.1-405b")
-
-    assert rows("even_but_ends", llama, ranks=16, virtual_stages=8) == (((8, 8),) * 16,)
-    assert rows("even", llama, ranks=16, virtual_stages=8) is None
-    # 126 are 14 ranks of 9 blocks, which 3 stages share; no block less divides so.
-    assert rows("even_but_ends", llama, ranks=14, virtual_stages=3) == (
-        ((10, 10), *[(9, 9)] * 12, (10, 10)),
-    )
-
-
-def test_products_fill_stages_until_their_share_is_passed() -> None:
-    a = resolve_model("llama-3.1-8b").architecture
-    assert a is not None
-    # A block has 4 x 4096 x 4096 + 3 x 14336 x 4096 = 243e6 products, the head 525e6: 2.16 blocks.
-    # Half of 34.16 blocks are passed with the 18th, a quarter (8.54) with the 9th.
-    assert by_products(a, 2) == [18, 14]
-    assert by_products(a, 4)[0] == 9
-    assert sum(by_products(a, 8)) == 32

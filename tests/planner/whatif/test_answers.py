@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from planner.errors import DocumentError
 from planner.report.facts import MOST_LINES
 from planner.report.whatif_text import result_facts
-from planner.whatif import run as running
 from planner.whatif.answers import answers
 from planner.whatif.break_even import break_evens
 from planner.whatif.candidates import candidates_of
@@ -19,7 +16,6 @@ from planner.whatif.evaluate import evaluate
 from planner.whatif.planning import planned
 from planner.whatif.ranking import ranked
 from planner.whatif.run import Result, run
-from planner.whatif.study import Study
 from tests.planner.whatif.test_study import PRICE, study
 
 
@@ -111,22 +107,6 @@ def test_mixed_devices_are_compared_with_each_kind_alone() -> None:
 BOUGHT = {"usd_per_device": 2500.0, "date": "2026-11", "source": "a quote"}
 
 
-def test_of_devices_owned_in_part_the_others_are_rented() -> None:
-    asked = study(offers=[{"cluster": "8xa10g+4xl4", "owned": ["a10g"], "rent": PRICE}])
-    [candidate] = candidates_of(asked)
-
-    [own] = candidates_of(study(offers=[{"cluster": "8xa10g", "owned": True}]))
-    hourly, kept = candidate.priced.hourly, own.priced.hourly
-    assert hourly is not None
-    assert kept is not None
-    assert hourly.at(0.5).value == pytest.approx((8 * kept.at(0.5).value + 4 * 2.0) / 12)
-
-
-def test_what_is_owned_must_be_there() -> None:
-    with pytest.raises(DocumentError, match="t4"):
-        candidates_of(study(offers=[{"cluster": "8xa10g+4xl4", "owned": ["t4"], "rent": PRICE}]))
-
-
 def test_each_provider_that_can_make_a_cluster_becomes_a_candidate() -> None:
     asked = study(offers=[{"cluster": "{n}x8xh100-sxm-80gb", "n": [2], "rent": EACH}])
 
@@ -137,33 +117,6 @@ def test_each_provider_that_can_make_a_cluster_becomes_a_candidate() -> None:
 
 
 EACH = {"each_provider": True}
-
-
-def test_terms_alone_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[str] = []
-    plan = running.planned
-
-    def counted(asked: Study, model: str, candidate: Any, *terms: str | None) -> Any:
-        plans.append(candidate.name)
-        return plan(asked, model, candidate, *terms)
-
-    monkeypatch.setattr(running, "planned", counted)
-    dear = {**PRICE, "usd_per_device_hour": 4.0}
-    result = run(
-        study(
-            offers=[
-                {"name": "cheap", "cluster": "4xa10g", "rent": PRICE},
-                {"name": "dear", "cluster": "4xa10g", "rent": dear},
-            ]
-        ),
-        processes=1,
-    )
-
-    assert plans == ["cheap"]
-    cheap, expensive = result.outcomes
-    assert cheap.usd is not None and expensive.usd is not None
-    assert expensive.usd.value == pytest.approx(2 * cheap.usd.value)
-    assert expensive.plan is not None and expensive.plan.cluster == "dear"
 
 
 @pytest.mark.matrix

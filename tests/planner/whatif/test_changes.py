@@ -36,16 +36,6 @@ def test_a_wider_domain_joins_nodes_by_the_fast_tier() -> None:
     assert changed(cluster, "domain", 2.0) is None  # 72 devices have no 16-device domains
 
 
-def test_more_devices_are_more_nodes_or_a_larger_node() -> None:
-    nodes = changed(resolve_cluster("8x8xh100-sxm-80gb"), "devices", 1.5)
-    assert nodes is not None
-    assert (nodes.groups[0].nodes, nodes.devices, nodes.tiers[-1].devices) == (12, 96, 96)
-    one = changed(resolve_cluster("4xa10g"), "devices", 0.5)
-    assert one is not None
-    assert one.devices == 2
-    assert changed(resolve_cluster("1xa10g"), "devices", 1.2) is None
-
-
 @pytest.mark.parametrize("name", USUAL)
 def test_a_factor_of_one_changes_nothing(name: str) -> None:
     cluster = resolve_cluster("4xp5.48xlarge")

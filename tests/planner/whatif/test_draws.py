@@ -108,27 +108,6 @@ def test_each_is_first_as_often_as_in_a_simulation(by: Any, count: int) -> None:
     assert sum(found) == pytest.approx(1.0)
 
 
-def test_offers_of_one_plan_at_one_quote_share_every_future() -> None:
-    twins = [outcome(name, "a", CHEAP, "one quote") for name in ("x", "y")]
-
-    assert chances_to_be_first(twins, "cost") == [0.5, 0.5]
-    dearer = replace(twins[1], usd_per_device_hour=span((2.02, 1.515, 3.03)))
-    assert chances_to_be_first([twins[0], dearer], "cost") == [1.0, 0.0]
-
-
-def test_one_quote_moves_all_prices_that_rest_on_it() -> None:
-    """The catalogue's offer by its market and by its provider is the same one."""
-    offers = [
-        {"name": "market", "cluster": "2x8xh200-sxm"},
-        {"name": "nebius", "cluster": "2x8xh200-sxm", "rent": {"provider": "nebius"}},
-    ]
-    one, other = (candidate.priced for candidate in candidates_of(study(offers=offers)))
-    assert one.how != other.how and one.cause == other.cause
-
-    twins = [replace(outcome(p.how, "a", CHEAP, p.how), price_cause=p.cause) for p in (one, other)]
-    assert chances_to_be_first(twins, "cost") == [0.5, 0.5]
-
-
 def test_two_figures_of_one_source_are_two_quotes() -> None:
     """By hand: ln y/x is normal about ln 1.1, with two independent widths of ln 1.3 / 1.2816.
 
@@ -194,15 +173,6 @@ def test_the_weight_of_a_quote_is_what_is_left_of_a_range_without_it() -> None:
     )
     assert weight["asked"] == pytest.approx(math.sqrt(1 - (rest / whole) ** 2))
     assert 0.5 < weight["asked"] < 1
-
-
-def test_a_minimum_of_hours_is_paid_in_every_future() -> None:
-    one = outcome("x", "a", (2.0, 2.0, 2.0), "one quote")
-    # Its run takes 3.1 h and its contract 40, which no future exceeds.
-    bound = replace(one, minimum_hours=40.0)
-    other = replace(one, candidate="y", minimum_hours=39.0)
-
-    assert chances_to_be_first([bound, other], "cost") == [0.0, 1.0]
 
 
 def test_what_has_no_price_is_not_compared() -> None:

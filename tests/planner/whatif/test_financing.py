@@ -10,11 +10,9 @@ from planner.errors import DocumentError
 from planner.whatif.answers import financed_texts
 from planner.whatif.break_even import cash_usd, present_value_usd
 from planner.whatif.candidates import Candidate, candidates_of
-from planner.whatif.draws import chances_to_be_first
 from planner.whatif.economics import Horizon, Purchase, Tax
 from planner.whatif.evaluate import evaluate
 from planner.whatif.financing import loan_instalments
-from planner.whatif.planning import planned
 from planner.whatif.run import Result
 from planner.whatif.span import exact
 from tests.planner.whatif.test_study import study
@@ -83,18 +81,6 @@ def test_what_a_loan_costs_is_the_ledgers_present_value(years: float, tax: float
     assert purchase.hourly.fixed.value == pytest.approx(after_tax / (1 - tax) / hours, rel=1e-9)
 
 
-def test_a_loan_at_the_studys_own_interest_costs_what_paying_at_once_does() -> None:
-    for years in (0.7, 2.0, 5.0):
-        own = loan_instalments(share=0.9, interest=0.05, months=36, years=years)
-        horizon = Horizon(years=years, interest=0.05)
-
-        borrowed = bought(horizon=horizon, instalments=own)
-
-        assert borrowed.hourly.fixed.value == pytest.approx(
-            bought(horizon=horizon).hourly.fixed.value
-        )
-
-
 def candidates(**changes: Any) -> list[Candidate]:
     price = {"usd_per_device": 10_000.0, "network_usd_per_device": 0.0, **QUOTE}
     lease = {"usd_per_device_month": 300.0, "term_months": 36, **QUOTE}
@@ -143,22 +129,6 @@ def test_cash_by_year_by_hand() -> None:
     running = 8 * 8760 * lease.priced.purchase.owning_usd_per_hour(0.8).value
     assert one == pytest.approx(12 * 8 * 300 + running)
     assert two == pytest.approx(23 * 8 * 300 + running)
-
-
-def test_one_quote_is_drawn_once_whoever_lends_the_money() -> None:
-    """In nearly every future the loan at a higher interest than the study's costs more."""
-    asked = study(
-        offers=[
-            {"name": "at once", "cluster": "8xh200-sxm", "buy": {}},
-            {"name": "loan", "cluster": "8xh200-sxm", "buy": {"loan": LOAN}},
-        ]
-    )
-    pair = candidates_of(asked)
-    plan = planned(asked, "gpt2", pair[0])
-
-    found = [evaluate(asked, "gpt2", candidate, plan) for candidate in pair]
-
-    assert chances_to_be_first(found, "cost") == pytest.approx([1.0, 0.0], abs=1e-3)
 
 
 def test_sentences_say_the_payment_of_a_month_and_what_the_loan_costs() -> None:

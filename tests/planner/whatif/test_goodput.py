@@ -38,17 +38,6 @@ def test_a_large_published_run() -> None:
     assert span.low < span.value < 0.9 < span.high
 
 
-def test_goodput_falls_with_devices_and_with_spot() -> None:
-    def share(devices: int, *, spot: bool = False) -> float:
-        return goodput_of(
-            Failures(), parameters=70e9, devices=devices, nodes=devices // 8, spot=spot
-        ).value
-
-    shares = [share(8 * 4**k) for k in range(6)]
-    assert shares == sorted(shares, reverse=True)
-    assert share(128, spot=True) < share(128)
-
-
 def simulated(
     every_s: float, *, between_s: float, blocked_s: float, written_s: float, restart_s: float
 ) -> float:

@@ -39,17 +39,6 @@ def test_an_hour_is_the_mean_of_its_parts() -> None:
             assert whole.at(used).value == pytest.approx(by_hand)
 
 
-def test_signing_binds_to_the_part_that_is_bought_and_waits_for_it() -> None:
-    half = candidates()["half"]
-
-    # (4,000 + 100 + 600) x 1.03 each of 4.
-    assert half.priced.at_once_usd_per_device is not None
-    assert 12 * half.priced.at_once_usd_per_device == pytest.approx(4 * 4_700 * 1.03)
-    assert half.lead_days is not None and half.lead_days.value == 60
-    assert "4 of 12 devices: bought" in half.priced.how
-    assert "8 of 12 devices: on demand" in half.priced.how
-
-
 def test_cash_and_present_value_add_up() -> None:
     known = candidates(assumptions={"years": 2.0, "utilisation": 0.5})
 
@@ -61,18 +50,6 @@ def test_cash_and_present_value_add_up() -> None:
     assert cash["half"] == pytest.approx(by_hand)
     parts = [present_value_usd(known[name]).value for name in ("bought", "rented")]
     assert present_value_usd(known["half"]).value == pytest.approx(sum(parts))
-
-
-def test_what_is_owned_beside_a_rent_is_in_cash_and_present_value() -> None:
-    """Without interest the years' payments are the present value."""
-    offer = {"name": "part", "cluster": "8xa10g+4xl4", "owned": ["a10g"], "rent": PRICE}
-    asked = study(offers=[offer], assumptions={"years": 2.0, "interest": 0.0, "utilisation": 0.5})
-    [part] = candidates_of(asked)
-
-    cash = cash_usd(part)
-
-    assert sum(cash) == pytest.approx(present_value_usd(part).value)
-    assert cash[1] > 4 * 2.0 * 0.5 * 8760  # the rent alone
 
 
 def test_a_budget_pays_the_years_of_what_is_bought_and_the_run_of_the_rest() -> None:

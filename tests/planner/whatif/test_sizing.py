@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from planner.whatif.candidates import powered
 from planner.whatif.goals import chances_of
 from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.run import run
-from planner.whatif.sizing import border, size_of
+from planner.whatif.sizing import size_of
 from planner.whatif.span import Span, exact
 from planner.whatif.verdicts import verdicts
 from tests.planner.whatif.test_study import PRICE, study
@@ -98,13 +97,6 @@ def test_what_a_size_is_found_for_must_be_said() -> None:
         with pytest.raises(DocumentError, match=what) as raised:
             size_of(asked(solve, {"tokens": 1e9}), 0, "gpt2")
         assert raised.value.path == "offers[0].solve"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_border_is_the_first_that_passes(seed: int) -> None:
-    rng = random.Random(seed)
-    at = rng.randint(2, 500)
-    assert border(lambda n: n >= at, 0, rng.randint(at, 1000)) == at
 
 
 @pytest.mark.matrix

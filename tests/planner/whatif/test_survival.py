@@ -57,12 +57,6 @@ def test_the_record_is_read_from_its_lines_and_what_is_no_event_left_out() -> No
     assert list(events_of([*harmful, *lines])) == RUN
 
 
-def test_what_is_announced_or_asked_for_is_no_failure_of_the_machine() -> None:
-    told = [Incident(at_unix_s=1.0, cause=cause, evidence="x") for cause in ("notice", "user")]
-
-    assert account(told).failures == 0
-
-
 def test_failures_that_are_seen_move_the_rate_from_the_assumed_to_the_measured() -> None:
     usual = Failures()
     hours = 1e4

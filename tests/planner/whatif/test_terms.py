@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.whatif.break_even import break_evens
-from planner.whatif.candidates import Candidate, candidates_of, powered, watts_of
+from planner.whatif.candidates import Candidate, candidates_of, watts_of
 from planner.whatif.evaluate import tokens_in_budget
 from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.span import exact
@@ -85,26 +85,6 @@ def test_another_currency_at_a_dated_rate() -> None:
     assert "EUR at 1.1 USD of 2026-11-02" in candidate.priced.how
 
 
-def test_two_sites_pay_two_prices_for_power() -> None:
-    asked = study(
-        offers=[
-            {"name": "north", "cluster": "8xh200-sxm", "owned": True, "assumptions": NORTH},
-            {"name": "south", "cluster": "8xh200-sxm", "owned": True},
-        ],
-        assumptions={"electricity_usd_per_kwh": 0.2},
-    )
-    north, south = (candidate.priced.hourly for candidate in candidates_of(asked))
-    assert north is not None and south is not None
-    # 1,197.3 W (above): at 5 cents 0.059865 an hour, at 20 cents four times as much; a quarter of
-    # it is drawn in all hours.
-    assert north.used.value == pytest.approx(0.75 * 0.059865)
-    assert south.used.value == pytest.approx(4 * 0.75 * 0.059865)
-    assert south.fixed.value - north.fixed.value == pytest.approx(3 * 0.25 * 0.059865)
-
-
-NORTH = {"electricity_usd_per_kwh": 0.05}
-
-
 def test_a_power_limit_by_hand() -> None:
     candidate = one(rent=PRICE, power_limit=0.8)
     # 0.8 of the power: (1.23 x 560 + 60) x 1.3 = 973.44 W a device; compute 0.8^0.75 = 0.845897.
@@ -114,17 +94,6 @@ def test_a_power_limit_by_hand() -> None:
     whole = candidate.cluster.groups[0].accelerator.peak_flops["bf16"]
     limited = candidate.limited.groups[0].accelerator.peak_flops["bf16"]
     assert limited / whole == pytest.approx(0.845897, abs=1e-6)
-
-
-def test_the_most_that_a_cap_feeds() -> None:
-    # A node of 8 H100 draws 8 x 1,197.3 = 9,578.4 W: 52 of them 498.1 kW, 53 507.7.  Four times in
-    # five it draws less than 10,812.75 W: 46 of them 497.4 kW, 47 508.2.
-    offers = [{"cluster": "{n}x8xh100-sxm-80gb", "solve": "power"}]
-    evenly = study(goal={"power_cap_w": 500e3, "confidence": 0.5}, offers=offers)
-    surely = study(goal={"power_cap_w": 500e3}, offers=offers)
-
-    assert powered(evenly, evenly.offers[0]) == 52
-    assert powered(surely, surely.offers[0]) == 46
 
 
 def outcome(candidate: Candidate, **said: Any) -> CandidateOutcome:

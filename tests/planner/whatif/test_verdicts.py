@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -77,39 +76,6 @@ def test_several_models_have_a_line_each_the_largest_and_the_crossover() -> None
     assert "none reaches the goal" in said[2]
     assert said[3] == "The largest model that meets the goal: middle, on new, old."
     assert said[4] == "From middle on, new comes first; up to small, old."
-
-
-def test_what_passes_at_its_midpoint_only_comes_behind_and_is_named() -> None:
-    asked = study(offers=TWO, goal={"tokens": 1e9, "deadline_days": 1.0})
-    old, new = candidates_of(asked)
-    cheap = outcome(old, "gpt2", 20.0, 1.0, chances={"deadline": 0.6})
-    sure = outcome(new, "gpt2", 10.0, 3.0, chances={"deadline": 0.95})
-
-    said = verdicts(result(asked, [cheap, sure]))
-
-    assert said[0].startswith("new for gpt2")
-    assert "Deadline met with probability 0.95" in said[0]
-    assert said[1].startswith("old ranks first for gpt2 at the midpoint of its range")
-    assert "probability 0.60 only" in said[1]
-    # At one step of our own runtime too, what is unsure does not rank before.
-    natives = [replace(one, native_step_s=1.0) for one in (cheap, sure)]
-    assert verdicts(result(asked, natives))[1:] == said[1:]
-
-
-def test_what_is_not_sold_is_never_recommended_and_has_a_worth() -> None:
-    more_memory = {"name": "old with more", "change": {"memory": 1.5}, "rent": None}
-    offers = [TWO[0], {**TWO[0], **more_memory}]
-    asked = study(offers=offers)
-    old, more = candidates_of(asked)
-    # 20 % less time at 2 USD: the same work at up to 2 (1 / 0.8 - 1) = 0.50 more an hour.
-    found = result(asked, [outcome(old, "gpt2", 10.0, 5.0), outcome(more, "gpt2", 8.0, 4.0)])
-
-    assert verdicts(found)[0].startswith("old for gpt2")
-    assert (
-        "old with device memory x 1.5, which is not sold: 20 % less time, worth up to 0.50 USD "
-        in (" ".join(answers(found)))
-    )
-    assert found.best is not None and found.best.candidate == "old"
 
 
 def test_what_has_a_price_of_its_own_is_sold() -> None:
@@ -269,34 +235,6 @@ def test_another_candidate_that_our_own_runtime_ranks_first_is_named() -> None:
     assert "under our own runtime (--backend native) new ranks before old for gpt2" in said
     same = [replace(o, native_step_s=0.1) for o in outcomes]
     assert "own runtime (--backend" not in " ".join(verdicts(result(asked, same)))
-
-
-def test_an_old_price_and_one_without_a_date_are_warned_of() -> None:
-    asked = study(offers=TWO[:1])
-    [old] = candidates_of(asked)
-    for price, warning in (
-        ("on_demand, 2025-01, a quote", "months old: ask for a new quote (on_demand, 2025-01"),
-        ("one rent, undated, v8 tree; hyperscalers ask 9", "no date: ask for a quote (one rent,"),
-        (f"on_demand, {datetime.date.today():%Y-%m}, a quote", ""),
-    ):
-        said = " ".join(verdicts(result(asked, [outcome(old, "gpt2", 1.0, 1.0, price=price)])))
-
-        assert warning in said
-        assert ("ask for" in said) == bool(warning)
-
-
-def test_of_several_quotes_the_one_that_is_old_or_undated_is_named() -> None:
-    asked = study(offers=TWO[:1])
-    [old] = candidates_of(asked)
-    price = "4 of 12 devices: bought, 2025-01, a vendor; 8 of 12 devices: one rent, undated"
-
-    said = verdicts(result(asked, [outcome(old, "gpt2", 1.0, 1.0, price=price)]))
-
-    warnings = [text for text in said if "ask for" in text]
-    assert [text.partition("(")[2] for text in warnings] == [
-        "8 of 12 devices: one rent, undated).",
-        "4 of 12 devices: bought, 2025-01, a vendor).",
-    ]
 
 
 def test_what_keeps_the_goal_too_seldom_is_neither_tied_nor_flips_the_first() -> None:

@@ -37,16 +37,6 @@ def test_known_constants_are_found_again() -> None:
     assert max(map(abs, found.left_out)) < 0.02
 
 
-def test_an_odd_run_pulls_little() -> None:
-    truth = {"rate": 0.5, "link": 30.0, "fixed": 0.3}
-    seen = measured(truth, 20, noise=0.02)
-    seen[3] *= 5
-
-    found = fit([RATE, LINK, FIXED], seen, seconds)
-
-    assert found.values["rate"] == pytest.approx(0.5, rel=0.12)
-
-
 def test_a_rate_above_the_peak_is_refused_with_the_runs_that_want_it() -> None:
     seen = measured({"rate": 2.0, "link": 50.0, "fixed": 0.0}, 12)
 

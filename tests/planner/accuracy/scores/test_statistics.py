@@ -11,7 +11,6 @@ from planner.accuracy.scores.statistics import (
     error_score,
     kendall_tau,
     out_of_memory_score,
-    quantile,
     rank_score,
     regret,
 )
@@ -25,11 +24,6 @@ def test_errors_are_relative_to_the_measurement() -> None:
     assert score.mean_abs_error == pytest.approx(0.5)
     assert score.bias == pytest.approx(0.5 / 3)
     assert score.n == 3
-
-
-def test_the_90th_percentile_lies_between_the_two_nearest_values() -> None:
-    assert quantile([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 0.9) == pytest.approx(4.5)
-    assert quantile([7.0], 0.9) == 7.0
 
 
 def test_nothing_measured_has_no_score() -> None:

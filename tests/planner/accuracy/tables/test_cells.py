@@ -9,24 +9,6 @@ from planner.catalog import stack_name
 
 
 @pytest.mark.parametrize(
-    ("text", "known"),
-    [
-        ("bf16-mixed", ("bf16", False)),
-        ("16-mixed", ("fp16", False)),
-        ("FP8", ("fp8", False)),
-        ("MXFP8", ("mxfp8", False)),
-        ("mxfp4", ("nvfp4", False)),
-        ("nf4", ("bf16", True)),
-        ("bf16+nf4", ("bf16", True)),
-        ("float32", ("fp32", False)),
-        ("posit", None),
-    ],
-)
-def test_precisions(text: str, known: tuple[str, bool] | None) -> None:
-    assert cells.precision(text) == known
-
-
-@pytest.mark.parametrize(
     ("text", "kind"),
     [("selective_op", "selective"), ("uniform", "full"), ("block", "partial"), ("0", "none")],
 )
@@ -43,13 +25,6 @@ def test_tasks_and_frameworks_have_several_names() -> None:
     ]
     assert stack_name("Megatron-LM") == "megatron"
     assert stack_name("FSDP2") == "fsdp"
-
-
-def test_a_number_may_have_separators_and_an_empty_cell_many_looks() -> None:
-    assert cells.number({"n_params": "7,000"}, "n_params") == 7000
-    assert cells.number({"n_params": "NaN"}, "n_params") is None
-    with pytest.raises(ValueError, match="n_params is -1"):
-        cells.number({"n_params": "-1"}, "n_params")
 
 
 def test_what_lies_on_the_host() -> None:

@@ -94,22 +94,3 @@ def test_what_lies_on_the_host_takes_no_room_and_no_less_time(offload: str) -> N
     assert peak(gone) < peak(kept)
     assert gone.step_time_s > 0.99 * kept.step_time_s
     assert gone.step_parts["offload"] >= 0
-
-
-def test_eight_bits_are_no_faster_where_the_device_has_none() -> None:
-    cells = row(1) | {"accelerator": "a100-sxm-80gb", "attention": "gqa"}
-    narrow, wide = (predicted({**cells, "precision": name}) for name in ("fp8", "bf16"))
-
-    assert narrow.step_parts["forward"] >= 0.9 * wide.step_parts["forward"]
-
-
-def test_states_divided_within_nodes_take_more_room_and_less_network() -> None:
-    cells = row(1) | {"n_devices": "64", "tp": "1", "pp": "1", "cp": "1", "dp": "64"}
-    cells |= {"devices_per_node": "8", "hidden_size": "4096", "layers": "32", "offload": "none"}
-    cells |= {"task": "pretrain", "framework": "llm-foundry-fsdp", "global_batch_size": "256"}
-    cells |= {"recompute": "full", "n_experts": "", "ep": "1", "precision": "bf16"}
-    cells |= {"inter_gb_per_s_per_device": "1.25", "accelerator": "h100-sxm-80gb"}
-    whole, hybrid = (predicted({**cells, "zero_stage": name}) for name in ("3", "hsdp"))
-
-    assert peak(hybrid) > peak(whole)
-    assert hybrid.step_time_s < whole.step_time_s

@@ -76,26 +76,6 @@ def test_what_a_run_had_and_a_row_does_not_say_makes_its_range_wider() -> None:
     assert widths[0] < widths[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "path", "value"),
-    [
-        ("grads-bf16", ("types", "gradient"), 2),
-        ("grads-fp32", ("types", "gradient"), 4),
-        ("bf16-states", ("types", "master"), 0),
-        ("precision-aware-optimizer", ("types", "moments"), 4),
-        ("deepep", ("experts", "sends"), "once"),
-        ("alltoall", ("experts", "counts"), "host"),
-        ("flash-attention-2", ("kernels", "attention"), "fa2"),
-    ],
-)
-def test_words_of_states_and_kernels_change_the_stack(
-    words: str, path: tuple[str, str], value: object
-) -> None:
-    group, name = path
-
-    assert getattr(getattr(setup(options=words).request.stack, group), name) == value
-
-
 def test_scales_are_those_of_products_in_8_bits_alone() -> None:
     assert setup(precision="fp8", options="fp8-blockwise").layout.scales == "blockwise"
     assert setup(precision="fp8").layout.scales == "delayed"
@@ -118,11 +98,6 @@ def test_modules_that_are_cheap_to_make_again_are_selective_where_attention_is_f
     assert {recompute for recompute, _ in blocks(found)[0]} == {"selective"}
 
 
-def test_what_a_column_says_stands_before_what_an_option_says() -> None:
-    assert setup(recompute="full", options="recompute-none").recompute == "full"
-    assert setup(recompute="", options="recompute-full").recompute == "full"
-
-
 @pytest.mark.parametrize("cells", [{"loss": "fused"}, {"loss": "chunked"}, {"options": "liger"}])
 def test_a_loss_in_pieces_never_has_all_logits(cells: dict[str, str]) -> None:
     long = {
@@ -137,16 +112,6 @@ def test_a_loss_in_pieces_never_has_all_logits(cells: dict[str, str]) -> None:
     # 16,384 tokens x 128,256 logits x 12 bytes are 25 GB, of which a thousand rows stay.
     saved = whole.memory_bytes("allocated", "max") - pieces.memory_bytes("allocated", "max")
     assert saved > 15e9
-
-
-def test_a_graph_of_the_whole_step_leaves_nothing_of_the_hosts_work_on_layers() -> None:
-    small = {"hidden_size": "512", "ffn_size": "1024", "n_heads": "8", "head_dim": "64"}
-
-    eager = predicted(setup(**small)).step_time_s
-    layers = predicted(setup(**small, options="cuda-graphs-layer")).step_time_s
-    whole = predicted(setup(**small, options="cuda-graphs-full")).step_time_s
-
-    assert whole < layers < eager
 
 
 def test_adapters_have_the_rank_and_the_matrices_that_a_row_says() -> None:

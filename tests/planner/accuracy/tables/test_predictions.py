@@ -97,43 +97,12 @@ def peak(of: Prediction) -> float:
     return of.memory_bytes("allocated", "max")
 
 
-def test_parts_add_up_to_the_step() -> None:
-    for of in (setup(), setup(GPT, tensor=2, pipeline=2), setup(framework="torchtitan", zero=3)):
-        result = predicted(of)
-
-        assert sum(result.step_parts.values()) == pytest.approx(result.step_time_s)
-        assert all(part >= 0 for part in result.step_parts.values())
-        assert result.step_time_low_s < result.step_time_s < result.step_time_high_s
-
-
 def test_no_run_is_faster_than_its_flops_allow() -> None:
     for framework in stacks():
         of = setup(framework=framework, global_batch=256)
         flops = 6 * 8.0e9 * of.request.job.seq_len * of.request.job.global_batch
 
         assert predicted(of).step_time_s > flops / (8 * 989e12)
-
-
-def test_a_uniform_pipeline_waits_p_minus_1_over_v_micro_batches() -> None:
-    # Blocks alone: a large batch makes everything else small.
-    def waiting_s(virtual: int, global_batch: int = 1024) -> float:
-        of = setup(pipeline=4, global_batch=global_batch, virtual_stages=virtual)
-        return predicted(of).step_parts["pipeline"]
-
-    waits = {v: waiting_s(v) for v in (1, 2, 4)}
-
-    sent = waiting_s(1, global_batch=2048)
-    bubble = 2 * waits[1] - sent
-
-    assert bubble > 0
-    assert waits[4] < waits[1]
-
-
-def test_memory_follows_micro_batches_in_flight() -> None:
-    stages = predicted(setup(pipeline=4, global_batch=64)).stages
-    activations = [stage.memory_parts["activations"] for stage in stages]
-
-    assert activations[1] == pytest.approx(3 / 2 * activations[2], rel=0.01)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -153,48 +122,11 @@ def test_a_faster_network_is_never_slower() -> None:
     assert predicted(fast).step_time_s <= predicted(slow).step_time_s
 
 
-def test_small_models_wait_for_the_host() -> None:
-    tiny = LLAMA.model_copy(
-        update={"hidden_size": 512, "ffn_size": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64}
-    )
-    host = stacks()["megatron-deepspeed"].host
-
-    result = predicted(setup(tiny, framework="megatron-deepspeed", seq_len=512, global_batch=8))
-
-    floor = tiny.layers * (host.layer_s.forward + host.layer_s.backward)
-    passes_s = result.step_parts["forward"] + result.step_parts["backward"]
-    assert floor <= passes_s < 1.1 * floor
-
-
-def test_what_does_not_fit_is_said() -> None:
-    assert predicted(setup(zero=1, micro_batch=1)).fits
-    assert not predicted(setup(zero=1, micro_batch=8, seq_len=8192, global_batch=64)).fits
-
-
-def test_eight_bits_are_faster_and_keep_less() -> None:
-    half, eight = predicted(setup(precision="bf16")), predicted(setup(precision="fp8"))
-
-    assert 0.5 * half.step_time_s < eight.step_time_s < half.step_time_s
-    assert peak(eight) < peak(half)
-
-
 LLAMA_8B = resolve_model("llama-3.1-8b")
 NODE = resolve_cluster("8xh100-sxm-80gb")
 JOB = Job(seq_len=4096, global_batch=64)
 ON_NODE = Request(LLAMA_8B, NODE, JOB, stack=stacks()["megatron"])
 TWO_BY_TWO = Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=32)
-
-
-@pytest.mark.parametrize("backend", ["megatron", "nanotron", "torchtitan"])
-def test_parts_and_stages_add_up(backend: str) -> None:
-    result = backend_prediction(Request(LLAMA_8B, NODE, JOB, stack=stacks()[backend]), TWO_BY_TWO)
-
-    assert sum(result.step_parts.values()) == pytest.approx(result.step_time_s)
-    assert 0.1 < result.mfu < 0.8
-    for stage in result.stages:
-        assert sum(stage.memory_parts.values()) == pytest.approx(stage.peak_memory_bytes)
-    slowest_s = max(stage.forward_s + stage.backward_s for stage in result.stages)
-    assert 32 * slowest_s < result.step_time_s < 48 * slowest_s
 
 
 def test_what_a_backend_has_no_rules_for_is_told() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from planner.accuracy.tables.rows import Skipped, measured_of, read_rows, setup_of
-from planner.catalog import stacks
 from planner.documents.plan import Layout
 from planner.errors import DocumentError
 from planner.requests.setup import Setup
@@ -54,12 +53,6 @@ def test_figures_of_a_row_give_the_published_parameters() -> None:
     assert setup().request.model.parameters == 8030261248
 
 
-def test_the_data_degree_is_what_the_other_axes_leave() -> None:
-    assert layout().data == 4
-    assert layout(cp="2").data == 2
-    assert layout(dp="4").micro_batches == 16
-
-
 def test_a_micro_batch_that_is_not_filled_counts_as_a_whole_one_and_is_said() -> None:
     odd = setup(micro_batch_size="3", global_batch_size="64", recompute="none", precision="bf16")
     small = layout(micro_batch_size="8", global_batch_size="8")
@@ -77,19 +70,6 @@ def test_empty_cells_are_unknown_and_said_to_be_assumed() -> None:
     assert setup(recompute="").recompute is None
 
 
-def test_quantised_weights_stand_beside_the_precision_of_the_arithmetic() -> None:
-    row = setup(precision="bf16+quantised-weights", task="lora")
-
-    job = row.request.job
-    assert job.precision == "bf16"
-    assert job.lora is not None
-    assert job.lora.quantised
-    plain = setup(task="lora").request.job.lora
-    assert plain is not None
-    assert not plain.quantised
-    assert setup(task="full_finetune").request.job.lora is None
-
-
 def test_a_level_of_zero_that_is_not_said_is_the_frameworks_own() -> None:
     assert layout(framework="megatron").zero == 1
     assert layout(framework="fsdp").zero == 3
@@ -103,15 +83,6 @@ def test_hybrid_sharding_divides_states_within_a_node(
     found = layout(zero_stage=said, tp="1", pp="2", n_devices="32", framework="fsdp")
 
     assert (found.zero, found.data_shard, found.data_replicate) == (3, shard, replicate)
-
-
-def test_what_a_row_says_of_kernels_is_in_its_stack() -> None:
-    said = setup(framework="fsdp", flash_attention="0", compiled="1").request.stack
-    own = setup(framework="fsdp").request.stack
-
-    assert own == stacks()["fsdp"]
-    assert (said.kernels.flash_attention, said.kernels.norm) == (False, "fused")
-    assert said.host == own.host
 
 
 def test_what_lies_on_the_host_is_the_layouts_and_the_layers() -> None:
@@ -144,14 +115,6 @@ def test_an_unknown_framework_gets_the_closest_stack_and_says_so() -> None:
     assert "framework 'mystery' priced as stack transformers" in tuned.assumed
 
 
-def test_a_stack_that_is_left_out_is_an_unknown_one() -> None:
-    found = setup_of(ROW | {"framework": "nanotron"}, unknown={"nanotron"})
-
-    assert isinstance(found, Setup)
-    assert found.request.stack.name == "unknown"
-    assert not found.known
-
-
 def test_runs_have_the_options_that_those_of_their_stack_are_known_to_have_had() -> None:
     plain, both = "nanotron", "nanotron+checked-collectives+polled-transfers"
     large = {"n_devices": "512", "global_batch_size": "256"}
@@ -168,12 +131,6 @@ def test_runs_have_the_options_that_those_of_their_stack_are_known_to_have_had()
     assert isinstance(left_out, Setup)
     assert left_out.request.stack.name == two.request.stack.name
     assert left_out.request.stack.host.checked_s == two.request.stack.host.checked_s > 0
-
-
-def test_a_network_figure_is_gigabytes_per_second_of_one_device() -> None:
-    tiers = setup(inter_gb_per_s_per_device="12.5").request.cluster.tiers
-
-    assert tiers[-1].bytes_per_s == 12.5e9
 
 
 def test_what_no_convention_gives_is_a_reason() -> None:

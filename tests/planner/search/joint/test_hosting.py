@@ -145,17 +145,3 @@ def test_many_pipelines_at_once_are_bounded_as_one_by_one() -> None:
 
     assert len(several) > 3
     assert together == pytest.approx([bounds_s([one])[0] for one in several], rel=1e-12)
-
-
-def test_what_is_kept_for_weights_takes_room() -> None:
-    options = (Option(name="a", forward_s=1, backward_s=1, resident_bytes=1, kept_bytes=1),)
-    stages = tuple(StageLimits(capacity_bytes=10, waiting=waiting) for waiting in (0.0, 1.0))
-    instances = [
-        Instance(layers=(0,) * layers, kinds=(options,), stages=(stages[waiting],), steady=1)
-        for layers, waiting in ((10, 0), (10, 1))
-    ]
-
-    bounds = bounds_s(instances)
-
-    assert math.isfinite(bounds[0])
-    assert bounds[1] == math.inf

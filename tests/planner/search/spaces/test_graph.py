@@ -306,36 +306,6 @@ def test_a_boundary_costs_all_tensors_that_cross_it(model: ModelGraph) -> None:
     assert predict(plan, model, resolve_cluster("4xa100-sxm-40gb")) == answer.prediction
 
 
-def test_a_stage_holds_what_it_passes_on_for_every_micro_batch_in_flight() -> None:
-    model = unet()
-    names = [name for name, _ in model.chain]
-    cuts = [names[:4], names[4:6], names[6:]]
-    pins = Pins(pipeline=3, micro_batch=1, schedule="1f1b", zero=0)
-    plan = searched(model, "3xa100-sxm-40gb", pins).plan
-    stages = [
-        stage.model_copy(
-            update={
-                "layers": tuple(
-                    plan.stages[0].layers[0].model_copy(update={"layer": n, "recompute": "none"})
-                    for n in held
-                )
-            }
-        )
-        for stage, held in zip(plan.stages, cuts, strict=True)
-    ]
-    plan = plan.model_copy(update={"stages": tuple(stages)})
-
-    assert crossings(model, cuts) == (
-        ("down0", "down1", "down2", "down3"),
-        ("down0", "down1", "down2", "up3"),
-    )
-    prediction = predict(plan, model, resolve_cluster("3xa100-sxm-40gb"))
-    middle = prediction.stages[1].memory_parts["pipeline buffers"]
-    # Two micro-batches in flight hold what was received (200, 100, 50 and 25 MB) and what the
-    # stage made of what it sends (25 MB); the same again is twice under way.
-    assert middle == pytest.approx((2 * (375 + 25) + 2 * 375) * 1e6)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_widest_boundary_is_the_widest_of_all_splits(seed: int) -> None:
     model = random_model(seed)
@@ -378,17 +348,6 @@ def test_a_graph_with_too_many_splits_gets_a_plan_with_its_gap() -> None:
     assert 0 < certificate.lower_bound_s < certificate.objective_s
     assert certificate.gap == pytest.approx(1 - certificate.lower_bound_s / certificate.objective_s)
     answer.plan.check_model(model)
-
-
-def test_a_layout_of_a_graph_is_predicted_along_one_order() -> None:
-    every = candidates(unet(), TWO, Pins(pipeline=2, micro_batch=1))
-    layout = next(iter(every.layouts()))
-
-    whole = layout_prediction(Request(unet(), resolve_cluster(TWO), JOB), layout)
-
-    plan = searched(unet(), TWO, Pins(pipeline=2, micro_batch=1))
-    assert whole.step_time_s >= plan.prediction.step_time_s * (1 - 1e-9)
-    assert whole.stages[0].memory_parts["pipeline buffers"] > 0
 
 
 def test_the_order_in_which_layers_are_listed_changes_nothing() -> None:

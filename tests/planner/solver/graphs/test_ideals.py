@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import networkx
@@ -55,44 +54,6 @@ def test_there_are_as_many_as_antichains(seed: int) -> None:
 
     assert found is not None
     assert len(found) == sum(1 for _ in networkx.antichains(graph))
-
-
-@pytest.mark.parametrize("lengths", [(70,), (24, 12), (40, 30), (9, 8, 7)])
-def test_towers_multiply(lengths: tuple[int, ...]) -> None:
-    readers: list[list[int]] = []
-    for length in lengths:
-        first = len(readers)
-        readers += [[first + i + 1] for i in range(length - 1)] + [[]]
-
-    found = ideals(readers, most=10**6)
-
-    assert found is not None
-    assert len(found) == math.prod(length + 1 for length in lengths)
-    assert ideals(readers, most=len(found) - 1) is None
-
-
-def test_an_output_crosses_until_its_last_reader_is_inside() -> None:
-    readers = [[1, 3], [2], [3], []]
-
-    found = ideals(readers, most=10)
-
-    assert found is not None
-    crossing = found.crossing(readers, np.array([1.0, 2.0, 4.0, 8.0]))
-    assert crossing.tolist() == [0.0, 1.0, 3.0, 5.0, 0.0]
-
-
-def test_sums_over_ideals_of_more_than_64_layers() -> None:
-    readers = [[i + 1] for i in range(129)] + [[]]
-    values = np.arange(130)
-
-    found = ideals(readers, most=1000)
-
-    assert found is not None
-    everything = np.arange(131)
-    expected = np.cumsum([0, *values])
-    assert found.totals(values[:, None].astype(float))[:, 0].tolist() == expected.tolist()
-    assert found.codes(values, everything).tolist() == expected.tolist()
-    assert found.difference(60, 66) == list(range(60, 66))
 
 
 def test_pairs_are_those_that_lie_in_each_other_however_many_are_compared_at_once(

@@ -72,12 +72,6 @@ def on_types(
     )
 
 
-def objective_of(problem: GraphInstance) -> float:
-    answer = solve(problem)
-    assert isinstance(answer, GraphSolution)
-    return answer.split.objective_s
-
-
 def in_order_s(problem: GraphInstance, order: tuple[int, ...]) -> float:
     """Seconds of the best cuts for one order, by the chain solver; cuts free of charge."""
     laid = [problem.types[g].chain.stages[s] for s, g in enumerate(order)]
@@ -95,70 +89,6 @@ def test_it_finds_the_best_of_all_orders_solved_as_chains() -> None:
     assert answer.split.objective_s == pytest.approx(min(times_s.values()), rel=1e-9)
     assert times_s[answer.types] == pytest.approx(answer.split.objective_s, rel=1e-9)
     assert max(times_s.values()) > 1.02 * min(times_s.values())
-
-
-def test_the_sum_over_stages_may_be_worth_a_slower_slowest_stage() -> None:
-    layer = (Option(name="none", forward_s=0.5, backward_s=0.5),)
-    fast = StageLimits(capacity_bytes=1, exposed_s=2)
-    chain = Instance(layers=(0,) * 10, kinds=(layer,), stages=(fast, fast), steady=1)
-
-    answer = solve(on_types({"slow": (1, replace(fast, time_scale=3.0)), "fast": (1, fast)}, chain))
-
-    # 8 and 2 layers take (8 + 2) + (8 + 2 + 6 + 2); 9 and 1 take (9 + 2) + (9 + 2 + 3 + 2).
-    assert isinstance(answer, GraphSolution)
-    assert sorted(answer.split.sizes()) == [1, 9]
-    assert answer.split.objective_s == pytest.approx(27)
-
-
-def test_one_type_alone_is_the_chain_solvers_problem() -> None:
-    problem = decoder()
-    large = replace(problem.types[0], stages=6)
-    alone = replace(problem, types=(large,), output_s=())
-
-    answer = solve(alone)
-
-    assert isinstance(answer, GraphSolution)
-    assert answer.stage_types == ("large",) * 6
-    assert answer.split.objective_s == pytest.approx(in_order_s(alone, (0,) * 6), rel=1e-12)
-
-
-def test_two_names_for_one_type_change_nothing() -> None:
-    problem = decoder()
-    large = replace(problem.types[0], stages=6)
-    alone = replace(problem, types=(large,), output_s=())
-    twins = replace(
-        problem,
-        types=(replace(large, stages=2), replace(large, name="twin", stages=4)),
-        output_s=(),
-    )
-
-    assert objective_of(twins) == pytest.approx(objective_of(alone), rel=1e-12)
-
-
-def test_more_memory_is_never_slower() -> None:
-    times_s = [objective_of(decoder(memory=memory)) for memory in (0.6, 0.7, 0.85, 1, 1.3, 2)]
-
-    assert times_s == sorted(times_s, reverse=True)
-    assert times_s[0] > times_s[-1]
-
-
-def test_faster_devices_and_links_are_never_slower() -> None:
-    paces = [objective_of(decoder(pace=pace)) for pace in (1.5, 1.2, 1.0, 0.8, 0.5)]
-    links = [objective_of(decoder(send_s=send_s)) for send_s in (1e-2, 1e-3, 2e-4, 0)]
-
-    assert paces == sorted(paces, reverse=True)
-    assert links == sorted(links, reverse=True)
-
-
-def test_listing_the_types_in_another_order_changes_no_time() -> None:
-    problem = decoder()
-    turned = replace(
-        problem,
-        types=problem.types[::-1],
-        output_s=tuple(row[::-1] for row in problem.output_s[::-1]),
-    )
-
-    assert objective_of(turned) == pytest.approx(objective_of(problem), rel=1e-12)
 
 
 @pytest.mark.parametrize(
