@@ -46,7 +46,8 @@ class ScriptRecords:
         """Add a step; those that it does again, behind a restart, are forgotten first."""
         on_cuda = device.type == "cuda"
         if not self._begun:
-            run.forget_steps_after(step - 1, self._file)
+            with run.never_fatal(self._file):
+                run.forget_steps_after(step - 1, self._file)
             self._begun = True
         self._metrics.write(
             StepRecord(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -10,12 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from planner.documents.events import StepRecord
 from planner.errors import DocumentError
 from runtime import run
 from runtime.console import Console
+from runtime.engine import Engine
 from runtime.metrics import Metrics
+from runtime.script_records import ScriptRecords
 
 
 @contextlib.contextmanager
@@ -54,6 +59,24 @@ def test_lines_without_room_are_written_with_the_next_that_has_some(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2, said
     assert all("the run goes on without it" in line for line in said)
+
+
+def test_a_script_without_room_for_its_records_trains_on(tmp_path: Path) -> None:
+    for step in (1, 2):
+        run.append_record(record(step), run.metrics_file(tmp_path))
+    engine = Engine(
+        lambda: nn.Linear(2, 2),
+        loss=lambda outputs, batch: (outputs.sum(), len(batch)),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        batch=torch.ones(4, 2),
+    )
+    records = ScriptRecords(tmp_path)
+
+    with no_room_beyond(0):
+        records.write(engine.plan, 2, 1.5, 0.5, 0.1, device=engine.device)
+    records.write(engine.plan, 3, 1.5, 0.5, 0.1, device=engine.device)
+
+    assert [one.step for one in run.read_records(run.metrics_file(tmp_path))] == [1, 2, 2, 3]
 
 
 def test_a_link_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
