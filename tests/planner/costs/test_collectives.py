@@ -1,10 +1,12 @@
 """Collective seconds against hand calculations, and groups against the tiers that they span."""
 
+import math
 import random
 
 import numpy as np
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.collectives import (
     Level,
     collective_s,
@@ -13,6 +15,8 @@ from planner.costs.collectives import (
     group_levels,
     interpolated_s,
     levels,
+    nearest_ranks,
+    reached_fraction,
 )
 from planner.documents.cluster import LinkTier, NarrowGroup
 from planner.documents.plan import Layout
@@ -71,6 +75,13 @@ def test_a_ring_of_many_nodes_passes_every_link_once_for_each_of_its_other_ranks
         assert rounds[2] == pytest.approx((512 - 64) * 2e-6 + 63 * 1e-5)
 
 
+def test_an_exchange_sends_each_byte_over_the_narrowest_tier_it_must_cross() -> None:
+    seconds = collective_s("all_to_all", 1e9, (Level(NVLINK, 8), Level(FABRIC, 8)))
+
+    crossing_s = 56 / 64 * 1e9 / (0.8 * 50e9)
+    assert seconds == pytest.approx(crossing_s + 10e-6 + 2e-6)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_one_rank_waits_for_nobody(operation: str) -> None:
     assert collective_s(operation, 1e9, ()) == 0.0
@@ -86,12 +97,29 @@ def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(operation: s
         assert fast <= slow <= more
 
 
+def test_the_innermost_axis_stays_on_the_fastest_tier() -> None:
+    layout = Layout(tensor=8, data_shard=4, pipeline=2)
+    tiers = (NVLINK, FABRIC)
+
+    assert members(group_levels(tiers, layout, ("tensor",))) == [("nvlink", 8)]
+    assert members(group_levels(tiers, layout, ("data_shard",))) == [("fabric", 4)]
+    assert members(group_levels(tiers, layout, ("pipeline",))) == [("fabric", 2)]
+
+
 def test_an_axis_between_the_tiers_has_members_on_both() -> None:
     layout = Layout(tensor=2, data_shard=16, pipeline=2)
 
     found = group_levels((NVLINK, FABRIC), layout, ("data_shard",))
 
     assert members(found) == [("nvlink", 4), ("fabric", 4)]
+
+
+def test_the_order_of_the_mesh_decides_which_axis_is_near() -> None:
+    outside = ("pipeline", "tensor", "context", "data_shard", "data_replicate")
+    layout = Layout(tensor=8, pipeline=8, order=outside)
+
+    assert members(group_levels((NVLINK, FABRIC), layout, ("pipeline",))) == [("nvlink", 8)]
+    assert members(group_levels((NVLINK, FABRIC), layout, ("tensor",))) == [("fabric", 8)]
 
 
 def test_groups_that_straddle_a_node_do_not_count_as_inside() -> None:
@@ -134,6 +162,21 @@ def test_a_measured_operation_is_not_derived_from_another() -> None:
     assert collective_s("all_gather", 1000, (Level(NVLINK, 2),), curves) == pytest.approx(5.0)
     unmeasured = collective_s("reduce_scatter", 1000, (Level(NVLINK, 2),), curves)
     assert unmeasured < 1e-4
+
+
+def test_the_nearest_number_of_ranks_is_nearest_in_ratio() -> None:
+    curves = (curve(2, (1, 1.0)), curve(8, (1, 1.0)))
+
+    assert nearest_ranks(curves, 3).ranks == 2
+    assert nearest_ranks(curves, 5).ranks == 8
+
+
+def test_many_ranks_reduce_by_trees_so_that_latency_grows_with_the_logarithm() -> None:
+    wide = LinkTier(name="wide", devices=4096, latency_s=1e-5, bytes_per_s=1e12)
+
+    seconds = collective_s("all_reduce", 1.0, (Level(wide, 1024),))
+
+    assert seconds == pytest.approx(4 * math.log2(1024) * 1e-5, rel=1e-6)
 
 
 def test_a_mesh_without_switch_gives_two_members_one_link() -> None:
@@ -208,6 +251,22 @@ def test_an_oversubscribed_fabric_is_as_many_times_slower_per_byte() -> None:
     assert quarter == pytest.approx(4 * whole)
 
 
+def test_cards_that_reach_each_other_through_the_host_share_its_memory() -> None:
+    (tier,) = resolve_cluster("8xrtx-4090").tiers
+    seconds = [collective_s("all_reduce", 1e9, (Level(tier, n),)) for n in (2, 4, 8)]
+    per_byte = [s / (2 * (n - 1) / n) for s, n in zip(seconds, (2, 4, 8), strict=True)]
+
+    assert per_byte[2] > 1.3 * per_byte[1]
+    assert per_byte[1] > 0.99 * per_byte[0]
+
+
+def test_whole_nodes_sum_in_the_switch_and_parts_of_them_do_not() -> None:
+    (tier,) = resolve_cluster("8xh100-sxm-80gb").tiers
+
+    assert reached_fraction("all_reduce", tier, 8) > 1.2 * reached_fraction("all_reduce", tier, 4)
+    assert reached_fraction("all_gather", tier, 8) < 1.2 * reached_fraction("all_gather", tier, 4)
+
+
 def sent_once(routing: Routing, tokens: int, nodes: int, each: int) -> tuple[float, float]:
     """Copies that a rank sends over the network, and over the links of its node, for each token.
 
@@ -257,3 +316,12 @@ def test_tokens_sent_once_among_one_rank_or_of_many_sizes() -> None:
     found = dispatch_s(sizes, group, routing)
     assert found.tolist() == [dispatch_s(size, group, routing) for size in sizes.tolist()]
     assert found[0] == 0.0
+
+
+def test_what_was_measured_on_other_ranks_counts_by_what_a_ring_sends() -> None:
+    curves = curves_by_name([curve(2, (1_000, 1e-3), (100_000, 1e-1))])
+
+    seconds = collective_s("all_reduce", 10_000, (Level(NVLINK, 8),), curves)
+
+    # Each of 2 ranks sends 2 x 1/2 of the bytes, each of 8 ranks 2 x 7/8.
+    assert seconds == pytest.approx(1.75e-2)

@@ -1,6 +1,6 @@
 """Resident bytes per parameter against the tables of the ZeRO paper and of FSDP2's source."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -29,16 +29,42 @@ def per_parameter(sharing: StateSharding) -> tuple[float, float, float]:
     return parameters / N, gradients / N, found.optimizer_bytes / N
 
 
+def test_one_fp32_device_holds_16_bytes_per_parameter() -> None:
+    assert per_parameter(ALONE) == (4, 4, 8)
+
+
+def test_bf16_adds_a_working_copy() -> None:
+    assert per_parameter(MIXED) == (6, 4, 8)
+
+
+def test_each_zero_level_divides_one_more_thing() -> None:
+    zero = [per_parameter(replace(EIGHT, zero=level)) for level in (1, 2, 3)]
+
+    assert zero == [(4 / 8 + 2, 4, 1), (4 / 8 + 2, 4 / 8, 1), (4 / 8, 4 / 8, 1)]
+
+
 def test_a_single_micro_batch_needs_no_whole_gradients_under_zero_1() -> None:
     once = replace(EIGHT, zero=1, accumulated=False)
 
     assert per_parameter(once) == (4 / 8 + 2, 4 / 8, 1)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_pipeline_keeps_gradients_whole_and_parameters_gathered(zero: int) -> None:
+    piped = replace(EIGHT, zero=zero, pipelined=True)
+
+    assert per_parameter(piped) == (4 / 8 + 2, 4, 1)
+
+
 def test_zero_3_of_a_70b_model_on_512_ranks_leaves_16_bytes_over_512() -> None:
     found = states(70e9, replace(EIGHT, zero=3, shard=512, data=512))
 
     assert found.resident_bytes == pytest.approx(16 * 70e9 / 512)
+
+
+def test_gathered_units_are_transient_only_where_they_are_gathered_again() -> None:
+    assert states(N, replace(EIGHT, zero=2)).forward_transient_bytes == 0
+    assert states(N, replace(EIGHT, zero=3)).forward_transient_bytes == 3 * 2 * N
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -144,10 +170,32 @@ def of(stack: str, precision: str = "bf16", *, zero: int, shard: int = 8) -> Sta
     return replace(EIGHT, types=types, zero=zero, shard=shard, data=shard)
 
 
+def test_buffers_divide_one_more_state_at_each_level() -> None:
+    """Rajbhandari et al., 2020, figure 1, with fp32 gradients: 18 bytes, 12 of the optimizer."""
+    found = [per_parameter(of("megatron", zero=zero)) for zero in range(4)]
+
+    assert found == [(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (4 / 8, 4 / 8, 8 / 8)]
+
+
+def test_the_distributed_optimizer_takes_6_and_12_over_d_bytes() -> None:
+    """Megatron-LM, docs/source/api-guide/dist_optimizer.md; with fp16 gradients 4 and 16 over d."""
+    for shard in (2, 8, 64):
+        held = states(N, of("megatron", zero=1, shard=shard)).resident_bytes
+        half = states(N, of("megatron", "fp16", zero=1, shard=shard)).resident_bytes
+
+        assert held == pytest.approx((6 + 12 / shard) * N)
+        assert half == pytest.approx((4 + 12 / shard) * N)
+
+
 def test_a_model_trained_in_16_bits_has_no_fp32_copy_but_under_deepspeed() -> None:
     assert states(N, of("transformers", zero=0)).resident_bytes == (2 + 2 + 4) * N
     assert per_parameter(of("ms-swift", zero=0)) == (2, 2, 4)
     assert per_parameter(of("ms-swift", zero=1)) == (2, 2, 12 / 8)
+
+
+def test_fresh_gradients_wait_beside_their_sum() -> None:
+    assert per_parameter(of("nanotron", zero=1)) == (2, 4 + 2, 12 / 8)
+    assert per_parameter(of("megatron-deepspeed", zero=1)) == (2, 4 + 2, 12 / 8)
 
 
 def test_gradients_that_are_summed_where_they_are_made_stand_beside_nothing() -> None:
@@ -178,6 +226,11 @@ def test_the_optimizer_of_buffers_goes_to_the_host_with_its_masters() -> None:
     assert (second.resident_bytes, second.host_bytes) == (2 * N, 16 * N / 8)
 
 
+def test_buffers_of_gradients_are_there_before_any_backward() -> None:
+    assert states(N, of("megatron", zero=1)).gradient_buffers_bytes == 4 * N
+    assert states(N, of("native", zero=1)).gradient_buffers_bytes == 0
+
+
 def test_buffers_gather_a_layer_and_the_next_one_and_reduce_from_a_copy() -> None:
     three = states(N, of("deepspeed", zero=3))
 
@@ -204,3 +257,11 @@ def test_deepspeed_sums_and_reduces_in_16_bits_and_copies_a_shard_at_its_step() 
     assert states(N, of("megatron-deepspeed", zero=1)).flat_bytes == 0
     on_host = replace(of("deepspeed", zero=2), offload="optimizer")
     assert states(N, on_host).flat_bytes == 0
+
+
+def test_two_units_together_take_what_each_takes() -> None:
+    one, other = states(N, ALONE), states(3 * N, EIGHT)
+
+    for field in fields(one):
+        each = getattr(one, field.name) + getattr(other, field.name)
+        assert getattr(one + other, field.name) == each, field.name

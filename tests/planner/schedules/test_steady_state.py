@@ -6,9 +6,9 @@ import time
 import pytest
 
 from planner.schedules import SCHEDULES, steady_state
-from planner.schedules.schedule import obstacle, orders
+from planner.schedules.schedule import Order, obstacle, orders, rank_of_stage
 from planner.schedules.simulate import timeline
-from planner.schedules.steady_state import LAYERS, StageTimes, cut_of, rank_times
+from planner.schedules.steady_state import LAYERS, StageTimes, cut_of, extrapolated_s, rank_times
 
 SECONDS = (
     lambda rng: rng.uniform(0.5, 1.5),
@@ -89,6 +89,80 @@ def test_ranks_end_as_in_the_whole_simulation(
 
     assert max(apart for apart, _ in found) < 1e-11
     assert sum(looked for _, looked in found) > cases / 2
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_lists_are_a_beginning_layers_and_an_end(name: str, ranks: int) -> None:
+    virtual = 2 if SCHEDULES[name].several_stages else 1
+    cut = cut_of(name, ranks, virtual)
+    assert cut is not None
+
+    for layers in (0, 1, 2, 7, 20):
+        shape = {"stages": ranks * virtual, "virtual_stages": virtual}
+        count = cut.micro_batches + layers * cut.period
+        lists = orders(name, micro_batches=count, **shape)
+        assert sum(map(len, lists)) == sum(
+            (len(cut.begins), layers * len(cut.layer), len(cut.ends))
+        )
+        assert kinds_of(lists, ranks * virtual) == kinds_of_cut(name, cut, ranks, virtual, layers)
+
+
+def kinds_of(lists: tuple[Order, ...], stages: int) -> list[list[int]]:
+    return [["FBIW".index(kind) * stages + stage for stage, kind, _ in order] for order in lists]
+
+
+def kinds_of_cut(
+    name: str, cut: steady_state.Cut, ranks: int, virtual: int, layers: int
+) -> list[list[int]]:
+    """What a cut says that ranks do, in order, without their micro-batches."""
+    stages = ranks * virtual
+    home = rank_of_stage(name, stages=stages, virtual_stages=virtual)
+    lists: list[list[int]] = [[] for _ in range(ranks)]
+    for part in (cut.begins, *[cut.layer] * layers, cut.ends):
+        for node in part:
+            lists[home[node.cost % stages]].append(node.cost)
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "forward_s", "backward_s", "transfer_s"),
+    [
+        ("interleaved", 2, [1.01, 1.0, 1.0, 1.0], [3.0, 3.5, 3.5, 3.0], [0.0, 1.0, 0.1]),
+        ("interleaved-zb", 2, [1.0, 1.5, 1.5, 1.01, 1.01, 1.01], [3.0, 3.0, 3.5, 3.0, 3.5, 3.0],
+         [1.0, 5.0, 5.0, 0.1, 5.0]),
+    ],
+)  # fmt: skip
+def test_ranks_of_different_paces_end_a_stretch_where_one_meets_the_other(
+    name: str,
+    virtual: int,
+    forward_s: list[float],
+    backward_s: list[float],
+    transfer_s: list[float],
+) -> None:
+    weight_s = [1.0] * len(forward_s) if SCHEDULES[name].splits_backward else None
+    times = StageTimes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        transfer_s=transfer_s,
+        exposed_s=[0.0] * len(transfer_s),
+    )
+    shape = {"stages": len(forward_s), "virtual_stages": virtual}
+    cut = cut_of(name, len(forward_s) // virtual, virtual)
+    assert cut is not None
+
+    found = extrapolated_s(cut, rank_of_stage(name, **shape), times, 1_200)
+
+    run = timeline(
+        orders(name, micro_batches=1_200, **shape),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        transfer_s=transfer_s,
+    )
+    ranks = range(len(forward_s) // virtual)
+    assert found == pytest.approx([run.finish_s(rank) for rank in ranks], rel=1e-12)
 
 
 def test_a_hundred_times_the_micro_batches_take_no_longer_to_predict() -> None:

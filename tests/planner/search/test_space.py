@@ -99,6 +99,17 @@ def test_on_one_node_all_orders_are_the_same() -> None:
     assert list(distinct_orders((), (1, 1, 1, 1, 1)).values()) == [INSIDE_OUT]
 
 
+def test_a_pinned_layout_takes_hybrid_shards_and_context(
+    mixtral: ModelGraph, four_nodes: ClusterSpec
+) -> None:
+    layout = pinned_layout(
+        Request(mixtral, four_nodes, JOB, pins=read_pins(["cp=2,pp=2,shard=4,zero=2"]))
+    )
+
+    assert (layout.context, layout.data_shard, layout.data_replicate) == (2, 4, 2)
+    assert layout.text() == "tp=1 pp=2 dp=8 cp=2 zero=2 shard=4 1f1b micro_batch=1x8"
+
+
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
@@ -149,6 +160,14 @@ def test_a_layout_that_leaves_devices_idle_must_say_so(
         pinned_layout(Request(mixtral, four_nodes, JOB, pins=pins), idle=idle)
 
 
+def test_a_layout_may_name_idle_devices(mixtral: ModelGraph, four_nodes: ClusterSpec) -> None:
+    pins, idle = read_layout("tp=2,idle=16", ["stale"])
+
+    layout = pinned_layout(Request(mixtral, four_nodes, JOB, pins=pins), idle=idle)
+
+    assert (layout.tensor, layout.data, layout.devices) == (2, 8, 16)
+
+
 @pytest.mark.parametrize(
     ("text", "layout", "expected"),
     [
@@ -166,3 +185,19 @@ def test_pins_without_effect_are_named(text: str, layout: Layout, expected: list
 
     assert len(found) == len(expected)
     assert all(one.startswith(start) for one, start in zip(found, expected, strict=True))
+
+
+def test_tensor_parallelism_goes_up_to_the_number_of_heads(four_nodes: ClusterSpec) -> None:
+    model = resolve_model("demo-4m")
+    assert model.architecture is not None
+    found = {d.tensor for d in every_degrees(Request(model, four_nodes, JOB))}
+    narrow = replace_heads(model, 4)
+
+    assert max(found) == model.architecture.heads == 8
+    assert max(d.tensor for d in every_degrees(Request(narrow, four_nodes, JOB))) == 4
+
+
+def replace_heads(model: ModelGraph, heads: int) -> ModelGraph:
+    assert model.architecture is not None
+    fewer = model.architecture.model_copy(update={"heads": heads, "kv_heads": heads})
+    return model.model_copy(update={"architecture": fewer})

@@ -14,6 +14,7 @@ from planner.solver.frontier import (
     Runs,
     fastest_choice,
     fastest_s,
+    hull_steps,
     unbeaten,
 )
 
@@ -66,6 +67,21 @@ def test_a_set_of_n_layers_holds_exactly_the_unbeaten_multisets(seed: int) -> No
     assert found.time_s == pytest.approx([t for _, t in expected])
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_the_options_of_a_point_add_up_to_it(seed: int) -> None:
+    rng = random.Random(seed)
+    table, count = random_table(rng, rng.randint(1, 5)), rng.randint(1, 9)
+    runs = runs_of(table)
+    found = runs.frontier(count)
+
+    for point in range(len(found.time_s)):
+        taken = runs.options(count, point)
+
+        assert len(taken) == count
+        assert sum(table[o][0] for o in taken) == pytest.approx(found.load_bytes[point])
+        assert sum(table[o][1] for o in taken) == pytest.approx(found.time_s[point])
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_knapsacks_find_the_fastest_choice_that_fits(seed: int) -> None:
     rng = random.Random(seed)
@@ -96,6 +112,13 @@ def test_knapsacks_find_the_fastest_choice_that_fits(seed: int) -> None:
         assert sum(t for _, t in taken) == pytest.approx(best_s, abs=1e-9)
         assert sum(x for x, _ in taken) <= budget + 1e-9
         assert fastest_choice(groups, budget, upper_s=best_s - 1e-9) is None
+
+
+def test_the_hull_leaves_out_what_a_mixture_beats() -> None:
+    added, saved = hull_steps(np.array([0.0, 1.0, 2.0, 3.0]), np.array([10.0, 9.0, 2.0, 2.0]))
+
+    assert added.tolist() == [2.0]
+    assert saved.tolist() == [8.0]
 
 
 def test_of_equal_points_the_first_stays() -> None:

@@ -6,13 +6,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.ilp import solve_graph
 from planner.solver.instance import Infeasible
-from planner.solver.sides import Tie
+from planner.solver.sides import HostMemory, Tie
 from planner.solver.solve import solve
 from tests.planner.solver import small_graphs
 from tests.planner.solver.small_graphs import (
@@ -58,6 +59,58 @@ def test_the_program_finds_what_enumeration_finds() -> None:
         else:
             assert isinstance(found, GraphSolution)
             assert found.split.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6)
+
+
+def test_groups_and_straight_outputs_are_in_the_program() -> None:
+    grouped = fitting = 0
+    for seed in range(24):
+        problem = small_graphs.with_groups(small_graphs.random_graph(seed), seed)
+        problem = replace(problem, relayed=seed % 2 == 0, unpaid=(0,) if seed % 4 == 1 else ())
+        if math.prod(len(problem.chain.kinds[kind]) for kind in problem.chain.layers) > 200:
+            continue
+        best_s = small_graphs.least_objective_s(problem)
+
+        found = solve_graph(problem)
+
+        grouped += bool(problem.colocated)
+        if math.isinf(best_s):
+            assert isinstance(found, Infeasible), seed
+            continue
+        assert isinstance(found, GraphSolution), seed
+        assert found.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6), seed
+        fitting += 1
+    assert grouped > 8
+    assert fitting > 8
+
+
+def test_hosts_are_kept_to() -> None:
+    problem = random_unequal(1)
+    stages = range(len(problem.chain.stages))
+    alone = tuple(
+        HostMemory(capacity_bytes=2.0, ranks=tuple(int(s == own) for s in stages)) for own in stages
+    )
+    fed = replace(
+        problem,
+        types=tuple(
+            replace(
+                one,
+                chain=replace(
+                    one.chain,
+                    hosts=alone,
+                    kinds=tuple(
+                        tuple(replace(o, host_bytes=o.stored_bytes / 2) for o in table)
+                        for table in one.chain.kinds
+                    ),
+                ),
+            )
+            for one in problem.types
+        ),
+    )
+    free = solve_graph(problem)
+    kept = solve_graph(fed)
+
+    assert isinstance(free, GraphSolution)
+    assert isinstance(kept, Infeasible) or kept.split.objective_s >= free.split.objective_s  # type: ignore[union-attr]
 
 
 def random_tie(rng: random.Random, problem: GraphInstance) -> Tie:
