@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from planner.documents.plan import ScheduleName
+from planner.schedules import schedule_of
 from planner.schedules.fullest import KINDS, fullest, moments
-from planner.schedules.record import LEAN
+from planner.schedules.record import LEAN, Shape
 from planner.schedules.schedule import obstacle, orders, rank_of_stage
 
 SHAPES: list[tuple[ScheduleName, int]] = [
@@ -100,3 +102,22 @@ def test_where_layers_store_little_most_waits_at_the_moment_that_counts(
         if turns > 1:
             weights = found.holding.sum(axis=1) + LEAN * found.waiting.sum(axis=1)
             assert held[0].sum() + LEAN * held[1].sum() >= 0.9 * weights[backward].max()
+
+
+@pytest.mark.parametrize(("name", "virtual"), SHAPES)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 6), (4, 8)])
+def test_a_rank_has_as_many_micro_batches_as_its_order_leaves(
+    name: ScheduleName, virtual: int, ranks: int, micro_batches: int
+) -> None:
+    shape = Shape(ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
+    schedule = schedule_of(name)
+    walked = replace(schedule, in_flight=None)  # counted as one that is made up
+    for rank in range(ranks):
+        order = schedule.order(rank, shape)
+        fullest_stage = max(
+            sum(one.kind == "F" for one in order[: end + 1] if one.stage == here.stage)
+            - sum(one.kind in "BI" for one in order[:end] if one.stage == here.stage)
+            for end, here in enumerate(order)
+        )
+
+        assert walked.counts(rank, shape).alive == virtual * fullest_stage
