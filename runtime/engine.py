@@ -269,8 +269,8 @@ class Engine:
             for name, parameter in part.module.named_parameters()
             if not parameter.requires_grad
         ]
-        self._hooks = sum(hooked(self._parameters()).values())
-        """Ours, of gradients."""
+        self._hooks = hooked(self._parameters())
+        """Our own, of gradients."""
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
@@ -642,7 +642,7 @@ class Engine:
                     "are 0 until then (groups=), or save, and load into an Engine whose build() "
                     "does not freeze it"
                 )
-        refuse_hooks(self._parameters(), ours=self._hooks)
+        refuse_hooks(self._parameters(), self._hooks)
         self._optimizers.show()
         self._rescale()
         with self._loss_context():

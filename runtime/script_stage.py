@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -194,18 +195,21 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
     return result
 
 
-def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], *, ours: int = 0) -> None:
-    """Refuse hooks on parameters but `ours`.
+def refuse_hooks(
+    parameters: Iterable[tuple[str, nn.Parameter]], ours: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Refuse gradient hooks on parameters beside `ours`: how many each has, by name.
 
     Those that data parallelism puts in their place have none, and a gradient that a hook sees is
     that of a part of a batch.
     """
-    if (found := hooked(parameters)) and sum(found.values()) > ours:
-        raise LaunchError(
-            f"{next(iter(found))}: has a gradient hook, which sees gradients of parts of the "
-            "batch or is never called, as the plan divides it; change gradients between "
-            "engine.gradients() and engine.optimizer_step()"
-        )
+    for name, count in hooked(parameters).items():
+        if count > ours.get(name, 0):
+            raise LaunchError(
+                f"{name}: has a gradient hook, which sees gradients of parts of the batch or is "
+                "never called, as the plan divides it; change gradients between "
+                "engine.gradients() and engine.optimizer_step()"
+            )
 
 
 def hooked(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:

@@ -170,19 +170,29 @@ def test_gradients_that_would_not_be_summed_as_they_are_made_are_refused(
         Engine(build, loss=loss, optimizer=sgd, batch=tokens)
 
 
-def test_a_hook_that_the_loop_hangs_on_a_parameter_is_refused_by_the_next_step() -> None:
+def hook_in_the_loop(layout: dict[str, Any]) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(9, WIDTH), nn.Flatten(), nn.Linear(2 * WIDTH, 3))
 
     tokens = torch.arange(8).view(4, 2), torch.arange(4) % 3
-    engine = Engine(build, loss=loss, optimizer=sgd, batch=tokens)
-    engine.step(tokens)
+    engine = Engine(build, layout, loss=loss, optimizer=sgd, batch=tokens)
+    engine.step(engine.slice(tokens))
     hook = engine.units["2"].get_parameter("weight").register_hook(lambda grad: 2 * grad)
 
     with pytest.raises(LaunchError, match=r"2\.weight: has a gradient hook"):
-        engine.step(tokens)
+        engine.step(engine.slice(tokens))
     hook.remove()
-    engine.step(tokens)
+    engine.step(engine.slice(tokens))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "layout", [{"data_replicate": 2}, {"zero": 3}, {"zero": 3, "offload": "parameters"}]
+)
+def test_a_hook_that_the_loop_hangs_on_a_parameter_is_refused_by_the_next_step(
+    layout: dict[str, Any],
+) -> None:
+    on_ranks(2, hook_in_the_loop, layout)
 
 
 HERE, COPIED = "made here, its elements in their order", "copied into their order before"
