@@ -16,7 +16,7 @@ help:  ## print these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/	/' | sed 's/^/  make /' | expand -t 20
 
 demo: .venv/installed  ## profile this machine, plan, train a small model on real text, compare with the prediction
-	$(BIN)/python -m meshwright.demo
+	$(BIN)/python -m meshwright.cli.demo
 
 # Assertions are not rewritten, which takes a quarter of collection in a clean clone; what fails runs
 # again with them, and shows its values.
@@ -44,12 +44,12 @@ format: .venv/installed  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 
 docs: .venv/docs-installed  ## build the documentation site into site/ and check its links
-	$(BIN)/python -m meshwright.reference
+	$(BIN)/python -m meshwright.cli.reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 schemas: .venv/installed  ## regenerate docs/schemas from the document types
-	$(BIN)/python -m planner.schemas
+	$(BIN)/python -m meshwright.planner.schemas
 
 hashes: .venv/installed  ## write hashes.txt: every package of an installation, with the hash of its archive
 	$(BIN)/python -m pip install -q --dry-run --ignore-installed --report - -c constraints.txt \

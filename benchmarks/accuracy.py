@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from planner.accuracy.scores.statistics import (
+from meshwright.planner.calibration.scores.statistics import (
     ErrorScore,
     RankScore,
     error_score,
     quantile,
     rank_score,
 )
-from planner.accuracy.scores.validate import (
+from meshwright.planner.calibration.scores.validate import (
     Score,
     ScoredRow,
     Validation,
@@ -33,12 +33,12 @@ from planner.accuracy.scores.validate import (
     validate,
     validation_json,
 )
-from planner.catalog import stacks
-from planner.costs.uncertainty import KNOWN_ABOVE, KNOWN_BELOW, OUTSIDE, WAITING_ABOVE
-from planner.documents.cluster import EIGHT_BITS
-from planner.documents.stack import studies
-from planner.documents.units import seconds_text
-from planner.requests.setup import Setup
+from meshwright.planner.catalog import stacks
+from meshwright.planner.costs.uncertainty import KNOWN_ABOVE, KNOWN_BELOW, OUTSIDE, WAITING_ABOVE
+from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.stack import studies
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.requests.setup import Setup
 
 ONE_SOURCE = (
     "nanotron",
@@ -251,7 +251,7 @@ TRIED_LEFT_OUT = (
     "each stack has 0.15 at least and what a row does not say adds 0.05. Dropped; 0.12 and 0.25 "
     "alone, for all stacks, would hold 83 % and change every stated range.",
     "Collectives of FSDP's units that run beside products at a third of their rate, by two "
-    "published measurements of overlap (planner/costs/rates.py, BESIDE_PRODUCTS): median of the "
+    "published measurements of overlap (hardware_rates.py, BESIDE_PRODUCTS): median of the "
     "sources with sharded states, gaps in inputs included, 8.2 to 7.9 %, at 0.75, 0.6, 0.5 and 0.4 "
     "of their rate 8.2, 8.1, 8.1 and 8.0 %; llm_foundry 5.8 to 5.3 %, prime_rl 13.3 to 9.4 %, "
     "torchtitan 7.1 to 8.8 %; over all sources the 90th percentile 21.9 to 21.8 %. Kept. The same "

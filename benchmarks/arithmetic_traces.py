@@ -34,25 +34,26 @@ from benchmarks.library_layers import SAMPLES, layers_of, loss_of
 from benchmarks.library_styles import styles_of
 from benchmarks.rehearsal import _NoValues, _shapes_apart
 from benchmarks.torch_internals import fake_store
-from planner import catalog
-from planner.catalog import models
-from planner.catalog.expressions import resolve_model
-from planner.costs import compute
-from planner.documents.model import Architecture, Layer, ModelGraph
-from planner.documents.plan import Mesh, Plan
-from planner.documents.profile import Recompute
-from planner.layers import arithmetic
-from planner.layers.architecture import graph_of
-from planner.layers.operator_table import Setting
-from planner.stacks.native import obstacle
-from profiler.chain import plan_of, short_chain, whole_stage
-from profiler.layer_bytes import bytes_of
-from runtime import capped, huggingface
-from runtime.adapter import next_token_loss
-from runtime.language_model import adapter_of
-from runtime.mesh import Place, place_of
-from runtime.recompute import wrapped
-from runtime.tensor import divide
+from meshwright.planner import catalog
+from meshwright.planner.architectures.architecture import graph_of
+from meshwright.planner.catalog import models
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.costs import compute
+from meshwright.planner.documents.model import Architecture, Layer, ModelGraph
+from meshwright.planner.documents.plan import Mesh, Plan
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.frameworks.native_limits import obstacle
+from meshwright.planner.operators import layer_operators as arithmetic
+from meshwright.planner.operators.operator_table import Setting
+from meshwright.profiler.chain import plan_of, short_chain, whole_stage
+from meshwright.profiler.layer_bytes import bytes_of
+from meshwright.runtime.core.mesh import Place, place_of
+from meshwright.runtime.engine.language_model import adapter_of
+from meshwright.runtime.models import huggingface
+from meshwright.runtime.models.family_adapter import next_token_loss
+from meshwright.runtime.parallel import softcap_attention as capped
+from meshwright.runtime.parallel.tensor_parallel import divide
+from meshwright.runtime.techniques.activation_checkpointing import wrapped
 
 CPU = torch.device("cpu")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")

@@ -36,7 +36,7 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     each pipeline stage is on devices of one kind, and of a kind all devices are used
 
 Other plans are tried too, and count in simulation alone.  The objective of a plan is worked out
-here from the seconds of its layers, as planner.search.goals has it; for the search's own
+here from the seconds of its layers, as meshwright.planner.search.goals has it; for the search's own
 optimum the two agree to 1e-9, or the attack says so.
 """
 
@@ -62,32 +62,32 @@ from benchmarks.attack_plans import (
 )
 from benchmarks.attack_report import EQUAL, TOLERANCE, Outcome, lines, page
 from benchmarks.attack_requests import REQUESTS, Target
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.group_costs import GroupCosts
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import (
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.group_costs import GroupCosts
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.memory.rank_memory import has_room
+from meshwright.planner.costs.predict import (
     Placement,
     placement_prediction,
     placements_of,
     predict,
     stage_seconds,
 )
-from planner.costs.rank_memory import has_room
-from planner.costs.seats import Seats, alike
-from planner.documents.plan import INSIDE_OUT, Layout, Plan
-from planner.documents.prediction import Prediction
-from planner.documents.profile import ChunkedLoss
-from planner.errors import DocumentError
-from planner.layers.operator_table import RECOMPUTES
-from planner.requests.pins import Pins, read_allowances
-from planner.requests.request import Request
-from planner.schedules.pipeline_model import pace
-from planner.search.answer import Answer
-from planner.search.certificate import UNSEARCHED
-from planner.search.effort import EFFORTS, Prove
-from planner.search.ranks import shares_of
-from planner.search.search import search
-from planner.search.space import relay_of
+from meshwright.planner.costs.stage_placement import Seats, alike
+from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.operators.operator_table import RECOMPUTES
+from meshwright.planner.requests.pins import Pins, read_allowances
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules.closed_form import pace
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.partition.stage_counts import shares_of
+from meshwright.planner.search.proof_account import UNSEARCHED
+from meshwright.planner.search.proof_budget import EFFORTS, Prove
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import relay_of
 
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""
@@ -199,7 +199,7 @@ class Attack:
         ]
 
     def _seats(self, plan: Plan) -> tuple[CostTables, Seats]:
-        """Return what `planner.costs.predict.seated` does, with costs that are kept."""
+        """Return what `meshwright.planner.costs.predict.seated` does, with costs that are kept."""
         layout = plan.layout
         self._layouts.add(layout)
         self._priced.add(layout)

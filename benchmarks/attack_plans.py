@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, get_args
 
-from planner.costs.predict import balanced_cuts
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import (
+from meshwright.planner.costs.predict import balanced_cuts
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
@@ -33,10 +33,10 @@ from planner.documents.plan import (
     TensorOverlap,
     WeightWire,
 )
-from planner.documents.profile import ChunkedLoss, LossGradients
-from planner.schedules import PLAIN, SCHEDULES, Schedule
-from planner.schedules.schedule import obstacle, rank_of_stage
-from planner.stacks.native import refusal
+from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
+from meshwright.planner.frameworks.native_limits import refusal
+from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule
+from meshwright.planner.schedules.schedule import obstacle, rank_of_stage
 
 LARGEST_MICRO_BATCH = 64
 """Samples; of the space, not of what is drawn."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.documents.plan import Job
-from planner.documents.training import Lora
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.documents.training import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

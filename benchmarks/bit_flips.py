@@ -6,10 +6,10 @@ Replicas of a small model train on parts of a batch, as data-parallel ranks do: 
 of its own, all take their mean, each moves its own weights by AdamW.  In a random step one random
 bit flips in one replica: in a weight, in a moment of the optimizer, in the mean of gradients as
 that replica has it, or in its gradient before the mean is made.  Replicas are compared as `launch`
-does it, by the digests of `runtime.agreement` and as often.  A step whose gradient norm is far
-above the usual is done again from the state before it, as `runtime.replay` asks, and the only one
-whose own gradient differs then is named.  A flip matters if
-the loss of some step within the next 64 differs by more than 1e-3 from that of a run without it.
+does it, by the digests of `runtime.optim.replica_check` and as often.  A step whose gradient norm
+is far above the usual is done again from the state before it, as `runtime.resilience.step_replay`
+asks, and the only one whose own gradient differs then is named.  A flip matters if the loss of some
+step within the next 64 differs by more than 1e-3 from that of a run without it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from runtime import agreement
-from runtime.replay import Replays
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.runtime.optim import replica_check as agreement
+from meshwright.runtime.resilience.step_replay import Replays
 
 Where = Literal["weight", "moment", "mean of gradients", "gradient before the mean"]
 FIRST_STEPS, WARM_STEPS, WATCHED_STEPS = 24, 40, 64

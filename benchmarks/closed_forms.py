@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.errors import DocumentError
-from planner.schedules import Shape, schedule_of
-from planner.schedules.actions import Action
-from planner.schedules.pipeline_model import pace
-from planner.schedules.schedule import obstacle
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules import Shape, schedule_of
+from meshwright.planner.schedules.actions import Action
+from meshwright.planner.schedules.closed_form import pace
+from meshwright.planner.schedules.schedule import obstacle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def peak_stored_bytes(
     outputs.  While an action runs, it holds both what it takes and what it leaves, the larger
     counting here.
 
-    >>> from planner.schedules.schedule import orders
+    >>> from meshwright.planner.schedules.schedule import orders
     >>> [peak_stored_bytes(order, [10.0] * 2, [4.0] * 2)
     ...     for order in orders("zb-h1", stages=2, micro_batches=8)]
     [20.0, 14.0]
@@ -153,7 +153,7 @@ def in_flight(order: Sequence[Action]) -> int:
     A rank with several stages counts a micro-batch once for each stage that holds it.  One whose
     backward is split counts until its W.
 
-    >>> from planner.schedules.schedule import orders
+    >>> from meshwright.planner.schedules.schedule import orders
     >>> [in_flight(order) for order in orders("1f1b", stages=4, micro_batches=8)]
     [4, 3, 2, 1]
     """
@@ -171,7 +171,7 @@ def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:
     Narayanan et al. (2021, PipeDream-2BW): all micro-batches of step k use the weights that k - 1
     steps have made, in their forward and in their backward.
 
-    >>> from planner.schedules.schedule import orders
+    >>> from meshwright.planner.schedules.schedule import orders
     >>> [weight_versions(order, micro_batches=4)
     ...     for order in orders("pipedream-2bw", stages=4, micro_batches=4, steps=5)]
     [2, 2, 2, 2]

@@ -29,23 +29,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.torch_internals import compiled_code
-from planner.documents.cluster import EIGHT_BITS, Precision
-from planner.documents.document import write_text
-from planner.documents.model import Architecture, ModelGraph
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.profile import Recompute
-from planner.layers.arithmetic import table
-from planner.layers.operator_table import Setting
-from planner.layers.parameters import graph_of
-from runtime import recompute
-from runtime.activations import _constants, _storage
-from runtime.compiled import Compiler
-from runtime.context import WHOLE
-from runtime.eight_bits import products_of
-from runtime.initialize import materialize
-from runtime.language_model import adapter_of
-from runtime.train import token_engine
-from runtime.weight_gradients import defer
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.documents.cluster import EIGHT_BITS, Precision
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.operators.layer_operators import table
+from meshwright.planner.operators.operator_table import Setting
+from meshwright.runtime.engine.language_model import adapter_of
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.models.initialize import materialize
+from meshwright.runtime.parallel.context_parallel import WHOLE
+from meshwright.runtime.techniques import activation_checkpointing as recompute
+from meshwright.runtime.techniques.activation_offload import _constants, _storage
+from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.techniques.float8 import products_of
+from meshwright.runtime.techniques.split_backward import defer
 
 CPU = torch.device("cpu")
 BLOCK = "block.0"

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from planner.documents.model import ModelGraph
-from runtime import activations
-from runtime.activations import Compressed
-from runtime.train import token_engine
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.techniques import activation_offload as activations
+from meshwright.runtime.techniques.activation_offload import Compressed
 from tests.runtime import cases
 
 LARGEST_FP8 = 448.0  # of float8_e4m3fn

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 
 from benchmarks.rehearsal import Rehearsal, rank_at, rehearse
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import predict
-from planner.documents.document import write_text
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.profile import ChunkedLoss
-from planner.documents.units import bytes_text
-from planner.layers.parameters import graph_of
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.documents.units import bytes_text
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 LEFT_OUT = ("context", "allocator overhead")

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from planner.catalog import accelerators
+from meshwright.planner.catalog import accelerators
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.units import seconds_text
-from planner.errors import NoPlanFits
-from planner.formats.configuration import FRAMEWORKS, configuration
-from planner.requests.request import Request
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.framework_configs.configuration import FRAMEWORKS, configuration
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
 
 PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
 CASES = (

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from planner.documents.events import (
+from meshwright.planner.documents.events import (
     Attempt,
     Event,
     Expected,
@@ -41,13 +41,13 @@ from planner.documents.events import (
     StepDone,
     StepRecord,
 )
-from planner.whatif.goodput import expected_of, save_figures
-from planner.whatif.study import FAILURE_RATES, Failures
-from planner.whatif.survival import RunSeconds, SaveFigures, account
-from runtime.run import RankOrders
-from runtime.save_schedule import SaveSchedule
-from runtime.saving import Saver, SaveSeconds
-from runtime.verdict import RankEnd, verdict
+from meshwright.planner.whatif.pricing.goodput import expected_of, save_figures
+from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures, account
+from meshwright.planner.whatif.study import FAILURE_RATES, Failures
+from meshwright.runtime.checkpoint.writer import Saver, SaveSeconds
+from meshwright.runtime.launch.checkpoint_interval import SaveSchedule
+from meshwright.runtime.run.recovery_policy import RankEnd, verdict
+from meshwright.runtime.run.run_folder import RankOrders
 
 PARAMETERS = 7_000_000_000
 DETECT_S = (0.4, 5.0)

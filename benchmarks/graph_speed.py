@@ -19,12 +19,12 @@ from functools import partial
 
 import networkx
 
-from planner.solver import inner
-from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
-from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.orders import orders
-from planner.solver.instance import Option, Solution, StageLimits
-from planner.solver.solve import solve
+from meshwright.planner.solver import chain as inner
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
+from meshwright.planner.solver.graphs.ideals import ideals
+from meshwright.planner.solver.graphs.orders import orders
+from meshwright.planner.solver.partition_problem import Option, Solution, StageLimits
+from meshwright.planner.solver.solve import solve
 
 STAGES, MICROBATCHES, ROOM = 8, 32, 0.8
 

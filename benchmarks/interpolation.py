@@ -18,16 +18,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from meshwright.commands import profile as measure_profile
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layer_figures import LayerFigures
-from planner.costs.rates import rates
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.documents.profile import LayerMeasurement, Profile
-from planner.layers.operator_table import Setting
+from meshwright.api.commands import profile as measure_profile
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.hardware_rates import rates
+from meshwright.planner.costs.layer_costs import LayerFigures
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.profile import LayerMeasurement, Profile
+from meshwright.planner.operators.operator_table import Setting
 
 CHOICES = ("none", "selective", "full")
 RESULTS = Path("benchmarks/results")

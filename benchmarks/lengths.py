@@ -5,9 +5,9 @@
 One rank's step is rehearsed on tensors without data (benchmarks.rehearsal) at eight lengths, and
 each tensor's coming and going written down.  Steps whose lengths are drawn from a distribution then
 pass one after another through a model of torch's caching allocator
-(planner/costs/caching_allocator.py), with segments of one request each and with segments that
-expand.  All is on one stream, and the device always has more memory: what is reserved beyond it
-makes an allocator give back what it caches.  Writes lengths.json and docs/lengths.md.
+(planner/costs/memory/caching_allocator.py), with segments of one request each and with segments
+that expand.  All is on one stream, and the device always has more memory: what is reserved beyond
+it makes an allocator give back what it caches.  Writes lengths.json and docs/lengths.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 from benchmarks.fake_memory import Case
 from benchmarks.rehearsal import changes
-from planner.costs.caching_allocator import CachingAllocator, MemoryBlock
-from planner.documents.document import write_text
-from planner.documents.units import bytes_text
+from meshwright.planner.costs.memory.caching_allocator import CachingAllocator, MemoryBlock
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.documents.units import bytes_text
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "lengths.md"
 LONGEST = 4096
@@ -126,13 +126,13 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         "reserved than is ever allocated. Predicted peaks are allocated bytes for the longest "
         "sequence. What is reserved beyond them, with sequences of equal length, is "
         "`memory.reserved` of a stack; for a stack with `memory.replayed` it comes from replaying "
-        "a step (`planner/costs/segments.py`).",
+        "a step (`planner/costs/memory/allocator_segments.py`).",
         "",
         f"`PYTHONPATH=$PWD python benchmarks/lengths.py`, {date}: {STEPS} steps of one rank, "
         f"Llama-3.1-8B of 4 blocks under ZeRO-3 on 8 ranks, one sequence of up to {LONGEST} "
         "tokens. The allocations of a step are recorded on the runtime itself "
         "(`benchmarks/rehearsal.py`) and replayed in a model of the allocator "
-        "(`planner/costs/caching_allocator.py`), on one stream and with a device that never runs "
+        "(`caching_allocator.py`), on one stream and with a device that never runs "
         "out of memory.",
         "",
         head,

@@ -33,10 +33,10 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from planner.documents.plan import Training
-from planner.errors import MeshwrightError
-from runtime.library_model import graph_of_library
-from runtime.train import token_engine
+from meshwright.planner.documents.plan import Training
+from meshwright.planner.errors import MeshwrightError
+from meshwright.runtime.engine.traced_transformer import graph_of_library
+from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases
 
 RESULTS = Path(__file__).parent / "results" / "library_models.json"

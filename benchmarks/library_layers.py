@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.documents.model import Architecture
-from planner.layers.parameters import slides
+from meshwright.planner.architectures.parameters import slides
+from meshwright.planner.documents.model import Architecture
 
 SAMPLES = 2
 """In a micro-batch."""

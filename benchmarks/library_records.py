@@ -16,8 +16,8 @@ from typing import Any
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from planner.errors import DocumentError
-from runtime.library_model import graph_of_library
+from meshwright.planner.errors import DocumentError
+from meshwright.runtime.engine.traced_transformer import graph_of_library
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 SEQ_LEN = 64

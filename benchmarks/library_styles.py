@@ -1,14 +1,14 @@
 """How tensor parallelism treats modules of `transformers` layers that the runtime does not train.
 
-Styles are those of `runtime.tensor`.
+Styles are those of `meshwright.runtime.parallel.tensor_parallel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.documents.model import Architecture
-from runtime.adapter import TensorStyle
+from meshwright.planner.documents.model import Architecture
+from meshwright.runtime.models.family_adapter import TensorStyle
 
 
 def styles_of(a: Architecture, kind: str) -> dict[str, TensorStyle]:

@@ -34,18 +34,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import quota, rig
-from planner.catalog.expressions import resolve_model
-from planner.costs.layout_costs import refusal
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Plan
-from planner.documents.profile import Profile
-from planner.errors import NoPlanFits
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.search.space import layouts
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.costs.layout_costs import refusal
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Plan
+from meshwright.planner.documents.profile import Profile
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import layouts
 
 MODEL = "local-25m"
 JOB = Job(seq_len=64, global_batch=8, precision="fp32")
@@ -273,7 +273,7 @@ def steps_s(plan: Plan, model: ModelGraph, *, most: int, hopeless_s: float = 1e9
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    from runtime.train import token_engine  # noqa: PLC0415
+    from meshwright.runtime.launch.training_loop import token_engine  # noqa: PLC0415
 
     engine = token_engine(plan, model, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(engine.slice_rank)

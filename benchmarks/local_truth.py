@@ -28,22 +28,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.commands import profile as measure_profile
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import refusal
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout, Plan
-from planner.documents.prediction import Prediction
-from planner.documents.profile import Profile, Recompute
-from planner.errors import NoPlanFits
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.search import search
-from planner.search.space import Pins, layouts
-from runtime.live_memory import LiveMemory
-from runtime.train import token_engine
+from meshwright.api.commands import profile as measure_profile
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import refusal
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout, Plan
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.profile import Profile, Recompute
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import Pins, layouts
+from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.launch.training_loop import token_engine
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 TIMED_STEPS = 1

@@ -19,16 +19,16 @@ from statistics import median
 
 from benchmarks.public_facts import TRAININGS, UNITS, number
 from benchmarks.whole_trainings import Outcome, outcome, searchable, tuned_run
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Layout
-from planner.documents.prediction import Prediction
-from planner.documents.units import seconds_text
-from planner.errors import MeshwrightError
-from planner.requests.pins import Pins
-from planner.requests.request import SURE_TO_FIT, Request
-from planner.requests.setup import Setup
-from planner.search.preferred import with_preference
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.errors import MeshwrightError
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import SURE_TO_FIT, Request
+from meshwright.planner.requests.setup import Setup
+from meshwright.planner.search.plan_preference import with_preference
+from meshwright.planner.search.search import search
 
 JUDGED = Path(__file__).with_name("judged_layouts.csv")
 STATED = (
@@ -392,7 +392,7 @@ NOTES = """
 ## Why large models have a pipeline
 
 A collective that runs beside products goes at a third of its rate, and products go slower
-meanwhile (`planner/costs/rates.py`, BESIDE_PRODUCTS, from two published measurements and the runs
+meanwhile (`hardware_rates.py`, BESIDE_PRODUCTS, from two published measurements and the runs
 of docs/accuracy.md).  So the fastest plans without a pipeline of Llama-3.1-405B on 16,384 H100 and
 of DeepSeek-V3 on 2,048 H800 are {} slower than the answers: gathers of 100 to 170 GB a pass and
 rank hide behind computation only if there is three times as much of it.  Were collectives to keep

@@ -23,19 +23,19 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.whole_trainings import Outcome, outcome
-from planner.accuracy.tables.predictions import predicted
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.documents.units import bytes_text
-from planner.errors import DocumentError, NoPlanFits
-from planner.layers.architecture import architecture_of, graph_of
-from planner.layers.arithmetic import step_flops
-from planner.requests.request import Request
-from planner.requests.setup import Recomputed, Setup
-from planner.search.search import search
-from planner.whatif.changes import changed
-from planner.whatif.fine_tuning import tuned
+from meshwright.planner.architectures.architecture import architecture_of, graph_of
+from meshwright.planner.calibration.tables.predictions import predicted
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.units import bytes_text
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.operators.layer_operators import step_flops
+from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.setup import Recomputed, Setup
+from meshwright.planner.search.search import search
+from meshwright.planner.whatif.fine_tuning import tuned
+from meshwright.planner.whatif.what_if_changes import changed
 
 MPT_70B = {
     "model_type": "gpt2",

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from planner.solver import ilp, inner
-from planner.solver.solve import solve
+from meshwright.planner.solver import chain as inner
+from meshwright.planner.solver import ilp
+from meshwright.planner.solver.solve import solve
 from tests.planner.solver import small_graphs, small_instances
 
 FIRST = 100_000

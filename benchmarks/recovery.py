@@ -29,15 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rig import Rig, address, refusal, rig
-from meshwright.inputs import machine_of
-from planner.documents.cluster import ClusterSpec
-from planner.documents.document import write
-from planner.documents.events import Decision, Event, Incident, StepDone, events_of
-from planner.documents.plan import Plan, PlannedModel
-from runtime.agent import Register
-from runtime.hang import is_stopped
-from runtime.run import account_of, events_file
-from runtime.zygote import Zygote
+from meshwright.api.inputs import machine_of
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.events import Decision, Event, Incident, StepDone, events_of
+from meshwright.planner.documents.plan import Plan, PlannedModel
+from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.resilience.hang_detector import is_stopped
+from meshwright.runtime.resilience.node_agent import Register
+from meshwright.runtime.run.run_folder import account_of, events_file
 from tests.runtime.forked import ForkedLauncher, common_environment, nursery
 from tests.runtime.ports import free_port
 from tests.runtime.rooms import MODEL, Room, plan_of, slow

@@ -2,8 +2,8 @@
 
 Parameters, activations and collectives are fake: an operator gives results of the right shape and
 type, and nothing is computed, sent or stored.  What is alive at once is counted as on real
-tensors (runtime.live_memory), so a rank of a thousand shows its peak memory on a laptop.  Not
-counted is what no operator returns: a device's context, an allocator's slack, buffers inside
+tensors (runtime.core.memory_tracker), so a rank of a thousand shows its peak memory on a laptop.
+Not counted is what no operator returns: a device's context, an allocator's slack, buffers inside
 kernels and collective libraries.
 """
 
@@ -25,16 +25,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from benchmarks import traced_blocks
 from benchmarks.torch_internals import fake_store, shapes_found_in
-from planner.catalog import native
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.layers.routing import routing_of
-from runtime import compiled, eight_bits, experts, relayed_experts
-from runtime.engine import Engine
-from runtime.live_memory import ASKS_DEVICE, LiveMemory
-from runtime.mesh import place_of
-from runtime.torch_internals import fsdp_parameters
-from runtime.train import token_engine
+from meshwright.planner.catalog import native
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.operators.expert_routing import routing_of
+from meshwright.runtime.core.memory_tracker import ASKS_DEVICE, LiveMemory
+from meshwright.runtime.core.mesh import place_of
+from meshwright.runtime.core.torch_internals import fsdp_parameters
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.parallel import expert_hierarchical_a2a as relayed_experts
+from meshwright.runtime.parallel import expert_parallel as experts
+from meshwright.runtime.techniques import compile as compiled
+from meshwright.runtime.techniques import float8 as eight_bits
 
 CPU = torch.device("cpu")
 
@@ -59,7 +62,7 @@ class Rehearsal:
 def rank_at(plan: Plan, stage: int) -> int:
     """Return the first rank of those that stand at this place of the pipeline axis.
 
-    >>> from planner.documents.plan import Mesh, Plan
+    >>> from meshwright.planner.documents.plan import Mesh, Plan
     >>> rank_at(Plan.model_construct(mesh=Mesh(tensor=2, data_replicate=3, pipeline=4)), 2)
     12
     """

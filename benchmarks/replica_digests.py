@@ -3,8 +3,9 @@
     python -m benchmarks.replica_digests [--hidden H] [--tokens N]
 
 A block of a transformer, H wide with a feed-forward of 4 H, takes a training step with AdamW in
-fp32 on N tokens.  Its parameters are digested as runtime.agreement does, every COMPARED_EVERY-th
-step.  Both are CPU seconds of one thread, measured in turn, so that a busy machine changes both.
+fp32 on N tokens.  Its parameters are digested as runtime.optim.replica_check does, every
+COMPARED_EVERY-th step.  Both are CPU seconds of one thread, measured in turn, so that a busy
+machine changes both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from runtime import agreement
+from meshwright.runtime.optim import replica_check as agreement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

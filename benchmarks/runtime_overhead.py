@@ -44,18 +44,18 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.documents.document import write_text
-from planner.documents.model import Architecture, ModelGraph
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
-from planner.layers.parameters import graph_of
-from planner.process.collector import uncollected
-from planner.process.heap import keep_freed
-from profiler.ranks import result_of
-from runtime import reference
-from runtime.adapter import Head
-from runtime.context import WHOLE
-from runtime.live_memory import LiveMemory
-from runtime.train import token_engine
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
+from meshwright.planner.system.gc_pause import uncollected
+from meshwright.planner.system.malloc_arena import keep_freed
+from meshwright.profiler.start_ranks import result_of
+from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.models import reference_decoder as reference
+from meshwright.runtime.models.family_adapter import Head
+from meshwright.runtime.parallel.context_parallel import WHOLE
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "overhead.md"
 CPU = torch.device("cpu")

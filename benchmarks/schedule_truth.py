@@ -2,11 +2,11 @@
 
     PYTHONPATH=$PWD python benchmarks/schedule_truth.py [-o benchmarks/results]
 
-Every schedule runs on 2, 4 and 8 ranks through the runtime's own pipeline (runtime.pipeline, sends
-over gloo), with stages whose forward and backward sleep for known seconds: equal stages, and stages
-that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two cores.  The
-simulator (planner.schedules.simulate) times the same orders.  One constant, the seconds that the
-runtime takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
+Every schedule runs on 2, 4 and 8 ranks through the runtime's own pipeline (runtime.engine.pipeline,
+sends over gloo), with stages whose forward and backward sleep for known seconds: equal stages, and
+stages that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two
+cores.  The simulator (planner.schedules.simulate) times the same orders.  One constant, the seconds
+that the runtime takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
 Writes schedule_truth.json and docs/schedules-executed.md.  A loaded machine wakes sleepers late:
 run it with `chrt -f 10` there.
 """
@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.documents.document import write_text
-from planner.schedules import SCHEDULES, schedule
-from planner.schedules.simulate import timeline
-from profiler.ranks import result_of
-from runtime.pipeline import Pipeline, StagePart
-from runtime.weight_gradients import WeightGradients
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.schedules import SCHEDULES, schedule
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.profiler.start_ranks import result_of
+from meshwright.runtime.engine.pipeline import Pipeline, StagePart
+from meshwright.runtime.techniques.split_backward import WeightGradients
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules-executed.md"
 RANKS = (2, 4, 8)

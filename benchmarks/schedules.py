@@ -2,10 +2,11 @@
 
     python benchmarks/schedules.py [-o docs/schedules.md]
 
-Closed forms are those of planner.search.formulation, steps those of planner.schedules.simulate.
-Stages are uniform, uneven (times scattered by 10 %), or uniform with transfers of 5 % of a stage's
-time, which the closed form charges to the stages.  Last come plans: the optimum of a model's layers
-under every schedule, cut and recomputed by the solver, against the prediction of that plan.
+Closed forms are those of planner.search.partition.layout_partition, steps those of
+planner.schedules.simulate. Stages are uniform, uneven (times scattered by 10 %), or uniform with
+transfers of 5 % of a stage's time, which the closed form charges to the stages.  Last come plans:
+the optimum of a model's layers under every schedule, cut and recomputed by the solver, against the
+prediction of that plan.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.closed_forms import closed_form, peak_alive
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.document import write_text
-from planner.documents.plan import Job
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.schedules import SCHEDULES
-from planner.schedules.pipeline_model import held
-from planner.schedules.schedule import orders, rank_of_stage
-from planner.schedules.simulate import timeline
-from planner.search.candidates import Candidates
-from planner.search.ranked import ranked
-from planner.solver.inner import solve
-from planner.solver.instance import Solution
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import SCHEDULES
+from meshwright.planner.schedules.closed_form import held
+from meshwright.planner.schedules.schedule import orders, rank_of_stage
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.partition_problem import Solution
 
 STAGES = (1, 2, 4)
 """On each rank, where a schedule takes so many."""
@@ -172,7 +173,7 @@ def page() -> str:
         "# Schedules: closed form, simulation, memory",
         "    python benchmarks/schedules.py -o docs/schedules.md",
         "The search begins with the optimum of a closed form of the step time "
-        "(`planner/search/formulation.py`); the simulated step is what it proves "
+        "(`planner/search/partition/layout_partition.py`); the simulated step is what it proves "
         "(`planner/search/goals.py`). This page compares the two.",
         "## Closed form over simulated step",
         f"Smallest and largest ratio over {SEEDS} pipelines of 2, 4 or 8 ranks with 2 to 4 times "
@@ -183,7 +184,7 @@ def page() -> str:
         "For pipedream-2bw it is the time of one more step, since its pipeline never drains.",
         table(errors()),
         "Here uneven stages are random. The solver's splits put the longer stages in the same "
-        "place on all ranks (`planner/search/ranks.py`), so for its plans the two are closer.",
+        "place on all ranks (`stage_counts.py`), so for its plans the two are closer.",
         f"## Plans of {model}",
         f"On {cluster}, sequence {job.seq_len:,}, global batch {job.global_batch}, 4 pipeline "
         "ranks x 2 data-parallel ranks with ZeRO-1: the optimum of the closed form, and the "
@@ -193,7 +194,7 @@ def page() -> str:
         f"{ranks} ranks, {m} micro-batches, one number per rank. `F to B or I` counts "
         "micro-batches between their forward and their backward (B), or its input half (I); `I to "
         "W` those that wait for their weight gradients (W). These two are what the solver counts "
-        "(`planner.schedules.pipeline_model.held`), over all stages of the rank, and tests compare "
+        "(`closed_form.held`), over all stages of the rank, and tests compare "
         "them with every moment of the schedule. The last column is the largest number of each "
         "stage until its B or W; stages reach it at different moments.",
         table(counts(ranks, m)),

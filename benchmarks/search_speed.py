@@ -19,12 +19,14 @@ import math
 import time
 from dataclasses import dataclass
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Job
-from planner.errors import NoPlanFits
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.certificate import (
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.frameworks.native_limits import Rules, limit
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.plan_preference import with_preference
+from meshwright.planner.search.proof_account import (
     BOUNDS,
     COMPUTATION,
     CUTS,
@@ -39,9 +41,7 @@ from planner.search.certificate import (
     SHARED_ROOM,
     SOLVED,
 )
-from planner.search.preferred import with_preference
-from planner.search.search import search
-from planner.stacks.native import Rules, limit
+from meshwright.planner.search.search import search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,12 +33,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec
-from planner.documents.events import Attempt, Event, Incident, StepDone, events_of
-from planner.documents.plan import Plan
-from runtime import run
-from runtime.supervise import free_socket
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.events import Attempt, Event, Incident, StepDone, events_of
+from meshwright.planner.documents.plan import Plan
+from meshwright.runtime.launch.rank_processes import free_socket
+from meshwright.runtime.run import run_folder as run
 
 BINARIES = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue", "sinfo")
 NODES = 2
@@ -222,8 +222,8 @@ class Preempted:
 
 def two_nodes(folder: Path) -> Path:
     """Write a plan for one rank on each of two nodes of this machine; return its file."""
-    from meshwright.inputs import machine_of  # noqa: PLC0415
-    from meshwright.library import plan, save  # noqa: PLC0415
+    from meshwright.api.functions import plan, save  # noqa: PLC0415
+    from meshwright.api.inputs import machine_of  # noqa: PLC0415
 
     local = machine_of("local:2", None)
     (group,) = local.groups

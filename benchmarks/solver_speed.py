@@ -15,10 +15,10 @@ import random
 import time
 from collections.abc import Callable
 
-from planner.solver import ilp
-from planner.solver.frontier import FrontierStore
-from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, StageLimits
+from meshwright.planner.solver import ilp
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.partition_problem import Instance, Option, Solution, StageLimits
 
 Kind = tuple[Option, ...]
 

@@ -22,19 +22,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from planner.documents.events import Drift
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.prediction import Prediction
-from runtime.beacon import BEACONS, Beacon, Beacons, RankPace, beacons, own_seconds
-from runtime.drift import DriftWatch
-from runtime.hang import LOOK_S, HangWatch
-from runtime.host_memory import most_bytes
+from meshwright.planner.documents.events import Drift
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.runtime.launch.host_memory_limits import most_bytes
+from meshwright.runtime.resilience.hang_detector import LOOK_S, HangWatch
+from meshwright.runtime.resilience.heartbeat import (
+    BEACONS,
+    Beacon,
+    Beacons,
+    RankPace,
+    beacons,
+    own_seconds,
+)
+from meshwright.runtime.resilience.straggler_detector import DriftWatch
 
 STARTED_S = 600.0
 SLEEPING = """
 import os, sys, time
 from pathlib import Path
-from runtime.beacon import Beacon, answer_with_stack
+from meshwright.runtime.resilience.heartbeat import Beacon, answer_with_stack
 
 rank = int(os.environ["LOCAL_RANK"])
 answer_with_stack(Path(sys.argv[1]), rank)

@@ -30,17 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.documents.document import write
-from planner.documents.model import Architecture, Layer, ModelGraph
-from planner.documents.plan import Plan, PlannedModel
-from runtime import partner
-from runtime.beacon import Beacon
-from runtime.looks import Looks
-from runtime.mirror import Mirror
-from runtime.replay import Replays
-from runtime.step_line import ProgressLine
-from runtime.train import Loop
-from runtime.zygote import ForkedRank, Zygote
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.model import Architecture, Layer, ModelGraph
+from meshwright.planner.documents.plan import Plan, PlannedModel
+from meshwright.runtime.launch.fork_server import ForkedRank, Zygote
+from meshwright.runtime.launch.monitor import Looks
+from meshwright.runtime.launch.training_loop import Loop
+from meshwright.runtime.resilience import replication as partner
+from meshwright.runtime.resilience.heartbeat import Beacon
+from meshwright.runtime.resilience.in_memory_checkpoint import Mirror
+from meshwright.runtime.resilience.step_replay import Replays
+from meshwright.runtime.run.progress_line import ProgressLine
 from tests.runtime.forked import ForkedLauncher, nursery
 from tests.runtime.rooms import Room
 

@@ -1,6 +1,6 @@
 """Names of torch that are not public, of what nothing that trains runs: rehearsals and figures.
 
-What trains has its own in runtime/torch_internals.py.
+What trains has its own in runtime/core/torch_internals.py.
 """
 
 from __future__ import annotations

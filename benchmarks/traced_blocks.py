@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.torch_internals import divided_graphs
-from runtime.live_memory import left_out
+from meshwright.runtime.core.memory_tracker import left_out
 
 aten, prims = torch.ops.aten, torch.ops.prims
 MADE_IN_KERNELS = frozenset(

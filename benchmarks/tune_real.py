@@ -34,14 +34,14 @@ from typing import Any
 
 from benchmarks import rig
 from benchmarks.link_truth import steps_s
-from meshwright.trials import enough
-from meshwright.tuning import Tuned, tune
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec, LinkTier
-from planner.documents.plan import Plan
-from planner.tuning.noise import noise_of
-from planner.tuning.tuner import NEAR, Outcome, Tuner
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.tuning.measurement_noise import noise_of
+from meshwright.planner.tuning.next_trial import NEAR, Outcome, Tuner
+from meshwright.tune.trial import enough
+from meshwright.tune.tune import Tuned, tune
 
 MODEL, SEQ_LEN, GLOBAL_BATCH = "local-25m", 32, 8
 TRIALS = 8

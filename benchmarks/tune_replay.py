@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from planner.accuracy.scores.validate import ScoredRow, validate
-from planner.tuning.options import TrialOption
-from planner.tuning.tuner import ENOUGH, NEAR, Outcome, Tuner
+from meshwright.planner.calibration.scores.validate import ScoredRow, validate
+from meshwright.planner.tuning.next_trial import ENOUGH, NEAR, Outcome, Tuner
+from meshwright.planner.tuning.trial_options import TrialOption
 
 AFTER = (0, 1, 3, 5, 8)
 FEWEST = 3
@@ -253,7 +253,7 @@ def replay(sweep: Sweep, seed: int, score: Score, policy: Policy) -> None:
 
 
 def _learning(score: Score) -> Policy:
-    """Return the policy of `planner.tuning`, which notes what it believes on the way."""
+    """Return the policy of `meshwright.planner.tuning`, which notes what it believes on the way."""
 
     def policy(sweep: Sweep, rng: random.Random) -> Iterator[tuple[int, Outcome | None]]:
         tuner = Tuner(sweep.options)

@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.solver_speed import layer, plain
-from planner.solver import inner
-from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import (
+from meshwright.planner.solver import chain as inner
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,
     in_a_row,
 )
-from planner.solver.instance import Instance, Solution, StageLimits
-from planner.solver.solve import solve
+from meshwright.planner.solver.partition_problem import Instance, Solution, StageLimits
+from meshwright.planner.solver.solve import solve
 
 # Stages on fast devices, on slow ones, micro-batches.
 CASES = [(4, 8, 32), (4, 4, 32), (2, 4, 32), (4, 2, 16), (2, 2, 16)]

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.whole_trainings import causal, model_flops
-from planner.catalog.expressions import resolve_model
-from planner.whatif.candidates import candidates_of
-from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.study import Study
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.study import Study
 
 
 def outcome_of(row: Mapping[str, str]) -> CandidateOutcome:

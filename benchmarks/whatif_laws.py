@@ -15,11 +15,11 @@ import random
 from collections import defaultdict
 from typing import Any
 
-from planner.errors import DocumentError
-from planner.whatif.candidates import candidates_of
-from planner.whatif.evaluate import evaluate
-from planner.whatif.planning import Planned, planned, same_plan
-from planner.whatif.study import Study
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.planning import Planned, planned, same_plan
+from meshwright.planner.whatif.study import Study
 
 MARGIN = 1e-4
 CASES = (

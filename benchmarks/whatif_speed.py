@@ -13,8 +13,8 @@ import resource
 import sys
 import time
 
-from planner.whatif.run import run
-from planner.whatif.study import Goal, Offer, Study, Work
+from meshwright.planner.whatif.run_study import run
+from meshwright.planner.whatif.study import Goal, Offer, Study, Work
 
 ACCELERATORS = (
     "a100-sxm-40gb",

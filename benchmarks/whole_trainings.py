@@ -9,11 +9,11 @@ if need be `framework` and the allocator's peak in `memory_gib`.  `measure` is o
     tokens_per_s_per_device     samples of a step times seq_len, over step and devices
     tflops_per_device           model FLOPs of a step (see below), over step and devices, in 10^12
 
-A row becomes a row of a table of runs (`planner.accuracy.tables.rows`).  What its layout leaves
+A row becomes a row of a table of runs (`planner.calibration.tables.rows`).  What its layout leaves
 open is what its team will have tuned: the fastest that fits of micro-batch, chunks and
 recomputation; where no degree is told, of the plans that its stack's search finds.  Model FLOPs are
-those of `planner.layers.arithmetic.step_flops` (PaLM's: attention without discount for the causal
-mask); Megatron Core counts half of attention (megatron/training/training.py,
+those of `planner.operators.layer_operators.step_flops` (PaLM's: attention without discount for the
+causal mask); Megatron Core counts half of attention (megatron/training/training.py,
 `num_floating_point_operations`), so rates quoted from it are held against that.
 """
 
@@ -25,22 +25,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from planner.accuracy.tables.predictions import Tables, predicted
-from planner.accuracy.tables.rows import Skipped, setup_of
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_model
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Layout
-from planner.documents.prediction import Prediction
-from planner.documents.stack import Stack, with_options
-from planner.errors import DocumentError
-from planner.layers.architecture import graph_of
-from planner.layers.arithmetic import step_flops
-from planner.requests.pins import read_pins
-from planner.requests.request import Request
-from planner.requests.setup import Recomputed, Setup
-from planner.schedules import schedule_of
-from planner.search.search import search
+from meshwright.planner.architectures.architecture import graph_of
+from meshwright.planner.calibration.tables.predictions import Tables, predicted
+from meshwright.planner.calibration.tables.rows import Skipped, setup_of
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.stack import Stack, with_options
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.operators.layer_operators import step_flops
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.setup import Recomputed, Setup
+from meshwright.planner.schedules import schedule_of
+from meshwright.planner.search.search import search
 
 OF_2021 = {"flash_attention": "0", "inter_gb_per_s_per_device": "25"}
 STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (

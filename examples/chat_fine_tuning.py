@@ -33,11 +33,11 @@ from transformers import (
 )
 
 from meshwright.cli import main
-from runtime import lora
-from runtime.asked import LaunchRun
-from runtime.initialize import seed_of
-from runtime.launch import launch
-from runtime.launch_record import Launch
+from meshwright.runtime.launch.launch import launch
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.models.initialize import seed_of
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.techniques import lora
 
 STEPS, LENGTH, SAMPLES = 3, 96, 8
 PLANS = {

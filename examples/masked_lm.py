@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import meshwright
-from runtime.recorded_stage import seeded, step_seed
+from meshwright.runtime.tracing.replayed_stage import seeded, step_seed
 
 STEPS, SAMPLES, MICRO_BATCH, LENGTH, WORDS, WIDTH, MASK = 4, 8, 2, 10, 32, 16, 0
 Batch = Mapping[str, Tensor]

@@ -17,7 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.library import (
+    from meshwright.api.functions import (
         compare,
         export,
         import_plan,
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
         tensor_styles,
         whatif,
     )
-    from planner.documents.cluster import ClusterSpec
-    from planner.documents.model import ModelGraph
-    from planner.documents.plan import Plan
-    from planner.documents.prediction import Certificate, Prediction
-    from planner.documents.profile import Profile
-    from planner.documents.stack import Stack
-    from planner.errors import (
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Plan
+    from meshwright.planner.documents.prediction import Certificate, Prediction
+    from meshwright.planner.documents.profile import Profile
+    from meshwright.planner.documents.stack import Stack
+    from meshwright.planner.errors import (
         BatchError,
         DocumentError,
         HandedOver,
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
         PlanError,
         RecordError,
     )
-    from planner.search.answer import Answer
-    from planner.whatif.study import Study
-    from runtime.engine import Engine, StepResult
-    from runtime.inner_loss import add_loss, batch_sum
-    from runtime.named_attention import attention
-    from runtime.token_loss import token_loss
-    from runtime.whole_batch import whole_batch
+    from meshwright.planner.search.answer import Answer
+    from meshwright.planner.whatif.study import Study
+    from meshwright.runtime.core.auxiliary_loss import add_loss, batch_sum
+    from meshwright.runtime.core.global_batch_loss import whole_batch
+    from meshwright.runtime.engine.engine import Engine, StepResult
+    from meshwright.runtime.engine.named_loss import token_loss
+    from meshwright.runtime.parallel.attention_api import attention
 
 __all__ = [
     "Answer",
@@ -95,40 +95,40 @@ __all__ = [
 ]
 
 _FILES = {
-    "Answer": "planner.search.answer",
-    "BatchError": "planner.errors",
-    "Certificate": "planner.documents.prediction",
-    "ClusterSpec": "planner.documents.cluster",
-    "DocumentError": "planner.errors",
-    "Engine": "runtime.engine",
-    "HandedOver": "planner.errors",
-    "LaunchError": "planner.errors",
-    "MeshwrightError": "planner.errors",
-    "ModelGraph": "planner.documents.model",
-    "NoPlanFits": "planner.errors",
-    "OptimizerError": "planner.errors",
-    "Plan": "planner.documents.plan",
-    "PlanError": "planner.errors",
-    "Prediction": "planner.documents.prediction",
-    "Profile": "planner.documents.profile",
-    "RecordError": "planner.errors",
-    "Stack": "planner.documents.stack",
-    "StepResult": "runtime.engine",
-    "Study": "planner.whatif.study",
-    "add_loss": "runtime.inner_loss",
-    "attention": "runtime.named_attention",
-    "batch_sum": "runtime.inner_loss",
-    "token_loss": "runtime.token_loss",
-    "whole_batch": "runtime.whole_batch",
+    "Answer": "meshwright.planner.search.answer",
+    "BatchError": "meshwright.planner.errors",
+    "Certificate": "meshwright.planner.documents.prediction",
+    "ClusterSpec": "meshwright.planner.documents.cluster",
+    "DocumentError": "meshwright.planner.errors",
+    "Engine": "meshwright.runtime.engine.engine",
+    "HandedOver": "meshwright.planner.errors",
+    "LaunchError": "meshwright.planner.errors",
+    "MeshwrightError": "meshwright.planner.errors",
+    "ModelGraph": "meshwright.planner.documents.model",
+    "NoPlanFits": "meshwright.planner.errors",
+    "OptimizerError": "meshwright.planner.errors",
+    "Plan": "meshwright.planner.documents.plan",
+    "PlanError": "meshwright.planner.errors",
+    "Prediction": "meshwright.planner.documents.prediction",
+    "Profile": "meshwright.planner.documents.profile",
+    "RecordError": "meshwright.planner.errors",
+    "Stack": "meshwright.planner.documents.stack",
+    "StepResult": "meshwright.runtime.engine.engine",
+    "Study": "meshwright.planner.whatif.study",
+    "add_loss": "meshwright.runtime.core.auxiliary_loss",
+    "attention": "meshwright.runtime.parallel.attention_api",
+    "batch_sum": "meshwright.runtime.core.auxiliary_loss",
+    "token_loss": "meshwright.runtime.engine.named_loss",
+    "whole_batch": "meshwright.runtime.core.global_batch_loss",
 }
-"""Where what is not in meshwright.library stands."""
+"""Where what is not in meshwright.api.functions stands."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for."""
     if name not in __all__:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
-    found = getattr(importlib.import_module(_FILES.get(name, "meshwright.library")), name)
+    found = getattr(importlib.import_module(_FILES.get(name, "meshwright.api.functions")), name)
     globals()[name] = found
     return found
 

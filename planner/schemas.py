@@ -1,4 +1,4 @@
-"""JSON Schemas of the documents, for editors: `python -m planner.schemas [FOLDER]` writes them."""
+"""JSON Schemas of the documents, for editors: `python -m meshwright.planner.schemas [FOLDER]`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import sys
 from pathlib import Path
 
-from planner.catalog.imports import Rents
-from planner.documents.cluster import ClusterSpec
-from planner.documents.document import Document, schema, write_text
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.documents.prediction import Certificate, Prediction
-from planner.documents.profile import Profile
-from planner.documents.stack import Stack
-from planner.solver.problem import Problem
-from planner.whatif.study import Study
+from meshwright.planner.catalog.imports import Rents
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import Document, schema, write_text
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Certificate, Prediction
+from meshwright.planner.documents.profile import Profile
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.solver.problem_document import Problem
+from meshwright.planner.whatif.study import Study
 
 DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph,

@@ -11,14 +11,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec
-from planner.documents.document import Document
-from planner.documents.model import ModelGraph
-from planner.documents.profile import Profile
-from planner.requests.request import SURE_TO_FIT, Request
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import Document
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.profile import Profile
+from meshwright.planner.requests.request import SURE_TO_FIT, Request
+from meshwright.planner.search.search import search
 
 FOLDER = Path(__file__).parent
 EXAMPLES = {

@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.catalog.machine_figures import cache_folder
-from planner.documents.document import write_text
-from planner.errors import DocumentError
-from profiler.ranks import versions
+from meshwright.planner.catalog.machine_figures import cache_folder
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.errors import DocumentError
+from meshwright.profiler.start_ranks import versions
 
 SOFTWARE = ("torch", "transformers", "numpy", "meshwright")
 PACKAGES = ("profiler", "runtime")

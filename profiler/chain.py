@@ -23,33 +23,33 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planner.documents.cluster import Precision
-from planner.documents.model import ModelGraph, is_own
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.profile import Recompute
-from planner.documents.training import Training
-from planner.schedules import PLAIN
-from runtime import recompute as recomputing
-from runtime.adapter import Adapter, next_token_loss
-from runtime.batches import part_of, samples_in
-from runtime.compiled import Compiler
-from runtime.gradients import Slot
-from runtime.language_model import adapter_of
-from runtime.loss import counted
-from runtime.mesh import Place
-from runtime.named_attention import divided
-from runtime.optimizer import adamw, slots_of
-from runtime.outline import recorder_of
-from runtime.own_model import OwnModel
-from runtime.own_script import OwnScript
-from runtime.parallelize import activation_type
-from runtime.participation import Participation
-from runtime.recorded_stage import MicroBatch, RecordedStage
-from runtime.script_model import few_samples
-from runtime.token_model import TokenModel
-from runtime.torch_optimizers import ParameterGroup
-from runtime.train import trained_model
-from runtime.transforms import Staged, is_block, language_stage, repeats
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.model import ModelGraph, is_own
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.training import Training
+from meshwright.planner.schedules import PLAIN
+from meshwright.runtime.core.batches import part_of, samples_in
+from meshwright.runtime.core.loss import counted
+from meshwright.runtime.core.mesh import Place
+from meshwright.runtime.engine.apply_plan import Staged, is_block, language_stage, repeats
+from meshwright.runtime.engine.language_model import adapter_of
+from meshwright.runtime.engine.module_graph import few_samples
+from meshwright.runtime.engine.script_module import OwnScript
+from meshwright.runtime.engine.token_module import TokenModel
+from meshwright.runtime.engine.user_module import OwnModel
+from meshwright.runtime.launch.training_loop import trained_model
+from meshwright.runtime.models.family_adapter import Adapter, next_token_loss
+from meshwright.runtime.models.layer_outline import recorder_of
+from meshwright.runtime.optim.adamw import adamw, slots_of
+from meshwright.runtime.optim.gradients import Slot
+from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
+from meshwright.runtime.parallel.attention_api import divided
+from meshwright.runtime.parallel.data_parallel import activation_type
+from meshwright.runtime.techniques import activation_checkpointing as recomputing
+from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.unused_parameters import Participation
 
 SAME_KIND = 2
 """Layers of one kind in the chain: the second one finds the caches as in a deep model."""

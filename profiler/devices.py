@@ -13,9 +13,9 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from planner.documents.profile import MeasuredDevice
-from profiler.clock import Clock, median, spread
-from runtime.exchange import all_gather_json
+from meshwright.planner.documents.profile import MeasuredDevice
+from meshwright.profiler.clock import Clock, median, spread
+from meshwright.runtime.core.object_collectives import all_gather_json
 
 PRODUCT_S = 0.3
 LEAST_PRODUCTS = 5

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from planner.documents.profile import ChunkedLoss, LayerMeasurement
-from profiler.chain import Case, Chain, Division
-from profiler.clock import Clock
-from profiler.layer_bytes import bytes_of, least, looks_at
-from profiler.layers import LayerSamples, in_step, measurement, of_all_ranks
-from runtime.adapter import HEAD
-from runtime.chunked_loss import in_chunks
+from meshwright.planner.documents.profile import ChunkedLoss, LayerMeasurement
+from meshwright.profiler.chain import Case, Chain, Division
+from meshwright.profiler.clock import Clock
+from meshwright.profiler.layer_bytes import bytes_of, least, looks_at
+from meshwright.profiler.layers import LayerSamples, in_step, measurement, of_all_ranks
+from meshwright.runtime.models.family_adapter import HEAD
+from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 
 WARM_UP, ROUNDS = 1, 6
 

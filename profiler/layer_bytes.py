@@ -1,7 +1,7 @@
 """Bytes that layers hold, each run by itself under LiveMemory.
 
 What is alive when only the graph refers to it is stored; peaks inside forward and backward above
-that are transient, as planner.documents.profile defines.
+that are transient, as meshwright.planner.documents.profile defines.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.chain import SAME_KIND, Case, Chain
-from runtime.live_memory import LiveMemory
+from meshwright.profiler.chain import SAME_KIND, Case, Chain
+from meshwright.runtime.core.memory_tracker import LiveMemory
 
 DIVIDED_LOOKS = 3
 

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.documents.profile import LayerMeasurement
-from profiler.cache import Parts
-from profiler.chain import Case, Chain, Division
-from profiler.clock import Clock, Moment, median, slowest, spread
-from profiler.layer_bytes import MeasuredLayerBytes, layer_bytes
-from profiler.noise import Watch
-from runtime.exchange import all_gather_json
+from meshwright.planner.documents.profile import LayerMeasurement
+from meshwright.profiler.cache import Parts
+from meshwright.profiler.chain import Case, Chain, Division
+from meshwright.profiler.clock import Clock, Moment, median, slowest, spread
+from meshwright.profiler.interference import Watch
+from meshwright.profiler.layer_bytes import MeasuredLayerBytes, layer_bytes
+from meshwright.runtime.core.object_collectives import all_gather_json
 
 LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 6

@@ -4,7 +4,7 @@ Sizes are those of nccl-tests (see planner.documents.profile.CollectiveCurve).  
 work at the same time, since that is what they do in training; a repetition takes as long as its
 slowest rank.  Points are raw medians: no operation is derived from another one, because on gloo and
 NCCL alike they do not follow one bandwidth.  Beside them stand the lines that
-planner.costs.link_fit draws through them.
+meshwright.planner.costs.alpha_beta_fit draws through them.
 
 Small messages are timed in a row of several, as nccl-tests does, so that the ranks' different
 moments of arrival count once; a send is half a round trip.
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from planner.costs.link_fit import fitted
-from planner.documents.cluster import Collective
-from planner.documents.profile import CollectiveCurve, LinkPoint, NodePair
-from profiler.clock import Clock, median, slowest, spread
-from runtime.exchange import all_gather_json
+from meshwright.planner.costs.alpha_beta_fit import fitted
+from meshwright.planner.documents.cluster import Collective
+from meshwright.planner.documents.profile import CollectiveCurve, LinkPoint, NodePair
+from meshwright.profiler.clock import Clock, median, slowest, spread
+from meshwright.runtime.core.object_collectives import all_gather_json
 
 KIB, MIB = 2**10, 2**20
 SIZES_BYTES = (KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)

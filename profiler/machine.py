@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier
-from planner.documents.profile import (
+from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier
+from meshwright.planner.documents.profile import (
     CollectiveCurve,
     DeviceLink,
     Interface,
@@ -31,7 +31,7 @@ from planner.documents.profile import (
     NodePair,
     NumaNode,
 )
-from runtime.preflight import cores
+from meshwright.runtime.launch.preflight import cores
 
 MIB = 2**20
 DISK_S = 0.4

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from planner.documents.cluster import Precision
-from planner.documents.document import Document, Part
-from planner.documents.model import FileDigest, ModelGraph
-from planner.documents.profile import (
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.model import FileDigest, ModelGraph
+from meshwright.planner.documents.profile import (
     ChunkedLoss,
     CollectiveCurve,
     LayerMeasurement,
@@ -23,18 +23,18 @@ from planner.documents.profile import (
     Recompute,
     StageMeasurement,
 )
-from planner.documents.units import Amount, Count, Flag, Line, Positive, Text
-from profiler import devices, layers, links, machine
-from profiler.cache import Parts
-from profiler.chain import WHOLE, Case, Chain, Division
-from profiler.clock import slowest
-from profiler.heads import HeadCase, heads
-from profiler.noise import Watch
-from profiler.overheads import overheads
-from profiler.ranks import Tell, versions
-from profiler.stages import stages
-from runtime.exchange import all_gather_json
-from runtime.own_script import OwnScript
+from meshwright.planner.documents.units import Amount, Count, Flag, Line, Positive, Text
+from meshwright.profiler import devices, layers, links, machine
+from meshwright.profiler.cache import Parts
+from meshwright.profiler.chain import WHOLE, Case, Chain, Division
+from meshwright.profiler.clock import slowest
+from meshwright.profiler.heads import HeadCase, heads
+from meshwright.profiler.interference import Watch
+from meshwright.profiler.overheads import overheads
+from meshwright.profiler.stages import stages
+from meshwright.profiler.start_ranks import Tell, versions
+from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.engine.script_module import OwnScript
 
 OVERHEADS_S = 12.0
 """What the runtime's own costs take, about; only the progress bar needs it."""

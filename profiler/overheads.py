@@ -28,25 +28,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from planner.costs.collectives import interpolated_s
-from planner.documents.cluster import Collective
-from planner.documents.model import Architecture, ModelGraph
-from planner.documents.plan import Mesh
-from planner.documents.profile import CollectiveCurve, Overheads
-from planner.documents.training import Training
-from planner.layers.architecture import graph_of
-from planner.schedules import PLAIN, schedule
-from planner.schedules.simulate import timeline
-from profiler.chain import Case, Chain, plan_of
-from profiler.clock import Clock, median, slowest
-from profiler.layers import trial
-from runtime.gradients import Slot
-from runtime.mesh import Place, place_of
-from runtime.parallelize import activation_type
-from runtime.replicas import Replicas
-from runtime.torch_optimizers import TorchOptimizers
-from runtime.train import token_engine
-from runtime.transforms import Staged
+from meshwright.planner.architectures.architecture import graph_of
+from meshwright.planner.costs.collectives import interpolated_s
+from meshwright.planner.documents.cluster import Collective
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Mesh
+from meshwright.planner.documents.profile import CollectiveCurve, Overheads
+from meshwright.planner.documents.training import Training
+from meshwright.planner.schedules import PLAIN, schedule
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.profiler.chain import Case, Chain, plan_of
+from meshwright.profiler.clock import Clock, median, slowest
+from meshwright.profiler.layers import trial
+from meshwright.runtime.core.mesh import Place, place_of
+from meshwright.runtime.engine.apply_plan import Staged
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.optim.gradients import Slot
+from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
+from meshwright.runtime.parallel.data_parallel import activation_type
+from meshwright.runtime.parallel.replicas import Replicas
 
 SEQ_LEN = 8
 """Of the tiny model."""

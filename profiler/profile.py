@@ -1,7 +1,7 @@
 """`meshwright profile`: a model's layers and these machines' links, measured by their ranks.
 
 This side runs once on every node: it meets the others, starts the ranks of its node and writes the
-birth certificate; profiler.measure is what ranks do.
+birth certificate; meshwright.profiler.measure is what ranks do.
 Nothing here imports torch.
 """
 
@@ -19,15 +19,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.layout_costs import refusal
-from planner.documents.cluster import EIGHT_BITS, ClusterSpec
-from planner.documents.model import ModelGraph, is_factory, is_script
-from planner.documents.plan import Job, Layout
-from planner.documents.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
-from planner.errors import DocumentError, LaunchError
-from planner.search.space import LARGEST_MICRO_BATCH, divisors
-from profiler.agenda import (
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.layout_costs import refusal
+from meshwright.planner.documents.cluster import EIGHT_BITS, ClusterSpec
+from meshwright.planner.documents.model import ModelGraph, is_factory, is_script
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.profile import (
+    Birth,
+    Finding,
+    MeasuredDevice,
+    MeasuredNode,
+    Profile,
+)
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.planner.search.space import LARGEST_MICRO_BATCH, divisors
+from meshwright.profiler.cache import folder_of
+from meshwright.profiler.cache import load as load_cached
+from meshwright.profiler.cache import save as save_cached
+from meshwright.profiler.diagnostics import below_quote, disturbances, findings
+from meshwright.profiler.machine import (
+    NETWORK,
+    disk_bytes_per_s,
+    joined,
+    node_here,
+    with_measured_links,
+)
+from meshwright.profiler.measurement_plan import (
     Budget,
     Degrees,
     HeadWish,
@@ -40,27 +57,16 @@ from profiler.agenda import (
     stage_wishes,
     wishes,
 )
-from profiler.cache import folder_of
-from profiler.cache import load as load_cached
-from profiler.cache import save as save_cached
-from profiler.findings import below_quote, disturbances, findings
-from profiler.machine import (
-    NETWORK,
-    disk_bytes_per_s,
-    joined,
-    node_here,
-    with_measured_links,
-)
-from profiler.ranks import result_of, versions
-from runtime.nodes import ALONE, NodeRank
-from runtime.preflight import cores, cuda_devices
-from runtime.rendezvous import Rendezvous
-from runtime.run import Device
+from meshwright.profiler.start_ranks import result_of, versions
+from meshwright.runtime.launch.preflight import cores, cuda_devices
+from meshwright.runtime.run.node_rank import ALONE, NodeRank
+from meshwright.runtime.run.rendezvous import Rendezvous
+from meshwright.runtime.run.run_folder import Device
 
 JobOf = Job | Callable[[ClusterSpec], Job]
 """The work of a step, or what makes it once the machine is known."""
 ScriptFile = tuple[str, Mapping[str, str]]
-"""`script.py:build`, and the digests of its files, as runtime.own_script has them."""
+"""`script.py:build`, and the digests of its files, as runtime.engine.script_module has them."""
 BUDGET_S = 75.0
 """Of a whole profile, unless another is given; a busy machine takes longer, not less care."""
 LEAST_CASES = 6
@@ -68,7 +74,7 @@ LEAST_CASES = 6
 MEMORY_SHARE = 0.5
 """Of a device's memory, what the pieces of the model that are measured may take."""
 SAME_KIND = 2
-"""Layers of one kind in such a piece, as profiler.chain has it."""
+"""Layers of one kind in such a piece, as meshwright.profiler.chain has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +150,7 @@ def profile(
         count = wanted.counts[node_rank.node]
         device = _device_here(wanted.machine, cluster, ranks=count)
         found = result_of(
-            "profiler.measure:measure",
+            "meshwright.profiler.measure:measure",
             _order(model, script, wanted, folder),
             ranks=count,
             device=device,

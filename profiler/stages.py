@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from planner.documents.cluster import Precision
-from planner.documents.model import ModelGraph
-from planner.documents.profile import StageMeasurement
-from profiler.chain import Case, Chain
-from profiler.clock import Clock, median, slowest, spread
-from profiler.layer_bytes import looks_at
-from runtime.exchange import all_gather_json
-from runtime.live_memory import LiveMemory
-from runtime.own_script import OwnScript
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.profile import StageMeasurement
+from meshwright.profiler.chain import Case, Chain
+from meshwright.profiler.clock import Clock, median, slowest, spread
+from meshwright.profiler.layer_bytes import looks_at
+from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.engine.script_module import OwnScript
 
 WARM_UP = 1
 LEAST_LOOKS = 3

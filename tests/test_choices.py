@@ -12,12 +12,14 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from planner.catalog import native
-from planner.costs.activations import treated
-from planner.costs.memory import StateSharding, state_types, states
-from planner.layers.operator_table import OperatorTable
-from planner.search.savings import Saving, offload_s
-from runtime import activations, engine, recompute
+from meshwright.planner.catalog import native
+from meshwright.planner.costs.activations import treated
+from meshwright.planner.costs.memory.state_bytes import StateSharding, state_types, states
+from meshwright.planner.operators.operator_table import OperatorTable
+from meshwright.planner.search.offload_choices import Saving, offload_s
+from meshwright.runtime.engine import engine
+from meshwright.runtime.techniques import activation_checkpointing as recompute
+from meshwright.runtime.techniques import activation_offload as activations
 
 NEW: Any = "new"
 UNUSED: Any = None

@@ -14,7 +14,8 @@ import pytest
 import typer
 import yaml
 
-from meshwright import cli, reference
+from meshwright import cli
+from meshwright.cli import reference
 from tests.limits import children_cpu_s
 from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
 from tests.meshwright.test_output import words
@@ -97,7 +98,7 @@ def test_the_site_has_every_page_once() -> None:
 
 
 def test_the_reference_is_that_of_types_and_commands() -> None:
-    """`python -m meshwright.reference` writes it."""
+    """`python -m meshwright.cli.reference` writes it."""
     written = {file.name: file.read_text() for file in (DOCS / "reference").glob("*.md")}
 
     assert written == reference.texts()

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents import document
-from planner.documents.document import Document
-from planner.documents.plan import Plan
-from planner.documents.prediction import Certificate, Prediction
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents import document
+from meshwright.planner.documents.document import Document
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Certificate, Prediction
 
 PLANS = Path(__file__).parent.parent / "plans"
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.documents import document
-from planner.documents.document import json_data
-from planner.errors import DocumentError, LaunchError
-from runtime import checksums, parts, records, tensor_index
-from runtime.script_state import own_state
+from meshwright.planner.documents import document
+from meshwright.planner.documents.document import json_data
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.runtime.checkpoint import shard_manifest as parts
+from meshwright.runtime.checkpoint import tensor_index
+from meshwright.runtime.core import checksums
+from meshwright.runtime.data import row_readers as records
+from meshwright.runtime.engine.engine_state import own_state
 from tests.meshwright import hostile_documents
 from tests.test_writes import PACKAGES, ROOT, _writes
 
@@ -29,7 +32,7 @@ TEXT = "text of a configuration; tests/meshwright/hostile_configurations.py"
 NAMES = tuple(hostile_documents.READERS)
 READS: dict[tuple[str, str], str] = {
     ("planner/documents/document.py", "os.open"): CHECKED,
-    ("planner/process/guarded_files.py", "os.open"): CHECKED,
+    ("planner/system/safe_files.py", "os.open"): CHECKED,
     ("planner/documents/document.py", "json.loads"): CHECKED,
     ("planner/documents/document.py", "yaml.load"): CHECKED,
     ("planner/documents/document.py", "yaml.parse"): CHECKED,
@@ -40,58 +43,58 @@ READS: dict[tuple[str, str], str] = {
     ("planner/report/run_page.py", "read_text"): PROGRAM,
     ("planner/report/validation.py", "read_text"): PROGRAM,
     ("planner/report/whatif_html.py", "read_text"): PROGRAM,
-    ("planner/formats/readers/limits.py", "json.loads"): TEXT,
-    ("planner/formats/readers/limits.py", "tomllib.loads"): TEXT,
-    ("planner/formats/readers/limits.py", "ast.parse"): TEXT,
+    ("planner/framework_configs/readers/input_limits.py", "json.loads"): TEXT,
+    ("planner/framework_configs/readers/input_limits.py", "tomllib.loads"): TEXT,
+    ("planner/framework_configs/readers/input_limits.py", "ast.parse"): TEXT,
     ("planner/catalog/machine_figures.py", "json.loads"): OURS,
     ("planner/catalog/machine_figures.py", "read_text"): SYSTEM,
     ("profiler/cache.py", "json.loads"): CACHE,
     ("profiler/cache.py", "read_text"): CACHE,
     ("profiler/cache.py", "read_bytes"): PROGRAM,
     ("profiler/machine.py", "read_text"): SYSTEM,
-    ("profiler/noise.py", "read_text"): SYSTEM,
-    ("profiler/ranks.py", "json.loads"): OURS,
-    ("profiler/ranks.py", "read_text"): OURS,
-    ("runtime/addresses.py", "read_text"): SYSTEM,
-    ("runtime/hang.py", "read_text"): SYSTEM,
-    ("runtime/host_memory.py", "read_text"): SYSTEM,
-    ("runtime/near_cores.py", "read_text"): SYSTEM,
-    ("runtime/channel.py", "json.loads"): PEER,
-    ("runtime/partner.py", "json.loads"): PEER,
-    ("runtime/channel.py", "open"): CACHE,
-    ("runtime/rendezvous.py", "json.loads"): OURS,
-    ("runtime/exchange.py", "json.loads"): PEER,
-    ("runtime/checksums.py", "os.open"): CHECKED,
-    ("runtime/parts.py", "os.open"): OURS,
-    ("runtime/beacon.py", "open"): OURS,
-    ("runtime/beacon.py", "read_bytes"): SYSTEM,
-    ("runtime/slots.py", "open"): OURS,
-    ("runtime/slots.py", "json.loads"): OURS,
-    ("meshwright/hosts.py", "json.loads"): PEER,
-    ("meshwright/on_host.py", "json.loads"): OURS,
-    ("runtime/zygote.py", "json.loads"): OURS,
-    ("runtime/zygote.py", "json.load"): OURS,
-    ("runtime/zygote.py", "os.open"): SYSTEM,
-    ("runtime/supervise.py", "open"): OURS,
-    ("runtime/script_run.py", "read_bytes"): PROGRAM,
-    ("runtime/user_code.py", "read_bytes"): PROGRAM,
-    ("runtime/user_code.py", "ast.parse"): PROGRAM,
-    ("meshwright/jobs.py", "read_bytes"): PROGRAM,
-    ("meshwright/trials.py", "open"): OURS,
-    ("runtime/records.py", "open"): "rows.jsonl",
-    ("runtime/data.py", "open"): "rows.jsonl",
-    ("runtime/data.py", "np.load"): "corpus.json",
-    ("runtime/data.py", "np.memmap"): "corpus.json",
-    ("runtime/data.py", "from_file"): "tokenizer/tokenizer.json",
-    ("runtime/data.py", "read_bytes"): "tokenizer/tokenizer.json",
-    ("runtime/conversations.py", "from_pretrained"): "tokenizer/tokenizer.json",
-    ("runtime/conversations.py", "read_bytes"): "tokenizer/tokenizer.json",
-    ("runtime/library_families.py", "from_pretrained"): "saved/config.json",
-    ("runtime/library_model.py", "from_pretrained"): "saved/config.json",
-    ("runtime/published.py", "safe_open"): "weights/model.safetensors",
-    ("runtime/script_state.py", "torch.load"): "saved/user-00000.pt",
-    ("runtime/tensor_files.py", "torch.load"): "saved/user-00000.pt",
-    ("runtime/faults.py", "pickle"): "flight/rank-0",
+    ("profiler/interference.py", "read_text"): SYSTEM,
+    ("profiler/start_ranks.py", "json.loads"): OURS,
+    ("profiler/start_ranks.py", "read_text"): OURS,
+    ("runtime/run/addresses.py", "read_text"): SYSTEM,
+    ("runtime/resilience/hang_detector.py", "read_text"): SYSTEM,
+    ("runtime/launch/host_memory_limits.py", "read_text"): SYSTEM,
+    ("runtime/core/numa.py", "read_text"): SYSTEM,
+    ("runtime/run/authenticated_channel.py", "json.loads"): PEER,
+    ("runtime/resilience/replication.py", "json.loads"): PEER,
+    ("runtime/run/authenticated_channel.py", "open"): CACHE,
+    ("runtime/run/rendezvous.py", "json.loads"): OURS,
+    ("runtime/core/object_collectives.py", "json.loads"): PEER,
+    ("runtime/core/checksums.py", "os.open"): CHECKED,
+    ("runtime/checkpoint/shard_manifest.py", "os.open"): OURS,
+    ("runtime/resilience/heartbeat.py", "open"): OURS,
+    ("runtime/resilience/heartbeat.py", "read_bytes"): SYSTEM,
+    ("runtime/resilience/shared_memory.py", "open"): OURS,
+    ("runtime/resilience/shared_memory.py", "json.loads"): OURS,
+    ("meshwright/launch/ssh.py", "json.loads"): PEER,
+    ("meshwright/launch/ssh_remote.py", "json.loads"): OURS,
+    ("runtime/launch/fork_server.py", "json.loads"): OURS,
+    ("runtime/launch/fork_server.py", "json.load"): OURS,
+    ("runtime/launch/fork_server.py", "os.open"): SYSTEM,
+    ("runtime/launch/rank_processes.py", "open"): OURS,
+    ("runtime/launch/script_run.py", "read_bytes"): PROGRAM,
+    ("runtime/engine/user_code.py", "read_bytes"): PROGRAM,
+    ("runtime/engine/user_code.py", "ast.parse"): PROGRAM,
+    ("meshwright/launch/schedulers.py", "read_bytes"): PROGRAM,
+    ("meshwright/tune/trial.py", "open"): OURS,
+    ("runtime/data/row_readers.py", "open"): "rows.jsonl",
+    ("runtime/data/corpus.py", "open"): "rows.jsonl",
+    ("runtime/data/corpus.py", "np.load"): "corpus.json",
+    ("runtime/data/corpus.py", "np.memmap"): "corpus.json",
+    ("runtime/data/corpus.py", "from_file"): "tokenizer/tokenizer.json",
+    ("runtime/data/corpus.py", "read_bytes"): "tokenizer/tokenizer.json",
+    ("runtime/data/chat.py", "from_pretrained"): "tokenizer/tokenizer.json",
+    ("runtime/data/chat.py", "read_bytes"): "tokenizer/tokenizer.json",
+    ("runtime/models/families.py", "from_pretrained"): "saved/config.json",
+    ("runtime/engine/traced_transformer.py", "from_pretrained"): "saved/config.json",
+    ("runtime/models/safetensors_weights.py", "safe_open"): "weights/model.safetensors",
+    ("runtime/engine/engine_state.py", "torch.load"): "saved/user-00000.pt",
+    ("runtime/checkpoint/storage.py", "torch.load"): "saved/user-00000.pt",
+    ("runtime/launch/failure_cause.py", "pickle"): "flight/rank-0",
 }
 """By file and call."""
 OF_MODULES = {
@@ -134,14 +137,14 @@ def test_every_place_that_reads_is_bounded_or_attacked() -> None:
         (name, what): line
         for package in PACKAGES
         for file in (ROOT / package).rglob("*.py")
-        if (name := str(file.relative_to(ROOT))) != "meshwright/demo.py"
+        if (name := str(file.relative_to(ROOT))) != "meshwright/cli/demo.py"
         for what, line in read(file)
     }
 
     new = {f"{name}:{line} {what}" for (name, what), line in places.items()
            if (name, what) not in READS}  # fmt: skip
     assert new == set(), (
-        "read by planner.documents.document, or say by which hostile input it is tried"
+        "read by meshwright.planner.documents.document, or say by which hostile input it is tried"
     )
     assert set(READS) <= set(places), "no longer read there"
     assert {why for why in READS.values() if "." in why and " " not in why} <= set(NAMES)

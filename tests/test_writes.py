@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from planner.documents.document import write_text
-from planner.documents.events import StepRecord
-from planner.errors import DocumentError
-from planner.process import guarded_files
-from runtime import run
-from runtime.held import alone_in
+from meshwright.planner.documents.document import write_text
+from meshwright.planner.documents.events import StepRecord
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.system import safe_files as guarded_files
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.locks_and_signals import alone_in
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("planner", "runtime", "profiler", "meshwright")
-GUARD = "planner/process/guarded_files.py"
+GUARD = "planner/system/safe_files.py"
 
 # Every other place -------------------------------------------------------------------------------
 
@@ -31,59 +31,59 @@ HOME = "in the user's own configuration, by a name that must be new"
 LOCK = "a lock in the user's own cache: no link is followed, nothing truncated or written"
 STREAM = "opens no path, but /dev/null or what is open already"
 ALLOWED = {
-    ("planner/process/descriptors.py", "open"): STREAM,
-    ("planner/process/descriptors.py", "fdopen"): STREAM,
-    ("meshwright/reference.py", "mkdir"): NAMED,
+    ("planner/system/stdout_guard.py", "open"): STREAM,
+    ("planner/system/stdout_guard.py", "fdopen"): STREAM,
+    ("meshwright/cli/reference.py", "mkdir"): NAMED,
     ("planner/catalog/machine_figures.py", "mkdir"): NAMED,
     ("planner/catalog/machine_figures.py", "os.open"): LOCK,
     ("profiler/machine.py", "NamedTemporaryFile"): NEW,
     ("profiler/profile.py", "rmtree"): OURS,
     ("profiler/profile.py", "unlink"): OURS,
-    ("profiler/ranks.py", "TemporaryDirectory"): NEW,
-    ("profiler/ranks.py", "mkdir"): NEW,
-    ("runtime/agent.py", "link"): OURS,  # the name must be new
-    ("runtime/agent.py", "unlink"): OURS,
-    ("runtime/channel.py", "mkdir"): HOME,
-    ("runtime/channel.py", "os.open"): HOME,
-    ("runtime/channel.py", "link"): HOME,
-    ("runtime/channel.py", "unlink"): HOME,
-    ("runtime/channel.py", "fdopen"): HOME,
-    ("runtime/beacon.py", "truncate"): OURS,
-    ("runtime/beacon.py", "open"): OURS,
-    ("runtime/slots.py", "truncate"): OURS,
-    ("runtime/slots.py", "open"): OURS,
-    ("runtime/checkpoint.py", "copyfile"): NEW,
-    ("runtime/checkpoint.py", "rename"): OURS,
-    ("runtime/checkpoint.py", "rmtree"): OURS,
-    ("runtime/data.py", "mkdir"): NAMED,
-    ("runtime/data.py", "mkdtemp"): NEW,
+    ("profiler/start_ranks.py", "TemporaryDirectory"): NEW,
+    ("profiler/start_ranks.py", "mkdir"): NEW,
+    ("runtime/resilience/node_agent.py", "link"): OURS,  # the name must be new
+    ("runtime/resilience/node_agent.py", "unlink"): OURS,
+    ("runtime/run/authenticated_channel.py", "mkdir"): HOME,
+    ("runtime/run/authenticated_channel.py", "os.open"): HOME,
+    ("runtime/run/authenticated_channel.py", "link"): HOME,
+    ("runtime/run/authenticated_channel.py", "unlink"): HOME,
+    ("runtime/run/authenticated_channel.py", "fdopen"): HOME,
+    ("runtime/resilience/heartbeat.py", "truncate"): OURS,
+    ("runtime/resilience/heartbeat.py", "open"): OURS,
+    ("runtime/resilience/shared_memory.py", "truncate"): OURS,
+    ("runtime/resilience/shared_memory.py", "open"): OURS,
+    ("runtime/checkpoint/checkpoint.py", "copyfile"): NEW,
+    ("runtime/checkpoint/checkpoint.py", "rename"): OURS,
+    ("runtime/checkpoint/checkpoint.py", "rmtree"): OURS,
+    ("runtime/data/corpus.py", "mkdir"): NAMED,
+    ("runtime/data/corpus.py", "mkdtemp"): NEW,
     ("planner/documents/document.py", "truncate"): OURS,  # half of a line
-    ("runtime/data.py", "open"): NEW,
-    ("runtime/data.py", "np.save"): NEW,
-    ("runtime/data.py", "write_text"): NEW,
-    ("runtime/data.py", "truncate"): NEW,
-    ("runtime/data.py", "rename"): OURS,
-    ("runtime/data.py", "rmtree"): OURS,
-    ("runtime/export.py", "mkdir"): NAMED,
-    ("runtime/export.py", "copyfile"): NEW,
-    ("runtime/export.py", "save_file"): NEW,
-    ("runtime/export.py", "write_text"): NEW,
-    ("runtime/export.py", "rename"): OURS,
-    ("runtime/export.py", "unlink"): OURS,
-    ("runtime/export.py", "rmtree"): OURS,
-    ("runtime/held.py", "mkdir"): NAMED,
-    ("runtime/orders.py", "mkdir"): NAMED,
-    ("runtime/orders.py", "unlink"): OURS,
-    ("runtime/notice.py", "unlink"): OURS,
-    ("runtime/growth.py", "unlink"): OURS,
-    ("runtime/published.py", "save_file"): NEW,
-    ("runtime/published.py", "write_text"): NEW,
-    ("runtime/script_run.py", "unlink"): OURS,
-    ("runtime/script_state.py", "torch.save"): NEW,  # into memory
-    ("runtime/tensor_files.py", "open"): NEW,
-    ("runtime/saving.py", "rmtree"): OURS,
-    ("runtime/unfinished.py", "rmtree"): OURS,
-    ("runtime/tensor_files.py", "mkdir"): NEW,
+    ("runtime/data/corpus.py", "open"): NEW,
+    ("runtime/data/corpus.py", "np.save"): NEW,
+    ("runtime/data/corpus.py", "write_text"): NEW,
+    ("runtime/data/corpus.py", "truncate"): NEW,
+    ("runtime/data/corpus.py", "rename"): OURS,
+    ("runtime/data/corpus.py", "rmtree"): OURS,
+    ("runtime/checkpoint/weight_export.py", "mkdir"): NAMED,
+    ("runtime/checkpoint/weight_export.py", "copyfile"): NEW,
+    ("runtime/checkpoint/weight_export.py", "save_file"): NEW,
+    ("runtime/checkpoint/weight_export.py", "write_text"): NEW,
+    ("runtime/checkpoint/weight_export.py", "rename"): OURS,
+    ("runtime/checkpoint/weight_export.py", "unlink"): OURS,
+    ("runtime/checkpoint/weight_export.py", "rmtree"): OURS,
+    ("runtime/run/locks_and_signals.py", "mkdir"): NAMED,
+    ("runtime/launch/rank_config.py", "mkdir"): NAMED,
+    ("runtime/launch/rank_config.py", "unlink"): OURS,
+    ("runtime/run/preemption.py", "unlink"): OURS,
+    ("runtime/run/scale_up.py", "unlink"): OURS,
+    ("runtime/models/safetensors_weights.py", "save_file"): NEW,
+    ("runtime/models/safetensors_weights.py", "write_text"): NEW,
+    ("runtime/launch/script_run.py", "unlink"): OURS,
+    ("runtime/engine/engine_state.py", "torch.save"): NEW,  # into memory
+    ("runtime/checkpoint/storage.py", "open"): NEW,
+    ("runtime/checkpoint/writer.py", "rmtree"): OURS,
+    ("runtime/checkpoint/commit_recovery.py", "rmtree"): OURS,
+    ("runtime/checkpoint/storage.py", "mkdir"): NEW,
 }
 METHODS = {
     "write_text", "write_bytes", "touch", "mkdir", "rename", "symlink_to", "hardlink_to", "unlink",
@@ -150,13 +150,13 @@ def test_no_other_place_writes_files() -> None:
         (name, what): line
         for package in PACKAGES
         for file in (ROOT / package).rglob("*.py")
-        if (name := str(file.relative_to(ROOT))) not in (GUARD, "meshwright/demo.py")
+        if (name := str(file.relative_to(ROOT))) not in (GUARD, "meshwright/cli/demo.py")
         for what, line in written(file)
     }
 
     new = {f"{name}:{line} {what}" for (name, what), line in places.items()
            if (name, what) not in ALLOWED}  # fmt: skip
-    assert new == set(), "write by planner/process/guarded_files.py, or say here why it is safe"
+    assert new == set(), "write by planner/system/safe_files.py, or say here why it is safe"
     assert set(ALLOWED) <= set(places), "no longer written there"
 
 
@@ -180,7 +180,7 @@ def test_the_walk_sees(code: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "code",
     ["open(p)", "p.open('rb')", "os.open(p, os.O_RDONLY)", "s.replace('a', 'b')", "copy.copy(x)",
-     "from planner.documents.document import write_text\nwrite_text('a', p)"],
+     "from meshwright.planner.documents.document import write_text\nwrite_text('a', p)"],
 )  # fmt: skip
 def test_the_walk_passes(code: str, tmp_path: Path) -> None:
     file = tmp_path / "code.py"

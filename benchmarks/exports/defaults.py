@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from page import write_section
 
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.errors import DocumentError, NoPlanFits
-from planner.formats.configuration import FRAMEWORKS, configuration
-from planner.requests.request import Request
-from planner.search.search import search
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.framework_configs.configuration import FRAMEWORKS, configuration
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
 
 MODELS = (
     *("gpt2", "gpt2-xl", "opt-1.3b", "pythia-410m", "falcon-7b", "bloom-560m", "mpt-7b"),

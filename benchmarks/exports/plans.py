@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.documents.training import Training
-from planner.requests.pins import read_pins
-from planner.requests.request import Request
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.training import Training
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
 
 
 class Case(NamedTuple):

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from page import write_page
 
-from planner.catalog.expressions import resolve_cluster
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.errors import DocumentError
-from planner.formats.configuration import configuration, in_the_script
-from planner.formats.torchtitan import REGISTERED
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.configuration import configuration, in_the_script
+from meshwright.planner.framework_configs.torchtitan import REGISTERED
 from plans import Case, planned
 
 HERE = Path(__file__).parent

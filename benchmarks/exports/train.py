@@ -24,20 +24,21 @@ import transformers
 from page import write_section
 from run import READERS, environment, installed
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.document import write
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.documents.training import Training
-from planner.formats.configuration import configuration
-from planner.requests.pins import read_pins
-from planner.requests.request import Request
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.training import Training
+from meshwright.planner.framework_configs.configuration import configuration
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.runtime.data import corpus as data
+from meshwright.runtime.launch import launch as launching
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.launch_options import LaunchRun
 from plans import Case
-from runtime import data, run
-from runtime import launch as launching
-from runtime.asked import LaunchRun
-from runtime.launch_record import Launch
 from tests.runtime.ports import free_port
 
 HERE = Path(__file__).parent

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from planner.documents import document
-from planner.documents.profile import Profile
+from meshwright.planner.documents import document
+from meshwright.planner.documents.profile import Profile
 
 MODELS = {"gpt2": 1024, "qwen3-0.6b": 2048, "llama-3.2-1b": 2048}
 """Tokens of a sample by model."""

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu.suite import CASES, Line, read_lines  # noqa: E402
-from planner.catalog import AcceleratorEntry, accelerators  # noqa: E402
-from planner.documents.document import write_text  # noqa: E402
-from planner.documents.units import bytes_text, seconds_text  # noqa: E402
+from meshwright.planner.catalog import AcceleratorEntry, accelerators  # noqa: E402
+from meshwright.planner.documents.document import write_text  # noqa: E402
+from meshwright.planner.documents.units import bytes_text, seconds_text  # noqa: E402
 
 LARGEST = 0.5
 """Curves are of the better half of the sizes measured: small ones are bound by launches."""

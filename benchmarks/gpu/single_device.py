@@ -34,19 +34,19 @@ from typing import Any
 
 import torch
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import predict
-from planner.documents.cluster import ClusterSpec
-from planner.documents.document import read, write_text
-from planner.documents.model import Architecture, ModelGraph
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.profile import Profile
-from planner.documents.units import bytes_text
-from planner.errors import MeshwrightError
-from planner.layers.parameters import graph_of
-from runtime.engine import Engine
-from runtime.live_memory import LiveMemory
-from runtime.train import token_engine
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import read, write_text
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.profile import Profile
+from meshwright.planner.documents.units import bytes_text
+from meshwright.planner.errors import MeshwrightError
+from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.launch.training_loop import token_engine
 
 LEFT_OUT = ("context", "allocator overhead")
 WARM_UP = 2

@@ -34,14 +34,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from benchmarks.gpu.single_device import LEFT_OUT, TINY, Case, most_bytes
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import predict
-from planner.documents.document import write
-from planner.documents.model import Architecture, ModelGraph
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.profile import ChunkedLoss
-from planner.layers.parameters import graph_of
-from runtime.train import token_engine
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.runtime.launch.training_loop import token_engine
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Callable[[], Row]]]
@@ -519,7 +519,7 @@ def loss(at: Setting) -> Rows:
 
     yield "plain", lambda: _passed(at, plain)
     with contextlib.suppress(ImportError):
-        from runtime.chunked_loss import chunked_loss  # noqa: PLC0415
+        from meshwright.runtime.techniques.chunked_cross_entropy import chunked_loss  # noqa: PLC0415
 
         for size, kept in itertools.product((256, 1024, 4096), ("precomputed", "recomputed")):
             chosen = 16 if at.tiny else size
@@ -728,7 +728,7 @@ def ranks(at: Setting) -> Rows:
 
 
 def _curves(tiny: bool, device: torch.device) -> list[Row]:
-    from profiler import links  # noqa: PLC0415
+    from meshwright.profiler import links  # noqa: PLC0415
 
     sizes = (links.KIB, links.MIB) if tiny else links.sizes_up_to(2**30)
     found = links.curves(

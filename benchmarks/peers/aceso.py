@@ -20,7 +20,7 @@ of two ways.  An operator's activations are saved if the next is recomputed too.
 Ours is the best configuration whose stages have one pair of degrees each, cut between any
 operators; within whole layers any operators may be recomputed.  It is found by a dynamic program
 from the last stage to the first (operators, devices and stages so far) under falling ceilings on
-stages, with `planner.solver.frontier` for what the layers of a stage recompute.
+stages, with `meshwright.planner.solver.frontier` for what the layers of a stage recompute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
-from planner.solver.frontier import Runs
+from meshwright.planner.solver.frontier import Runs
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

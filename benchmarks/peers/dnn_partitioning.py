@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
-from planner.documents.tolerances import ROUNDING
-from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
-from planner.solver.graphs.ideals import ideals
-from planner.solver.instance import Option, StageLimits
-from planner.solver.solve import solve
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
+from meshwright.planner.solver.graphs.ideals import ideals
+from meshwright.planner.solver.partition_problem import Option, StageLimits
+from meshwright.planner.solver.solve import solve
 
 Devices = list[list[int]]
 Floats = NDArray[np.float64]

@@ -28,9 +28,9 @@ from typing import Any
 import networkx
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
-from planner.solver.frontier import FrontierStore
-from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, StageLimits
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.partition_problem import Instance, Option, Solution, StageLimits
 
 # More strategies in one answer than this are put in order by number.
 _MOST_ORDERED = 7

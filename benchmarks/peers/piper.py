@@ -40,10 +40,10 @@ from benchmarks.peers.wide_stages import (
     WideSplit,
     least_load,
 )
-from planner.solver.graph_instance import graph_instance
-from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.nearby import along_orders, of_bits
-from planner.solver.instance import Option, StageLimits
+from meshwright.planner.solver.graph_instance import graph_instance
+from meshwright.planner.solver.graphs.ideals import Ideals, ideals
+from meshwright.planner.solver.graphs.nearby import along_orders, of_bits
+from meshwright.planner.solver.partition_problem import Option, StageLimits
 
 MOST_IDEALS = 2000
 """Of a graph with more, only the ideals along a few orders of its branches are looked at."""

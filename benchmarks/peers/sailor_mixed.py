@@ -31,15 +31,15 @@ from typing import Any
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
-from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import (
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,
     in_a_row,
 )
-from planner.solver.instance import Infeasible, Instance, Option, StageLimits
-from planner.solver.solve import solve
+from meshwright.planner.solver.partition_problem import Infeasible, Instance, Option, StageLimits
+from meshwright.planner.solver.solve import solve
 
 Member = tuple[str, int]
 """A GPU type and a tensor-parallel degree."""

@@ -25,9 +25,9 @@ from typing import Any
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
-from planner.solver.frontier import FrontierStore
-from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, StageLimits
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.partition_problem import Instance, Option, Solution, StageLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -5,7 +5,8 @@ Two predictions of ours, neither fitted to these runs:
     simulated     the seconds of layers and links that Sailor measured beforehand, played by our
                   event simulator, both ends busy with a transfer; then the optimizer and the
                   gradients' all-reduce
-    data sheets   nothing measured: Megatron-DeepSpeed in fp32 by `planner.accuracy.tables` on the
+    data sheets   nothing measured: Megatron-DeepSpeed in fp32 by `planner.calibration.tables` on
+    the
                   catalogue's GH200, with the links of Alps' nodes as HPE and NVIDIA publish them,
                   and the blocks spread evenly, which is not always how they were
 
@@ -26,18 +27,18 @@ from typing import Any
 
 from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
-from planner.accuracy.tables.predictions import predicted
-from planner.catalog import stacks
-from planner.catalog.expressions import cluster_of
-from planner.documents.cluster import ClusterSpec, LinkTier
-from planner.documents.model import Architecture
-from planner.documents.plan import Job, Layout
-from planner.documents.prediction import Prediction
-from planner.layers.architecture import graph_of
-from planner.requests.request import Request
-from planner.requests.setup import Setup
-from planner.schedules.schedule import orders
-from planner.schedules.simulate import timeline
+from meshwright.planner.architectures.architecture import graph_of
+from meshwright.planner.calibration.tables.predictions import predicted
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import cluster_of
+from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
+from meshwright.planner.documents.model import Architecture
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.setup import Setup
+from meshwright.planner.schedules.schedule import orders
+from meshwright.planner.schedules.simulate import timeline
 
 # Four GH200 in a node, each pair joined by six NVLinks; one Slingshot port of 200 Gb/s for each.
 NVLINK = {"latency_s": 6e-6, "bytes_per_s": 450e9, "peer_bytes_per_s": 150e9}

@@ -27,7 +27,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.graphs.ideals import Ideals, mask
+from meshwright.planner.solver.graphs.ideals import Ideals, mask
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

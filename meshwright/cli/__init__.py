@@ -17,10 +17,10 @@ import typer
 
 from meshwright.cli import figures, plans, runs, tunes
 from meshwright.cli.console import refuse, say
-from meshwright.examples import epilog
-from planner.errors import DocumentError, Interrupted, MeshwrightError
-from planner.errors.shown import lines
-from planner.process.descriptors import results_apart
+from meshwright.cli.examples import epilog
+from meshwright.planner.errors import DocumentError, Interrupted, MeshwrightError
+from meshwright.planner.errors.shown import lines
+from meshwright.planner.system.stdout_guard import results_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +130,7 @@ def _fail(
 ) -> int:
     """Return the status; with `json`, the failure is the one object that is printed."""
     if json:
-        from meshwright.answers import as_json
+        from meshwright.render.json_output import as_json
 
         said = {"kind": kind, "message": message, "status": status, **(place or {})}
         with contextlib.suppress(BrokenPipeError):  # nobody reads it

@@ -8,13 +8,13 @@ import textwrap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from planner.errors.shown import lines
-from planner.report.terminal import Terminal
+from meshwright.planner.errors.shown import lines
+from meshwright.planner.report.terminal import Terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from planner.search.answer import Progress as Report
+    from meshwright.planner.search.answer import Progress as Report
 
 
 VERBS = (

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.console import bar, out
-from meshwright.options import Explain, GlobalBatch, Html, Json, SeqLen
-from planner.errors import DocumentError
+from meshwright.cli.options import Explain, GlobalBatch, Html, Json, SeqLen
+from meshwright.planner.errors import DocumentError
 
 
 def validate(
@@ -24,11 +24,11 @@ def validate(
     json: Json = False,
 ) -> None:
     """Compare predictions with a table of measured runs."""
-    from meshwright import commands
-    from meshwright.answer_texts import next_fact
-    from meshwright.answers import as_json
-    from planner.accuracy.scores.validate import validation_json
-    from planner.report.validation_text import validation_text
+    from meshwright.api import commands
+    from meshwright.planner.calibration.scores.validate import validation_json
+    from meshwright.planner.report.validation_text import validation_text
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import next_fact
 
     with bar("predicting rows", quiet=json) as progress:
         result = commands.validate(table, html=html, rows=rows, progress=progress)
@@ -57,11 +57,11 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit the constants of your cluster to measured runs."""
-    from meshwright import calibration
-    from meshwright.answer_texts import next_fact
-    from meshwright.answers import as_json
-    from planner.accuracy.calibrate.calibration import calibrated_json
-    from planner.report.calibration_text import calibration_text
+    from meshwright.api import calibration
+    from meshwright.planner.calibration.fitting.fitted_calibration import calibrated_json
+    from meshwright.planner.report.calibration_text import calibration_text
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import next_fact
 
     result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
     if json:
@@ -180,14 +180,14 @@ def whatif(
 
     For each cluster: time, cost and energy of its best plan.
     """
-    from meshwright import studies
-    from meshwright.answer_texts import defaults_facts, next_fact
-    from meshwright.answers import as_json
-    from meshwright.defaults import of_user
-    from planner.report.whatif_text import result_facts, result_text
-    from planner.whatif.answers import answers
-    from planner.whatif.run import result_json
-    from planner.whatif.verdicts import verdicts
+    from meshwright.api.defaults import of_user
+    from meshwright.planner.report.whatif_text import result_facts, result_text
+    from meshwright.planner.whatif.conclusions import verdicts
+    from meshwright.planner.whatif.findings import answers
+    from meshwright.planner.whatif.run_study import result_json
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import defaults_facts, next_fact
+    from meshwright.studies import study_command as studies
 
     mine = of_user()
     if study is None:  # which says everything itself
@@ -287,16 +287,16 @@ def catalog(
     json: Json = False,
 ) -> None:
     """List what can be named: models, accelerators, prices."""
-    from meshwright import commands
-    from meshwright.answer_texts import catalog_table
-    from meshwright.answers import as_json
+    from meshwright.api import commands
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import catalog_table
 
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError(
                 "import", "goes with `catalog prices` and the list's --date; give both"
             )
-        from meshwright import studies
+        from meshwright.studies import study_command as studies
 
         found = studies.import_prices(imported, provider=provider, date=date, output=output)
         if json:

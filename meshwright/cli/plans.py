@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.console import bar, out, say
-from meshwright.options import (
+from meshwright.cli.options import (
     BackendOption,
     ClusterOption,
     Explain,
@@ -27,11 +27,11 @@ from meshwright.options import (
     Solver,
     SolverOption,
 )
-from planner.errors import DocumentError, MeshwrightError
+from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
-    from planner.documents.plan import Plan
-    from planner.search.answer import Answer
+    from meshwright.planner.documents.plan import Plan
+    from meshwright.planner.search.answer import Answer
 
 
 def plan(
@@ -95,12 +95,12 @@ def plan(
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
-    from meshwright import commands
-    from meshwright.answer_texts import defaults_facts, next_fact, plan_text, top_table
-    from meshwright.answers import answer_json, as_json
-    from meshwright.defaults import of_user
-    from planner.report.facts import Fact
-    from planner.requests.request import SURE_TO_FIT
+    from meshwright.api import commands
+    from meshwright.api.defaults import of_user
+    from meshwright.planner.report.facts import Fact
+    from meshwright.planner.requests.request import SURE_TO_FIT
+    from meshwright.render.json_output import answer_json, as_json
+    from meshwright.render.text import defaults_facts, next_fact, plan_text, top_table
 
     mine = of_user()
     with bar("searching layouts", quiet=json) as progress:
@@ -159,7 +159,7 @@ def _needed(cluster: str | None) -> str:
 
 def _then(answer: Answer, output: str | None) -> str:
     """Return what a user does with a plan."""
-    from planner.stacks.native import CAVEAT_SOURCE
+    from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 
     if output is None:
         return "add -o plan.yaml to keep the plan"
@@ -170,7 +170,7 @@ def _then(answer: Answer, output: str | None) -> str:
 
 def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
-    from planner.documents.model import is_script
+    from meshwright.planner.documents.model import is_script
 
     if plan.backend != "native":
         return f"meshwright export {file}"
@@ -201,9 +201,9 @@ def compare(
 
     With --best: one plan against the best one of its job, and what each change saves.
     """
-    from meshwright import commands
-    from meshwright.answer_texts import compared_parts, improved_parts
-    from meshwright.answers import as_json, choices_json, improved_json
+    from meshwright.api import commands
+    from meshwright.render.json_output import as_json, choices_json, improved_json
+    from meshwright.render.text import compared_parts, improved_parts
 
     if best:
         if len(plans) != 1:
@@ -250,10 +250,10 @@ def import_(
 
     It executes nothing of it, and prints what was assumed and which keys were not read.
     """
-    from meshwright import commands
-    from meshwright.answer_texts import imported_facts
-    from meshwright.answers import as_json, imported_json
-    from meshwright.defaults import of_user
+    from meshwright.api import commands
+    from meshwright.api.defaults import of_user
+    from meshwright.render.json_output import as_json, imported_json
+    from meshwright.render.text import imported_facts
 
     mine = of_user()
     found = commands.import_plan(
@@ -287,13 +287,13 @@ def predict(
     json: Json = False,
 ) -> None:
     """Predict the time and memory of a plan or a layout."""
-    from meshwright import commands
-    from meshwright.answer_texts import defaults_facts, next_fact
-    from meshwright.answers import as_json
-    from meshwright.defaults import of_user
-    from meshwright.inputs import is_plan
-    from planner.report.facts import Fact, Summary
-    from planner.report.text import assumptions_text, job_text, prediction_facts
+    from meshwright.api import commands
+    from meshwright.api.defaults import of_user
+    from meshwright.api.inputs import is_plan
+    from meshwright.planner.report.facts import Fact, Summary
+    from meshwright.planner.report.text import assumptions_text, job_text, prediction_facts
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import defaults_facts, next_fact
 
     mine = of_user()
     if not is_plan(model):  # which has its own
@@ -342,11 +342,11 @@ def solve(
     json: Json = False,
 ) -> None:
     """Solve a partition problem that is given in numbers."""
-    from meshwright import commands
-    from meshwright.answers import as_json
-    from planner.report.solution_text import solution_json, solution_text
-    from planner.solver.graph_instance import GraphSolution
-    from planner.solver.instance import Infeasible, Unfinished
+    from meshwright.api import commands
+    from meshwright.planner.report.solution_text import solution_json, solution_text
+    from meshwright.planner.solver.graph_instance import GraphSolution
+    from meshwright.planner.solver.partition_problem import Infeasible, Unfinished
+    from meshwright.render.json_output import as_json
 
     solved = commands.solve(problem, solver=solver.value)
     if json:
@@ -392,9 +392,9 @@ def export(
     json: Json = False,
 ) -> None:
     """Export a plan or a checkpoint for another framework."""
-    from meshwright import commands
-    from meshwright.answers import as_json, export_json
-    from planner.documents.units import bytes_text, count_text
+    from meshwright.api import commands
+    from meshwright.planner.documents.units import bytes_text, count_text
+    from meshwright.render.json_output import as_json, export_json
 
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
     if isinstance(written, commands.Configured):
@@ -436,11 +436,11 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a plan: text, HTML page, pipeline timeline."""
-    from meshwright import commands
-    from meshwright.answer_texts import next_fact
-    from meshwright.answers import as_json
-    from planner.report.facts import Fact
-    from planner.report.text import answer_text
+    from meshwright.api import commands
+    from meshwright.planner.report.facts import Fact
+    from meshwright.planner.report.text import answer_text
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import next_fact
 
     shown = commands.show(plan, cluster=cluster, profile=profile, html=html, trace=trace)
     if json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.console import out
-from meshwright.options import (
+from meshwright.cli.options import (
     Explain,
     GlobalBatch,
     Json,
@@ -22,11 +22,11 @@ from meshwright.options import (
     TrustCode,
     with_records,
 )
-from planner.errors import DocumentError
-from runtime.asked import HERE, LaunchRun, Where
+from meshwright.planner.errors import DocumentError
+from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
 
 if TYPE_CHECKING:
-    from meshwright.jobs import Submission
+    from meshwright.launch.schedulers import Submission
 
 
 @with_records
@@ -53,9 +53,9 @@ def launch(
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
-    from meshwright import launches
-    from meshwright.answer_texts import run_parts
-    from meshwright.answers import as_json, job_json, run_json
+    from meshwright.launch import launch as launches
+    from meshwright.render.json_output import as_json, job_json, run_json
+    from meshwright.render.text import run_parts
 
     if json and dry_run and where.on == "local":
         raise DocumentError("json", "a dry run here prints commands; leave out --json")
@@ -105,8 +105,8 @@ def run(
     Options stand before the script's name; what stands behind it is the script's.
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
-    from meshwright import scripts
-    from meshwright.answer_texts import script_parts
+    from meshwright.launch import run_script as scripts
+    from meshwright.render.text import script_parts
 
     done = scripts.run_script(
         plan,
@@ -150,10 +150,10 @@ def watch(
     from rich.console import Group
     from rich.live import Live
 
-    from meshwright import watching
-    from meshwright.answers import as_json
-    from planner.documents.document import write_text
-    from planner.report.run_page import page
+    from meshwright.launch import watch as watching
+    from meshwright.planner.documents.document import write_text
+    from meshwright.planner.report.run_page import page
+    from meshwright.render.json_output import as_json
 
     follows = not (once or json or incident is not None) and (out.is_terminal or output is not None)
     shown = Live(console=out, auto_refresh=False) if follows and out.is_terminal else None
@@ -222,10 +222,10 @@ def profile(
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
-    from meshwright import commands
-    from meshwright.answer_texts import agenda_lines, profile_parts
-    from meshwright.answers import agenda_json, as_json
-    from meshwright.defaults import CommandDefaults
+    from meshwright.api import commands
+    from meshwright.api.defaults import CommandDefaults
+    from meshwright.render.json_output import agenda_json, as_json
+    from meshwright.render.text import agenda_lines, profile_parts
 
     if dry_run:
         found = commands.profile_agenda(

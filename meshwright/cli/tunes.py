@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.console import bar, out, say
-from meshwright.options import (
+from meshwright.cli.options import (
     BackendOption,
     ClusterOption,
     Explain,
@@ -19,10 +19,10 @@ from meshwright.options import (
     SeqLen,
     TrustCode,
 )
-from planner.errors import DocumentError
+from meshwright.planner.errors import DocumentError
 
 if TYPE_CHECKING:
-    from meshwright.tuning import Tuned
+    from meshwright.tune.tune import Tuned
 
 
 def tune(
@@ -87,12 +87,12 @@ def tune(
 
     Interrupted or killed, it goes on with the same command; the plan so far is always valid.
     """
-    from meshwright.answer_texts import defaults_facts, next_fact
-    from meshwright.answers import as_json
-    from meshwright.defaults import of_user
-    from meshwright.tuning import tune as tuned
-    from meshwright.tuning_texts import tuned_json, tuned_parts, write_page
-    from planner.report.facts import Fact
+    from meshwright.api.defaults import of_user
+    from meshwright.planner.report.facts import Fact
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import defaults_facts, next_fact
+    from meshwright.render.tuning_text import tuned_json, tuned_parts, write_page
+    from meshwright.tune.tune import tune as tuned
 
     if html and dry_run:
         raise DocumentError(
@@ -140,7 +140,7 @@ def tune(
 
 def _then(run: str | None, found: Tuned) -> str:
     """Return what trains by the plan: as its trials ran, predicted with what they showed."""
-    from meshwright.tuning import CONSTANTS_FILE
+    from meshwright.tune.tune import CONSTANTS_FILE
 
     output = found.plan_file or ""
     if found.on is not None and run is None:

@@ -16,7 +16,7 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from planner.documents.cluster import (
+from meshwright.planner.documents.cluster import (
     Accelerator,
     AcceleratorKind,
     DeviceCurve,
@@ -24,10 +24,10 @@ from planner.documents.cluster import (
     LinkTier,
     Precision,
 )
-from planner.documents.document import Document, Part, nearest, plain
-from planner.documents.plugins import installed
-from planner.documents.stack import Stack, stack_of, with_options
-from planner.documents.units import (
+from meshwright.planner.documents.document import Document, Part, nearest, plain
+from meshwright.planner.documents.plugins import installed
+from meshwright.planner.documents.stack import Stack, stack_of, with_options
+from meshwright.planner.documents.units import (
     Amount,
     Count,
     Devices,
@@ -41,7 +41,7 @@ from planner.documents.units import (
     Share,
     Text,
 )
-from planner.errors import DocumentError
+from meshwright.planner.errors import DocumentError
 
 D = TypeVar("D", bound=Document)
 

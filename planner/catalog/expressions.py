@@ -14,7 +14,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from planner.catalog import (
+from meshwright.planner.architectures.architecture import architecture_of
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.catalog import (
     AcceleratorEntry,
     NodeEntry,
     accelerator_name,
@@ -26,8 +28,8 @@ from planner.catalog import (
     pcie,
     rents,
 )
-from planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
-from planner.documents.document import (
+from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
+from meshwright.planner.documents.document import (
     is_file,
     is_folder,
     is_there,
@@ -37,11 +39,9 @@ from planner.documents.document import (
     read_text,
     unreadable,
 )
-from planner.documents.model import ModelGraph, is_factory, is_recorded, is_script
-from planner.documents.units import MOST_DEVICES, name_of
-from planner.errors import DocumentError
-from planner.layers.architecture import architecture_of
-from planner.layers.parameters import graph_of
+from meshwright.planner.documents.model import ModelGraph, is_factory, is_recorded, is_script
+from meshwright.planner.documents.units import MOST_DEVICES, name_of
+from meshwright.planner.errors import DocumentError
 
 ROUND_S = 3e-6
 """Of a ring's round inside nodes while it goes over a network: what NCCL counts for a send of its
@@ -118,7 +118,7 @@ def resolve_cluster(text: str) -> ClusterSpec:
     (128, [('nvlink', 8), ('network', 128)])
     """
     if text == "local" or text.startswith("local:"):
-        from planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
+        from meshwright.planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
 
         return local.cluster(_ranks(text))
     if _is_path(text):

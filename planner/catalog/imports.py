@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from planner.catalog import Rent, accelerators
-from planner.documents.document import Document, read_table
-from planner.documents.units import MOST_DEVICES
-from planner.errors import DocumentError
+from meshwright.planner.catalog import Rent, accelerators
+from meshwright.planner.documents.document import Document, read_table
+from meshwright.planner.documents.units import MOST_DEVICES
+from meshwright.planner.errors import DocumentError
 
 SKYPILOT = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "SpotPrice", "Region")
 GPUHUNT = ("instance_name", "location", "price", "gpu_count", "gpu_name", "gpu_memory", "spot")

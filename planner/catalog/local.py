@@ -15,11 +15,17 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from planner.catalog import AcceleratorEntry, accelerators, pcie
-from planner.catalog.machine_figures import MachineFigures, machine_figures
-from planner.catalog.topology import Links, joined_by_nvlink, links
-from planner.documents.cluster import Accelerator, ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
-from planner.errors import DocumentError
+from meshwright.planner.catalog import AcceleratorEntry, accelerators, pcie
+from meshwright.planner.catalog.machine_figures import MachineFigures, machine_figures
+from meshwright.planner.catalog.topology import Links, joined_by_nvlink, links
+from meshwright.planner.documents.cluster import (
+    Accelerator,
+    ClusterSpec,
+    DeviceCurve,
+    DeviceGroup,
+    LinkTier,
+)
+from meshwright.planner.errors import DocumentError
 
 MIB = 2**20
 MOST_CORES = 8

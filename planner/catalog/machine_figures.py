@@ -30,9 +30,9 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 
-from planner.documents.document import Part, read_text, write_text
-from planner.documents.units import Amount, Count, Rate, Text
-from planner.errors import DocumentError, LaunchError
+from meshwright.planner.documents.document import Part, read_text, write_text
+from meshwright.planner.documents.units import Amount, Count, Rate, Text
+from meshwright.planner.errors import DocumentError, LaunchError
 
 DAYS = 30
 """Figures that are older are measured again."""

@@ -25,10 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from planner.costs.calibration import Figures
-from planner.costs.rates import Rates
-from planner.documents.plan import Activations
-from planner.layers.operator_table import larger, share
+from meshwright.planner.costs.calibration import Figures
+from meshwright.planner.costs.hardware_rates import Rates
+from meshwright.planner.documents.plan import Activations
+from meshwright.planner.operators.operator_table import larger, share
 
 PACKED_BYTES_PER_ELEMENT = 1 + 4 / 128
 PACKING_TRAFFIC_BYTES = 37

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs.layer_seconds import ENDS
-from planner.documents.cluster import Provenance
-from planner.documents.plan import Activations
-from planner.documents.profile import LayerMeasurement, Profile, Recompute
-from planner.layers.operator_table import Setting, smaller
+from meshwright.planner.costs.layer_seconds import ENDS
+from meshwright.planner.documents.cluster import Provenance
+from meshwright.planner.documents.plan import Activations
+from meshwright.planner.documents.profile import LayerMeasurement, Profile, Recompute
+from meshwright.planner.operators.operator_table import Setting, smaller
 
 SURE = 0.2
 """Spread of a stage's and of its layers' seconds up to which one says something of the other."""

@@ -19,12 +19,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs.link_fit import fitted_s
-from planner.documents.cluster import Collective, LinkTier
-from planner.documents.plan import Axis, Layout
-from planner.documents.profile import CollectiveCurve
-from planner.documents.tolerances import NOTHING
-from planner.layers.routing import Routing
+from meshwright.planner.costs.alpha_beta_fit import fitted_s
+from meshwright.planner.documents.cluster import Collective, LinkTier
+from meshwright.planner.documents.plan import Axis, Layout
+from meshwright.planner.documents.profile import CollectiveCurve
+from meshwright.planner.documents.tolerances import NOTHING
+from meshwright.planner.operators.expert_routing import Routing
 
 DEFAULT_FRACTION: dict[Collective, float] = {
     "all_reduce": 0.75,

@@ -7,7 +7,7 @@ slowest of all devices has (`slowest`), W the memory bandwidth, f and g the frac
 device's curve; f differs between matrix products and attention, forward and backward.  The additive
 form fits measured products of ten accelerators to 5-13 %, where a roofline (the larger term alone)
 is 18-34 % optimistic.  Of a communication only its launch and the copies beside it count here; its
-time on the links stands in `planner.costs.collectives`.
+time on the links stands in `meshwright.planner.costs.collectives`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
-from planner.documents.cluster import EIGHT_BITS, Accelerator, AttentionKernel, DeviceCurve
-from planner.documents.stack import Recipe, Stack
-from planner.errors import DocumentError
-from planner.layers.operator_table import Operator
+from meshwright.planner.documents.cluster import (
+    EIGHT_BITS,
+    Accelerator,
+    AttentionKernel,
+    DeviceCurve,
+)
+from meshwright.planner.documents.stack import Recipe, Stack
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.operators.operator_table import Operator
 
 MATMUL_BACKWARD = 2.0
 """A product's backward is two products of its size: one for each factor's gradient."""

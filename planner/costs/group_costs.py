@@ -11,14 +11,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.costs.collectives import Level, group_levels
-from planner.costs.crossings import crossings
-from planner.costs.hosts import host_room_bytes
-from planner.costs.layout_costs import CostTables, LayoutCosts
-from planner.costs.rank_memory import Passing
-from planner.costs.seats import Seat, Seats, passed_on
-from planner.documents.plan import Activations, Layout
-from planner.requests.request import Request
+from meshwright.planner.costs.collectives import Level, group_levels
+from meshwright.planner.costs.cut_tensors import crossings
+from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
+from meshwright.planner.costs.memory.host_memory import host_room_bytes
+from meshwright.planner.costs.memory.rank_memory import Passing
+from meshwright.planner.costs.stage_placement import Seat, Seats, passed_on
+from meshwright.planner.documents.plan import Activations, Layout
+from meshwright.planner.requests.request import Request
 
 
 class GroupCosts:

@@ -5,8 +5,8 @@
     host_passes    the least that Python and launches take, however small the work
 
 The one place where a stack's operators become seconds, whether one setting is asked or thousands
-(`planner.layers.operator_table.ManySettings`).  What sharding of states adds is
-`planner.costs.sharding`'s.
+(`meshwright.planner.operators.operator_table.ManySettings`).  What sharding of states adds is
+`meshwright.planner.costs.sharding`'s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
-from planner.costs import compute
-from planner.costs.compute import DeviceRates
-from planner.documents.cluster import Collective
-from planner.documents.profile import Recompute
-from planner.documents.stack import Stack
-from planner.layers.operator_table import (
+from meshwright.planner.architectures.parameters import routes
+from meshwright.planner.costs import compute
+from meshwright.planner.costs.compute import DeviceRates
+from meshwright.planner.documents.cluster import Collective
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.operators.expert_routing import Routing
+from meshwright.planner.operators.operator_table import (
     BACKWARD_OF,
     GroupAxis,
     Operator,
@@ -30,8 +32,6 @@ from planner.layers.operator_table import (
     larger,
     share,
 )
-from planner.layers.parameters import routes
-from planner.layers.routing import Routing
 
 ENDS = ("embedding", "head")
 EXPERT_AXES: tuple[GroupAxis, ...] = ("expert", "experts_across", "experts_inside")

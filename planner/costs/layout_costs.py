@@ -10,12 +10,12 @@ boundaries at its ends, m micro-batches and q_s of them in flight, the solver op
     T     = (m - 1) max_s t_s + Σ_s t_s + max_s Σ sync_s + step_s
     t_s   = Σ (forward_s + backward_s) + boundary_s (one boundary at the ends, two between)
 
-and keeps what planner.costs.rank_memory counts within the device.
+and keeps what meshwright.planner.costs.memory.rank_memory counts within the device.
 `planner.costs.predict` simulates the plan instead; for stages with no transfer time the two agree
 exactly where one stage is the slowest and stands last, and the closed form is above otherwise.
 
 What happens in each micro-batch is in forward_s and backward_s, what happens once per step in
-sync_s; `planner.costs.layer_parts` tells how much of what is sent is seen.
+sync_s; `meshwright.planner.costs.layer_cost_breakdown` tells how much of what is sent is seen.
 """
 
 from __future__ import annotations
@@ -27,32 +27,36 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs.crossings import Boundaries
-from planner.costs.figure_store import FigureStore, KindFigures
-from planner.costs.held import HeldStates, ResidentParameters, loss_gradients
-from planner.costs.hosts import usable_share
-from planner.costs.layer_figures import LayerFigures
-from planner.costs.layer_parts import LayerParts, Moved, parts_key
-from planner.costs.memory import FP32, States, StateSharding
-from planner.costs.pace import pace_of, slower_profile, slower_stack
-from planner.costs.rates import Rates, assumptions, host_assumptions, rates
-from planner.costs.sharding import ShardingTraffic
-from planner.costs.strategy import (
+from meshwright.planner.costs.cost_cache import FigureStore, KindFigures
+from meshwright.planner.costs.cut_tensors import Boundaries
+from meshwright.planner.costs.hardware_rates import Rates, assumptions, host_assumptions, rates
+from meshwright.planner.costs.layer_cost_breakdown import LayerParts, Moved, parts_key
+from meshwright.planner.costs.layer_costs import LayerFigures
+from meshwright.planner.costs.layer_strategy import (
     Recomputes,
     StrategyCost,
     StrategyParts,
     choices_of,
     strategy_cost,
 )
-from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
-from planner.documents.plan import Activations, Layout
-from planner.documents.prediction import Assumption
-from planner.documents.profile import ChunkedLoss, Recompute
-from planner.layers import arithmetic
-from planner.layers.kernels import kernels_of
-from planner.layers.operator_table import RECOMPUTES, Setting
-from planner.requests.request import Request
-from planner.stacks.native import caveat, refusal
+from meshwright.planner.costs.memory.host_memory import usable_share
+from meshwright.planner.costs.memory.resident_states import (
+    HeldStates,
+    ResidentParameters,
+    loss_gradients,
+)
+from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
+from meshwright.planner.costs.sharding import ShardingTraffic
+from meshwright.planner.costs.slowdown import pace_of, slower_profile, slower_stack
+from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
+from meshwright.planner.documents.plan import Activations, Layout
+from meshwright.planner.documents.prediction import Assumption
+from meshwright.planner.documents.profile import ChunkedLoss, Recompute
+from meshwright.planner.frameworks.native_limits import caveat, refusal
+from meshwright.planner.operators import layer_operators as arithmetic
+from meshwright.planner.operators.kernels import kernels_of
+from meshwright.planner.operators.operator_table import RECOMPUTES, Setting
+from meshwright.planner.requests.request import Request
 
 __all__ = [
     "CostTables",
@@ -82,7 +86,7 @@ class LayoutCosts:
     slack: float
     """Reserved over allocated bytes."""
     tight: float
-    """The same where memory is short (planner.costs.rank_memory.room_bytes)."""
+    """The same where memory is short (meshwright.planner.costs.memory.rank_memory.room_bytes)."""
     room_share: float
     """Of a device's room, what predicted needs may take to fit with the probability asked for."""
     keeps_sent: bool
@@ -349,7 +353,10 @@ class CostTables:
             return None
         if a is None or layout.loss is not None:
             return None
-        from planner.costs.segments import Replayed, reserved_beside_bytes  # noqa: PLC0415
+        from meshwright.planner.costs.memory.allocator_segments import (  # noqa: PLC0415
+            Replayed,
+            reserved_beside_bytes,
+        )
 
         setting, again = self._setting(layout), self.sharing(layout).gathers_again
         replayed: dict[tuple[str, Recompute], Replayed] = {}
@@ -530,5 +537,5 @@ class _ScheduleFreeCosts:
 
 
 def counted_by_rank(layout: Layout) -> bool:
-    """Whether planner.costs.rank_memory tells memory: several stages a rank, or split backwards."""
+    """Whether rank_memory tells memory: several stages a rank, or split backwards."""
     return layout.virtual_stages > 1 or layout.executed.splits_backward

@@ -2,7 +2,7 @@
 
 An adapter of a matrix with `in` and `out` features has A [rank, in] and B [out, rank].  Tensor
 parallelism divides B where it divides the outputs, A where it divides the inputs; the other stays
-whole (runtime/lora.py).
+whole (runtime/techniques/lora.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.documents.model import Architecture, LatentAttention, ModelGraph
-from planner.documents.training import Lora
-from planner.errors import DocumentError
-from planner.layers.parameters import routes
+from meshwright.planner.architectures.parameters import routes
+from meshwright.planner.documents.model import Architecture, LatentAttention, ModelGraph
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.errors import DocumentError
 
 EVERY_LINEAR = "all-linear"
 _REFERENCE = {
@@ -118,7 +118,7 @@ def _mlp(a: Architecture, *, experts: bool) -> Iterator[_Shape]:
 def adapter_parameters(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1) -> float:
     """Return the parameters of a layer's adapters on a rank; embedding and head have none.
 
-    >>> from planner.catalog.expressions import resolve_model
+    >>> from meshwright.planner.catalog.expressions import resolve_model
     >>> llama = resolve_model("llama-3.1-8b")
     >>> adapter_parameters(llama, "block", Lora(rank=16, targets=("q_proj", "v_proj")))
     212992.0
@@ -129,7 +129,7 @@ def adapter_parameters(model: ModelGraph, kind: str, lora: Lora, *, tensor: int 
 def largest_adapter(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1) -> float:
     """Return the parameters of the larger matrix of a layer's largest adapter on a rank.
 
-    >>> from planner.catalog.expressions import resolve_model
+    >>> from meshwright.planner.catalog.expressions import resolve_model
     >>> llama = resolve_model("llama-3.1-8b")
     >>> largest_adapter(llama, "block", Lora(rank=16, targets=("q_proj", "down_proj")))
     229376.0

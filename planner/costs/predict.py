@@ -1,6 +1,6 @@
 """What a plan should do: step time by cause, memory of every stage by cause, and how sure we are.
 
-The step is simulated (`planner.schedules.simulate`) with each stage's seconds from
+The step is simulated (`meshwright.planner.schedules.simulate`) with each stage's seconds from
 `planner.costs.layout_costs`; then come the reduction of gradients, the optimizer and what the
 runtime does once per step.  The solver's closed form (see planner.costs.layout_costs) prices the
 same plan without simulation; on the same seconds it is equal for uniform stages without transfers,
@@ -15,13 +15,14 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 
-from planner.costs.compute import peak_flops
-from planner.costs.crossings import blocks_of, in_order
-from planner.costs.group_costs import GroupCosts
-from planner.costs.hosts import overfull, unknown
-from planner.costs.layer_seconds import ENDS
-from planner.costs.layout_costs import CostTables, LayoutCosts
-from planner.costs.rank_memory import (
+from meshwright.planner.costs.compute import peak_flops
+from meshwright.planner.costs.cut_tensors import blocks_of, in_order
+from meshwright.planner.costs.group_costs import GroupCosts
+from meshwright.planner.costs.layer_seconds import ENDS
+from meshwright.planner.costs.layer_strategy import StrategyParts
+from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
+from meshwright.planner.costs.memory.host_memory import overfull, unknown
+from meshwright.planner.costs.memory.rank_memory import (
     NOT_TENSORS,
     has_room,
     host_bytes,
@@ -30,22 +31,26 @@ from planner.costs.rank_memory import (
     whole_room_bytes,
     widest,
 )
-from planner.costs.seats import Seats, alike, branching
-from planner.costs.strategy import StrategyParts
-from planner.costs.uncertainty import fit_probability, memory_range, step_range
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph, is_script
-from planner.documents.plan import Activations, Layout, Plan
-from planner.documents.prediction import Assumption, Prediction, StagePrediction, compaction
-from planner.documents.profile import Profiles, Recompute
-from planner.documents.tolerances import ROUNDING
-from planner.errors import DocumentError
-from planner.layers.arithmetic import step_flops
-from planner.requests.request import Request
-from planner.schedules import schedule_of
-from planner.schedules.schedule import Order, orders, rank_of_stage
-from planner.schedules.simulate import Timeline, timeline
-from planner.schedules.steady_state import RankTimes, StageTimes, rank_times
+from meshwright.planner.costs.stage_placement import Seats, alike, branching
+from meshwright.planner.costs.uncertainty import fit_probability, memory_range, step_range
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph, is_script
+from meshwright.planner.documents.plan import Activations, Layout, Plan
+from meshwright.planner.documents.prediction import (
+    Assumption,
+    Prediction,
+    StagePrediction,
+    compaction,
+)
+from meshwright.planner.documents.profile import Profiles, Recompute
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.operators.layer_operators import step_flops
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import schedule_of
+from meshwright.planner.schedules.schedule import Order, orders, rank_of_stage
+from meshwright.planner.schedules.simulate import Timeline, timeline
+from meshwright.planner.schedules.steady_state import RankTimes, StageTimes, rank_times
 
 Placement = tuple[tuple[str, Recompute, Activations], ...]
 """Layer kinds of one stage in order, each with its choices."""

@@ -34,12 +34,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
-from planner.costs import compute
-from planner.costs.collectives import Levels, ranks_of
-from planner.costs.memory import FP32, NARROW, StateSharding, StateTypes
-from planner.costs.rates import Hidden, Rates
-from planner.documents.stack import Accumulation
-from planner.layers.operator_table import either, larger
+from meshwright.planner.costs import compute
+from meshwright.planner.costs.collectives import Levels, ranks_of
+from meshwright.planner.costs.hardware_rates import Hidden, Rates
+from meshwright.planner.costs.memory.state_bytes import FP32, NARROW, StateSharding, StateTypes
+from meshwright.planner.documents.stack import Accumulation
+from meshwright.planner.operators.operator_table import either, larger
 
 POWERSGD_RANK = 4
 """Columns of PowerSGD's factors."""
@@ -323,8 +323,8 @@ def accumulated_bytes(types: StateTypes, accumulation: Accumulation) -> float:
 
     Sources: DeepSpeed, BF16_Optimizer.update_hp_grads; Megatron-LM, fused weight gradients.
 
-    >>> from planner.catalog import stacks
-    >>> from planner.costs.memory import state_types
+    >>> from meshwright.planner.catalog import stacks
+    >>> from meshwright.planner.costs.memory.state_bytes import state_types
     >>> accumulated_bytes(state_types(stacks()["megatron-deepspeed"], "bf16"), "cast_then_add")
     18.0
     """

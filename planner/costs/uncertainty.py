@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
-from planner.documents.cluster import EIGHT_BITS
-from planner.documents.plan import Layout
-from planner.documents.prediction import Assumption
-from planner.requests.request import Request
+from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.prediction import Assumption
+from meshwright.planner.requests.request import Request
 
 LINK_SPREAD = 0.15
 """Relative error of collective seconds: the alpha-beta model misses NCCL's curves by 7-21 %."""

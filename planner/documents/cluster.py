@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.documents.document import Document, Part
-from planner.documents.units import (
+from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.units import (
     MOST_DEVICES,
     Amount,
     Count,
@@ -23,7 +23,7 @@ from planner.documents.units import (
     Rate,
     Text,
 )
-from planner.errors import DocumentError
+from meshwright.planner.errors import DocumentError
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]

@@ -31,11 +31,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from planner.documents.units import bytes_text
-from planner.errors import DocumentError
-from planner.errors.shown import one_line
-from planner.process.guarded_files import opened as opened_to_write
-from planner.process.guarded_files import replaced
+from meshwright.planner.documents.units import bytes_text
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import one_line
+from meshwright.planner.system.safe_files import opened as opened_to_write
+from meshwright.planner.system.safe_files import replaced
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40

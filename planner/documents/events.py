@@ -2,8 +2,8 @@
 
 The file is the one record of a run.  Every attempt adds to it and none takes from it: a step that
 is done again stands there twice, so that what failures cost can be read from it
-(`planner.whatif.survival`).  metrics.jsonl, TensorBoard and Weights & Biases are readers of it.
-Seconds that were predicted stand beside those that were measured.
+(`planner.whatif.pricing.survival`).  metrics.jsonl, TensorBoard and Weights & Biases are readers of
+it. Seconds that were predicted stand beside those that were measured.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from planner.documents.document import Part
-from planner.documents.units import Amount, Count, Positive, Proportion, Text
+from meshwright.planner.documents.document import Part
+from meshwright.planner.documents.units import Amount, Count, Positive, Proportion, Text
 
 LONGEST_EVENT_BYTES = 1 << 16
 START_TIMES = 10.0

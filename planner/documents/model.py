@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.documents.document import Document, Part
-from planner.documents.units import Amount, Count, Flag, Line, Name, Positive
+from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.units import Amount, Count, Flag, Line, Name, Positive
 
 if TYPE_CHECKING:
     import networkx
@@ -242,7 +242,7 @@ class DividedLayer(Part):
 
 
 class TracedExperts(Part):
-    """Experts of a traced layer, in two matrices for all of a module (runtime.experts)."""
+    """Experts of a traced layer, in two matrices for all of a module (expert_parallel)."""
 
     count: Positive
     """Of each module, or what divides that of all."""
@@ -328,7 +328,7 @@ class ModelGraph(Document):
     """The Python files that made the modules of `file.py:factory`: the file, and what it imported
     from its folder.  Paths are relative to that folder.  No other content of them is run."""
     recording: FileDigest | None = None
-    """What the forward of a script's module does with which shapes (runtime.recording)."""
+    """What the forward of a script's module does with which shapes (runtime.tracing.trace)."""
     positions: Positive | None = None
     """Of a traced sample, where ranks can divide them."""
     optimizer_bytes: Amount | None = None

@@ -17,13 +17,13 @@ from pydantic import (
     model_validator,
 )
 
-from planner.documents.axes import LAYOUT_AXES, axes_of
-from planner.documents.cluster import Precision
-from planner.documents.document import Document, Part, nearest
-from planner.documents.model import BatchLeaf, ModelGraph, is_own
-from planner.documents.profile import CHUNK_ROWS, ChunkedLoss, Recompute
-from planner.documents.training import Lora, Training
-from planner.documents.units import (
+from meshwright.planner.documents.axes import LAYOUT_AXES, axes_of
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.document import Document, Part, nearest
+from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_own
+from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, Recompute
+from meshwright.planner.documents.training import Lora, Training
+from meshwright.planner.documents.units import (
     MOST_DEVICES,
     MOST_SAMPLES,
     MOST_TOKENS,
@@ -37,10 +37,10 @@ from planner.documents.units import (
     Text,
     Timeout,
 )
-from planner.errors import DocumentError
-from planner.errors.shown import html_table
-from planner.schedules import PLAIN, SCHEDULES, Schedule
-from planner.schedules.schedule import obstacle, rank_of_stage, too_long
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import html_table
+from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule
+from meshwright.planner.schedules.schedule import obstacle, rank_of_stage, too_long
 
 
 def _known_schedule(name: str) -> str:

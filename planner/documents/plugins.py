@@ -17,8 +17,8 @@ from functools import cache
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from planner.documents.document import nearest, plain
-from planner.errors import DocumentError
+from meshwright.planner.documents.document import nearest, plain
+from meshwright.planner.errors import DocumentError
 
 GROUPS = ("stacks", "accelerators", "exporters", "loggers")
 OFF = "MESHWRIGHT_PLUGINS"

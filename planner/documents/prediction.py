@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from planner.documents.document import Document, Part
-from planner.documents.tolerances import EQUAL
-from planner.documents.units import (
+from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.tolerances import EQUAL
+from meshwright.planner.documents.units import (
     Count,
     Finite,
     Flag,
@@ -20,7 +20,7 @@ from planner.documents.units import (
     count_text,
     seconds_text,
 )
-from planner.errors.shown import html_table
+from meshwright.planner.errors.shown import html_table
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 """The variable, and its value, under which torch's allocator leaves the least memory unused; ranks

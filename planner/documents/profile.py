@@ -12,9 +12,19 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.documents.cluster import Collective, Precision
-from planner.documents.document import Document, Part
-from planner.documents.units import Amount, Count, Flag, Fraction, Line, Name, Positive, Rate, Text
+from meshwright.planner.documents.cluster import Collective, Precision
+from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.units import (
+    Amount,
+    Count,
+    Flag,
+    Fraction,
+    Line,
+    Name,
+    Positive,
+    Rate,
+    Text,
+)
 
 Recompute = Literal["none", "selective", "full"]
 LossGradients = Literal["precomputed", "recomputed"]
@@ -132,7 +142,7 @@ class LinkPiece(Part):
 
 
 class LinkFit(Part):
-    """Lines through all points of a curve; planner.costs.link_fit draws them."""
+    """Lines through all points of a curve; meshwright.planner.costs.alpha_beta_fit draws them."""
 
     pieces: tuple[LinkPiece, ...] = Field(min_length=1)
     residual: Amount

@@ -17,11 +17,20 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.documents.document import Document, Part, nearest
-from planner.documents.plan import Scales
-from planner.documents.stack_space import ConditionText, Space, StageRule
-from planner.documents.units import Amount, Count, Flag, Fraction, Overhead, Positive, Rate, Text
-from planner.errors import DocumentError
+from meshwright.planner.documents.document import Document, Part, nearest
+from meshwright.planner.documents.plan import Scales
+from meshwright.planner.documents.stack_space import ConditionText, Space, StageRule
+from meshwright.planner.documents.units import (
+    Amount,
+    Count,
+    Flag,
+    Fraction,
+    Overhead,
+    Positive,
+    Rate,
+    Text,
+)
+from meshwright.planner.errors import DocumentError
 
 Kernel = Literal["module", "fused"]
 """One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
@@ -110,7 +119,7 @@ class Sharding(Part):
     collectives (FSDP2), or are parts of those buffers."""
     accumulation: Accumulation = "into_sum"
     """How a micro-batch's gradients are added to those before: see
-    `planner.costs.sharding.accumulated_bytes`."""
+    `meshwright.planner.costs.sharding.accumulated_bytes`."""
     implicit_gathers: Flag = False
     """A forward's gather starts when the host comes by its unit, unless a layout asks for a depth
     of prefetching; else it is always started ahead."""
@@ -358,7 +367,7 @@ class PipelineRule(Part):
     keeps_results: Flag = False
     """So does what the last stage returns, beside its loss."""
     stages: StageRule = "even"
-    """How blocks are divided among stages (planner.stacks.stage_rules)."""
+    """How blocks are divided among stages (meshwright.planner.frameworks.stage_rules)."""
     polled_s: Amount = 0.0
     """What the host sleeps between two looks at whether a message has come."""
 
@@ -451,7 +460,7 @@ class MemoryRule(Part):
     """Reserved over allocated bytes of the caching allocator."""
     replayed: Flag = False
     """What it reserves beside them follows from the tensors of a step instead, of layouts without
-    stages that keep their activations (`planner.costs.segments`)."""
+    stages that keep their activations (`meshwright.planner.costs.memory.allocator_segments`)."""
     tight: Rate = 1.02
     """Reserved over allocated bytes where memory is short and the allocator compacts."""
     context_bytes: Amount = 1.0e9

@@ -18,11 +18,11 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from planner.documents.axes import LAYOUT_AXES
-from planner.documents.cluster import ClusterSpec, Precision
-from planner.documents.document import Part, nearest
-from planner.documents.model import ModelGraph, trains_as_module
-from planner.documents.plan import (
+from meshwright.planner.documents.axes import LAYOUT_AXES
+from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.document import Part, nearest
+from meshwright.planner.documents.model import ModelGraph, trains_as_module
+from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
@@ -38,11 +38,11 @@ from planner.documents.plan import (
     TensorOverlap,
     WeightWire,
 )
-from planner.documents.profile import Recompute
-from planner.documents.units import Flag, Positive, Text
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.units import Flag, Positive, Text
 
 StageRule = Literal["any", "even", "even_but_ends", "by_products"]
-"""Which splits of a model's blocks among stages can be asked for (planner.stacks.stage_rules)."""
+"""Which splits of a model's blocks among stages can be asked for (stage_rules)."""
 
 
 class Facts(NamedTuple):

@@ -14,8 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from planner.documents.document import Part, first_error, plain
-from planner.documents.units import (
+from meshwright.planner.documents.document import Part, first_error, plain
+from meshwright.planner.documents.units import (
     LONGEST_S,
     Amount,
     Count,
@@ -27,7 +27,7 @@ from planner.documents.units import (
     Share,
     Text,
 )
-from planner.errors import DocumentError, LaunchError
+from meshwright.planner.errors import DocumentError, LaunchError
 
 RateSchedule = Literal["constant", "cosine", "linear", "wsd"]
 """How the learning rate goes on after the warm-up: as it is, down a cosine or a line to its floor,

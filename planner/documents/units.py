@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from planner.errors import DocumentError
+from meshwright.planner.errors import DocumentError
 
 # Sizes are bounded: counts are exact as floats, products of several figures stay finite, and what
 # is listed one by one (devices, samples) can be listed.

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 
-from planner.accuracy.calibrate.calibration import Calibrated, Fitted, errors
-from planner.report.facts import Fact, Summary
+from meshwright.planner.calibration.fitting.fitted_calibration import Calibrated, Fitted, errors
+from meshwright.planner.report.facts import Fact, Summary
 
 MEASURED = {"step time": "time", "peak memory": "memory"}
 """What a fit is of, as labels."""

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.errors.shown import lines
+from meshwright.planner.errors.shown import lines
 
 MOST_LINES = 10
 INDENT = 10

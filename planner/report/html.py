@@ -11,17 +11,17 @@ from importlib import resources
 
 import jinja2
 
-from planner.documents.cluster import ClusterSpec
-from planner.documents.plan import Plan
-from planner.documents.prediction import Certificate, Prediction, StagePrediction
-from planner.documents.units import GIB, bytes_text, seconds_text
-from planner.report import svg
-from planner.report.mesh_picture import axes_of, mesh_picture
-from planner.report.text import layers_text, recompute_text, why_text
-from planner.report.timeline_picture import left_out, timeline_key, timeline_picture
-from planner.schedules.schedule import rank_of_stage
-from planner.schedules.simulate import Timeline
-from planner.search.answer import Alternative
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Certificate, Prediction, StagePrediction
+from meshwright.planner.documents.units import GIB, bytes_text, seconds_text
+from meshwright.planner.report import svg
+from meshwright.planner.report.mesh_picture import axes_of, mesh_picture
+from meshwright.planner.report.text import layers_text, recompute_text, why_text
+from meshwright.planner.report.timeline_picture import left_out, timeline_key, timeline_picture
+from meshwright.planner.schedules.schedule import rank_of_stage
+from meshwright.planner.schedules.simulate import Timeline
+from meshwright.planner.search.answer import Alternative
 
 MOST_MOMENTS = 8_000
 """Changes of memory drawn; of a longer step each rank shows its first ones."""
@@ -51,7 +51,7 @@ def page(
     if timeline is not None:
         figures.append(("Pipeline timeline", timeline_picture(timeline)))
         figures.append(("Memory over a step", resident_chart(timeline, ranks)))
-    template = resources.files("planner.report").joinpath("plan.html").read_text("utf-8")
+    template = resources.files("meshwright.planner.report").joinpath("plan.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

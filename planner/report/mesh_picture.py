@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-from planner.documents.cluster import ClusterSpec, LinkTier
-from planner.documents.plan import Layout
+from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
+from meshwright.planner.documents.plan import Layout
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 """Of pipeline ranks; readable on light and on dark."""

@@ -10,8 +10,8 @@ from importlib import resources
 
 import jinja2
 
-from planner.report import svg
-from planner.report.facts import Fact
+from meshwright.planner.report import svg
+from meshwright.planner.report.facts import Fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def page(reading: RunReading, *, again_s: float | None = None) -> str:
     >>> "a &lt;run&gt;" in html, "refresh" in html
     (True, False)
     """
-    template = resources.files("planner.report").joinpath("run.html").read_text("utf-8")
+    template = resources.files("meshwright.planner.report").joinpath("run.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

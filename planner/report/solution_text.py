@@ -8,11 +8,17 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from planner.documents.units import bytes_text, percent_text, seconds_text
-from planner.report.facts import plain_table
-from planner.solver.graph_instance import GraphSolution
-from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished, host_bytes
-from planner.solver.problem import Problem
+from meshwright.planner.documents.units import bytes_text, percent_text, seconds_text
+from meshwright.planner.report.facts import plain_table
+from meshwright.planner.solver.graph_instance import GraphSolution
+from meshwright.planner.solver.partition_problem import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Unfinished,
+    host_bytes,
+)
+from meshwright.planner.solver.problem_document import Problem
 
 FEW = 8
 """Stages that are shown unless all of them are asked for."""

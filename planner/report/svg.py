@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from planner.documents.tolerances import NOTHING
+from meshwright.planner.documents.tolerances import NOTHING
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 76, 16, 14, 44

@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableT
 from rich.segment import Segment
 from rich.text import Text
 
-from planner.documents.units import whole_number
-from planner.errors.shown import lines
+from meshwright.planner.documents.units import whole_number
+from meshwright.planner.errors.shown import lines
 
 PIPED, PAGE = 80, 25
 """Columns and lines where nobody says."""

@@ -8,16 +8,16 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from planner.costs.predict import FULL_TIME
-from planner.costs.uncertainty import own_miss
-from planner.documents.plan import Job, PlacedLayer, Plan
-from planner.documents.prediction import Certificate, Prediction
-from planner.documents.units import GIB, bytes_text, percent_text, seconds_text
-from planner.report.facts import Fact, Summary, plain_table
-from planner.report.ties import tie_text, ties
-from planner.search.answer import Alternative
-from planner.search.certificate import LEFT_OUT
-from planner.stacks.native import CAVEAT_SOURCE
+from meshwright.planner.costs.predict import FULL_TIME
+from meshwright.planner.costs.uncertainty import own_miss
+from meshwright.planner.documents.plan import Job, PlacedLayer, Plan
+from meshwright.planner.documents.prediction import Certificate, Prediction
+from meshwright.planner.documents.units import GIB, bytes_text, percent_text, seconds_text
+from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
+from meshwright.planner.report.facts import Fact, Summary, plain_table
+from meshwright.planner.report.statistical_ties import tie_text, ties
+from meshwright.planner.search.answer import Alternative
+from meshwright.planner.search.proof_account import LEFT_OUT
 
 MOST_STAGES = 16
 """Rows of a table of stages; of more, neighbours share one."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from planner.documents.units import seconds_text
-from planner.report.mesh_picture import COLOURS
-from planner.schedules.actions import Action
-from planner.schedules.simulate import Timeline
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.report.mesh_picture import COLOURS
+from meshwright.planner.schedules.actions import Action
+from meshwright.planner.schedules.simulate import Timeline
 
 SHADES = {
     "F": ("forward", 1.0),

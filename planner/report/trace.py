@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from planner.schedules.simulate import Timeline
+from meshwright.planner.schedules.simulate import Timeline
 
 KINDS = {
     "F": "forward",

@@ -9,12 +9,12 @@ from importlib import resources
 
 import jinja2
 
-from planner.documents.units import seconds_text
-from planner.report import svg
-from planner.report.facts import Fact
-from planner.tuning.options import CONSTANTS
-from planner.tuning.record import Trial
-from planner.tuning.tuner import Tuner
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.report import svg
+from meshwright.planner.report.facts import Fact
+from meshwright.planner.tuning.next_trial import Tuner
+from meshwright.planner.tuning.record import Trial
+from meshwright.planner.tuning.trial_options import CONSTANTS
 
 MOST_PLANS = 48
 """Drawn, of those believed fastest and those that were tried."""
@@ -39,7 +39,9 @@ def page(
 ) -> str:
     """Return the report; `names` are the layouts of the tuner's options."""
     rows = list(plans(names, tuner))
-    template = resources.files("planner.report").joinpath("trials.html").read_text("utf-8")
+    template = (
+        resources.files("meshwright.planner.report").joinpath("trials.html").read_text("utf-8")
+    )
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -6,8 +6,8 @@ from importlib import resources
 
 import jinja2
 
-from planner.accuracy.scores.validate import ScoredRow, Validation, macro
-from planner.report import svg
+from meshwright.planner.calibration.scores.validate import ScoredRow, Validation, macro
+from meshwright.planner.report import svg
 
 MOST_POINTS = 2000
 """Drawn for each source and picture."""
@@ -22,7 +22,9 @@ def page(validation: Validation) -> str:
             html = scatter(rows, quantity, unit)
             if html:
                 figures.append((f"{name}: {quantity}", html))
-    template = resources.files("planner.report").joinpath("validation.html").read_text("utf-8")
+    template = (
+        resources.files("meshwright.planner.report").joinpath("validation.html").read_text("utf-8")
+    )
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

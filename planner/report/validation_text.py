@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from planner.accuracy.scores.validate import Score, Validation, macro
-from planner.documents.units import seconds_text
-from planner.report.facts import Fact, Summary, plain_table
+from meshwright.planner.calibration.scores.validate import Score, Validation, macro
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.report.facts import Fact, Summary, plain_table
 
 WORST = 3
 """Sources that are named."""

@@ -16,19 +16,19 @@ from typing import Any
 
 import jinja2
 
-from planner.catalog import Quantity
-from planner.documents.units import bytes_text, seconds_text
-from planner.report.whatif_text import MOST_ASKED, provenance_text
-from planner.whatif.answers import answers, asked_texts, nearest_texts
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.page_data import page_data
-from planner.whatif.ranking import figure as compared
-from planner.whatif.ranking import measured_first, ordered_by
-from planner.whatif.run import Result
-from planner.whatif.span import exact
-from planner.whatif.study import Assumptions
-from planner.whatif.verdicts import overall_texts, verdicts
-from planner.whatif.words import days_text, usd_text
+from meshwright.planner.catalog import Quantity
+from meshwright.planner.documents.units import bytes_text, seconds_text
+from meshwright.planner.report.whatif_text import MOST_ASKED, provenance_text
+from meshwright.planner.whatif.conclusions import overall_texts, verdicts
+from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts
+from meshwright.planner.whatif.formatting import days_text, usd_text
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.page_data import page_data
+from meshwright.planner.whatif.ranking import figure as compared
+from meshwright.planner.whatif.ranking import measured_first, ordered_by
+from meshwright.planner.whatif.run_study import Result
+from meshwright.planner.whatif.study import Assumptions
+from meshwright.planner.whatif.uncertain_value import exact
 
 ARITHMETIC = (
     "span",
@@ -51,7 +51,7 @@ VIEW = ("state", "inputs", "documents", "charts", "words", "again", "view")
 
 
 def study_page(result: Result, *, served: bool = False) -> str:
-    """Return the report of a study; `served` by `meshwright.page_server`, it can plan again."""
+    """Return the report of a study; `served` by `page_server.py`, it can plan again."""
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -75,7 +75,7 @@ def study_page(result: Result, *, served: bool = False) -> str:
 
 
 def _report_file(name: str) -> str:
-    return resources.files("planner.report").joinpath(name).read_text("utf-8")
+    return resources.files("meshwright.planner.report").joinpath(name).read_text("utf-8")
 
 
 def script_json(data: Any) -> str:
@@ -91,7 +91,7 @@ def script_json(data: Any) -> str:
 @cache
 def script_text() -> str:
     """Return the page's modules as one script, in their order; each keeps a scope of its own."""
-    arithmetic = resources.files("planner.whatif")
+    arithmetic = resources.files("meshwright.planner.whatif")
     parts = {name: arithmetic.joinpath(f"{name}.mjs").read_text("utf-8") for name in ARITHMETIC}
     parts |= {name: _report_file(f"page/{name}.mjs") for name in VIEW}
     return "\n".join(_scoped(name, text) for name, text in parts.items())

@@ -9,16 +9,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.documents.units import bytes_text, count_text, seconds_text
-from planner.report.facts import Fact, Summary, plain_table
-from planner.whatif.answers import answers, asked_texts, nearest_texts, slack_days
-from planner.whatif.break_even import BreakEven
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.ranking import Rank, measured_first
-from planner.whatif.run import Changed, Result
-from planner.whatif.study import Order
-from planner.whatif.verdicts import verdicts
-from planner.whatif.words import days_text, listed, price_ages, range_text
+from meshwright.planner.documents.units import bytes_text, count_text, seconds_text
+from meshwright.planner.report.facts import Fact, Summary, plain_table
+from meshwright.planner.whatif.conclusions import verdicts
+from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts, slack_days
+from meshwright.planner.whatif.formatting import days_text, listed, price_ages, range_text
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.pricing.break_even import BreakEven
+from meshwright.planner.whatif.ranking import Rank, measured_first
+from meshwright.planner.whatif.run_study import Changed, Result
+from meshwright.planner.whatif.study import Order
 
 FEW = 3
 """Candidates of a model that are listed in ten lines."""

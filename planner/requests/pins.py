@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from planner.documents.axes import LAYOUT_AXES, LayoutAxis
-from planner.documents.document import nearest
-from planner.documents.plan import (
+from meshwright.planner.documents.axes import LAYOUT_AXES, LayoutAxis
+from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
@@ -23,12 +23,12 @@ from planner.documents.plan import (
     WeightWire,
     loss_text,
 )
-from planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients, Recompute
-from planner.documents.stack_space import Space
-from planner.documents.units import MOST_SAMPLES, MOST_TOKENS, whole_number
-from planner.errors import DocumentError
-from planner.schedules import SCHEDULES, schedule_of
-from planner.solver.requirements import Requirement
+from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients, Recompute
+from meshwright.planner.documents.stack_space import Space
+from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS, whole_number
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules import SCHEDULES, schedule_of
+from meshwright.planner.solver.requirements import Requirement
 
 Allowance = Literal["stale", "compress", "offload", "async-tensor"]
 """What must be asked for.  Weights one step old, 8-bit activations and gradients change the

@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.catalog import native
-from planner.catalog import stack as stack_called
-from planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
-from planner.documents.document import nearest
-from planner.documents.model import ModelGraph, is_script
-from planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
-from planner.documents.profile import Profile, Profiles
-from planner.documents.stack import Stack
-from planner.documents.stack_space import EVERYTHING, Space
-from planner.documents.training import Training
-from planner.documents.units import MOST_SAMPLES, MOST_TOKENS
-from planner.errors import DocumentError
-from planner.requests.pins import Pins
-from planner.schedules import PLAIN, schedule_of
+from meshwright.planner.catalog import native
+from meshwright.planner.catalog import stack as stack_called
+from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
+from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.model import ModelGraph, is_script
+from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
+from meshwright.planner.documents.profile import Profile, Profiles
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.documents.stack_space import EVERYTHING, Space
+from meshwright.planner.documents.training import Training
+from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.schedules import PLAIN, schedule_of
 
 SEQ_LEN = 4096
 """Tokens of a sample, unless the model takes fewer."""

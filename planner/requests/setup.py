@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.documents.plan import Activations, Layout
-from planner.requests.request import Request
+from meshwright.planner.documents.plan import Activations, Layout
+from meshwright.planner.requests.request import Request
 
 Recomputed = Literal["none", "selective", "full", "partial"]
 """What every block recomputes; `partial` is all of every second one."""

@@ -9,9 +9,11 @@ A schedule is added by its record and a line of `SCHEDULES`; nothing else knows 
 
 from __future__ import annotations
 
-from planner.errors import DocumentError
-from planner.schedules import folded, looped, single
-from planner.schedules.record import Coefficients, InFlight, Schedule, Shape
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules import interleaved as looped
+from meshwright.planner.schedules import one_stage as single
+from meshwright.planner.schedules import v_shaped as folded
+from meshwright.planner.schedules.schedule_record import Coefficients, InFlight, Schedule, Shape
 
 __all__ = ["PLAIN", "SCHEDULES", "Coefficients", "InFlight", "Schedule", "Shape", "schedule_of"]
 

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple, cast
 
-from planner.errors import DocumentError
+from meshwright.planner.errors import DocumentError
 
 Kind = Literal["F", "B", "I", "W"]
 

@@ -16,9 +16,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.schedules.actions import Action, Kind
-from planner.schedules.schedule import orders, rank_of_stage
-from planner.schedules.steady_state import in_order, source_of, split_of
+from meshwright.planner.schedules.actions import Action, Kind
+from meshwright.planner.schedules.schedule import orders, rank_of_stage
+from meshwright.planner.schedules.steady_state import in_order, source_of, split_of
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 """In the order of `Path.visits`."""

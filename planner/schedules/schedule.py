@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from planner.errors import DocumentError
-from planner.schedules import SCHEDULES, Schedule, Shape, schedule_of
-from planner.schedules.actions import Action, Kind, Order, csv_text, read_action
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules import SCHEDULES, Schedule, Shape, schedule_of
+from meshwright.planner.schedules.actions import Action, Kind, Order, csv_text, read_action
 
 __all__ = [
     "SCHEDULES",

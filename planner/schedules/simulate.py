@@ -15,8 +15,8 @@ from itertools import chain
 from operator import itemgetter, sub
 from typing import NamedTuple, get_args
 
-from planner.errors import DocumentError
-from planner.schedules.actions import Action, Kind, Order
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules.actions import Action, Kind, Order
 
 _STAGE = itemgetter(Action._fields.index("stage"))
 _MICRO_BATCH = itemgetter(Action._fields.index("micro_batch"))
@@ -64,7 +64,7 @@ def timeline(
     dependencies: order on a rank; forward after the stage before; backward after the stage behind
     and after the own forward; W after its I.
 
-    >>> from planner.schedules.schedule import orders
+    >>> from meshwright.planner.schedules.schedule import orders
     >>> order = orders("1f1b", stages=4, micro_batches=8)
     >>> timeline(order, forward_s=[1.0] * 4, backward_s=[2.0] * 4).makespan_s
     33.0

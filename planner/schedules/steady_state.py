@@ -36,10 +36,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.schedules import schedule_of
-from planner.schedules.actions import Action, Kind, Order
-from planner.schedules.schedule import orders, rank_of_stage
-from planner.schedules.simulate import timeline
+from meshwright.planner.schedules import schedule_of
+from meshwright.planner.schedules.actions import Action, Kind, Order
+from meshwright.planner.schedules.schedule import orders, rank_of_stage
+from meshwright.planner.schedules.simulate import timeline
 
 WORTH = 20_000
 """Actions of a step from which it is looked at for its pattern."""

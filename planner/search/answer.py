@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.documents.plan import Plan
-from planner.documents.prediction import Certificate, Prediction
-from planner.search.candidates import Candidates
-from planner.search.ranked import Ranked
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Certificate, Prediction
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.plan_candidate import Ranked
 
 TIES_LIMIT_S = 60.0
 """For the integer program on one layout, where hosts or requirements tie stages together; what it
@@ -49,7 +49,7 @@ class Answer:
     finalists: tuple[Ranked, ...] = ()
     """Those that were simulated, the fastest first."""
     choices: tuple[Alternative, ...] = ()
-    """The plan beside the fastest and the usual ones (planner.search.preferred)."""
+    """The plan beside the fastest and the usual ones (planner.search.plan_preference)."""
     closed_form: Ranked
     """The optimum of the closed form, where the search began; it may be `plan`."""
     closed_form_bound_s: float

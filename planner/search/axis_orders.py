@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from planner.costs.collectives import inside_unit
-from planner.documents.plan import INSIDE_OUT, Axis, Layout
+from meshwright.planner.costs.collectives import inside_unit
+from meshwright.planner.documents.plan import INSIDE_OUT, Axis, Layout
 
 Spans = tuple[tuple[int, ...], ...]
 """[axis of INSIDE_OUT][tier] How many ranks of an axis lie within one unit of a tier."""

@@ -4,7 +4,8 @@ The closed form
 
     T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s,   mem_r <= capacity
 
-with t_r the seconds of rank r on one micro-batch (planner.search.formulation), is where a search
+with t_r the seconds of rank r on one micro-batch (planner.search.partition.layout_partition), is
+where a search
 begins: its exact optimum is cheap to find and close to the fastest plan.  It bounds the simulated
 step of layouts without a pipeline alone, where both are the same.  The simulated step is what users
 see, and what is proven.
@@ -19,14 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from planner.documents.plan import Layout
-from planner.documents.tolerances import EQUAL
-from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
-from planner.search.effort import GOAL, Effort, GapProgress
-from planner.search.queue import Layouts, Lost, QueueEntry, SearchGoal
-from planner.search.ranked import Ranked
-from planner.search.space import complexity, kind
-from planner.solver.instance import Fathomed, Infeasible, Unfinished
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import EQUAL
+from meshwright.planner.search.plan_candidate import Ranked
+from meshwright.planner.search.proof_account import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
+from meshwright.planner.search.proof_budget import GOAL, Effort, GapProgress
+from meshwright.planner.search.queue import Layouts, Lost, QueueEntry, SearchGoal
+from meshwright.planner.search.space import complexity, kind
+from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Unfinished
 
 ALIKE = 2
 """Layouts near the optimum of one schedule and one number of stages a rank."""

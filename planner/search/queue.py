@@ -6,7 +6,7 @@ lowest entry of all gets its next bound and goes back to its place; a group whos
 known makes place for its parts or its layouts.  Entries of one level may be bounded together.
 
 A goal says which entries are of interest, and what becomes of a layout whose bounds are all known
-(`planner.search.goals`).  When the lowest entry is of no interest, none that is left is.
+(`meshwright.planner.search.goals`).  When the lowest entry is of no interest, none that is left is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from planner.costs.layout_costs import LayoutCosts
-from planner.documents.plan import Layout
-from planner.search.answer import Progress
-from planner.search.certificate import DOMINATED, OUT_OF_MEMORY, REFUSED, Account
-from planner.search.ranked import Ranked
-from planner.search.space import LayoutFamily, complexity
+from meshwright.planner.costs.layout_costs import LayoutCosts
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.search.answer import Progress
+from meshwright.planner.search.plan_candidate import Ranked
+from meshwright.planner.search.proof_account import DOMINATED, OUT_OF_MEMORY, REFUSED, Account
+from meshwright.planner.search.space import LayoutFamily, complexity
 
 
 @dataclass(frozen=True, slots=True)

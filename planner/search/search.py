@@ -18,30 +18,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from planner.costs.figure_store import FigureStore
-from planner.documents.prediction import Certificate, Finalist, Loser
-from planner.documents.tolerances import EQUAL
-from planner.errors import DocumentError, NoneFaster, NoPlanFits
-from planner.process.collector import uncollected
-from planner.requests.pins import outside
-from planner.requests.request import Request
-from planner.schedules import SCHEDULES, schedule_of
-from planner.search.answer import TIES_LIMIT_S, Answer, Progress
-from planner.search.candidates import Candidates, candidates_of
-from planner.search.certificate import LEFT, RUNNERS_UP, Account, certificate_of
-from planner.search.effort import USUAL, Effort, GapProgress, graph_effort
-from planner.search.goals import ClosedFormGoal, Near, Simulated
-from planner.search.layer_options import recomputes_of
-from planner.search.misses import why_nothing
-from planner.search.queue import Layouts, Queue
-from planner.search.ranked import Ranked, proven
-from planner.search.ranks import run_of
-from planner.search.space import complexity, kind
-from planner.search.spaces import simulated_chain
-from planner.search.spaces.chain import ChainSpace
-from planner.search.spaces.simulated_chain import SimulatedChain, Spent
-from planner.solver.graph_instance import GraphEffort
-from planner.stacks.native import Rules
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents.prediction import Certificate, Finalist, Loser
+from meshwright.planner.documents.tolerances import EQUAL
+from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
+from meshwright.planner.frameworks.native_limits import Rules
+from meshwright.planner.requests.pins import outside
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import SCHEDULES, schedule_of
+from meshwright.planner.search.answer import TIES_LIMIT_S, Answer, Progress
+from meshwright.planner.search.bounds.layout_bounds import Candidates, candidates_of
+from meshwright.planner.search.goals import ClosedFormGoal, Near, Simulated
+from meshwright.planner.search.infeasibility import why_nothing
+from meshwright.planner.search.partition.layer_options import recomputes_of
+from meshwright.planner.search.partition.stage_counts import run_of
+from meshwright.planner.search.plan_candidate import Ranked, proven
+from meshwright.planner.search.proof_account import LEFT, RUNNERS_UP, Account, certificate_of
+from meshwright.planner.search.proof_budget import USUAL, Effort, GapProgress, graph_effort
+from meshwright.planner.search.queue import Layouts, Queue
+from meshwright.planner.search.space import complexity, kind
+from meshwright.planner.search.spaces import simulated_chain
+from meshwright.planner.search.spaces.chain import ChainSpace
+from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
+from meshwright.planner.solver.graph_instance import GraphEffort
+from meshwright.planner.system.gc_pause import uncollected
 
 MARGIN = 0.03
 """Of graphs and of devices that differ, plans so far beyond the optimum of the closed form are
@@ -214,7 +214,7 @@ def _prove(
         queue.run(*chains)
         proof.looked_at.update(spent.looked_at())
         return proof
-    from planner.search.spaces import simulations  # noqa: PLC0415 - chains need none of it
+    from meshwright.planner.search.spaces import simulations  # noqa: PLC0415 - chains need none of it
 
     every = simulations.simulated_spaces(spaces, goal, bound_s)
     simulations.look_near(every, goal)
@@ -308,7 +308,7 @@ def spaces_of(
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, known, store)
         if request.model.edges:
-            from planner.search.spaces.mixed import GraphSpace  # noqa: PLC0415 - chains need none
+            from meshwright.planner.search.spaces.mixed import GraphSpace  # noqa: PLC0415 - chains need none
 
             # Which of their splits fits need not be proven where any will do.
             limit_s = TIES_LIMIT_S if effort is None else TRIED_FOR_S
@@ -325,9 +325,9 @@ def _of_groups(request: Request, *, by_program: bool) -> Iterator[Layouts]:
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
     """
     # What devices that are alike need none of.
-    from planner.search.group_candidates import GroupCandidates  # noqa: PLC0415
-    from planner.search.spaces.mixed import GraphSpace, MixedSpace  # noqa: PLC0415
-    from planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
+    from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates  # noqa: PLC0415
+    from meshwright.planner.search.spaces.mixed import GraphSpace, MixedSpace  # noqa: PLC0415
+    from meshwright.planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
 
     cluster = request.cluster
     for count in range(len(cluster.groups), 0, -1):

@@ -3,12 +3,12 @@
 A family has its degrees and its micro-batch, which is what computation depends on; its layouts
 differ in what is shared and sent: ZeRO level, over how many ranks, in which order the axes lie on
 the links, the schedule with its stages per rank, what states are on the host and how gradients
-travel (planner.search.savings).  Degrees are divisors: tensor x context x data
+travel (meshwright.planner.search.offload_choices).  Degrees are divisors: tensor x context x data
 x pipeline = devices; micro-batches divide each data-parallel rank's share of the global batch.
 
-Stages per rank are 2 to 8 for the schedules that take several, as planner.search.ranks shares
-layers among them; a number that leaves the largest stage as large as a smaller one does is left
-out.
+Stages per rank are 2 to 8 for the schedules that take several, as
+planner.search.partition.stage_counts shares layers among them; a number that leaves the largest
+stage as large as a smaller one does is left out.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
-from planner.costs.collectives import fastest_relay
-from planner.costs.layer_seconds import ENDS
-from planner.documents.axes import computed_by
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import (
+from meshwright.planner.costs.collectives import fastest_relay
+from meshwright.planner.costs.layer_seconds import ENDS
+from meshwright.planner.documents.axes import computed_by
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Axis,
     Compile,
@@ -38,16 +38,21 @@ from planner.documents.plan import (
     TensorOverlap,
     WeightWire,
 )
-from planner.documents.profile import ChunkedLoss, LossGradients
-from planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
-from planner.layers.routing import routing_of
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
-from planner.schedules.schedule import obstacle, too_long
-from planner.search import axis_orders
-from planner.search.ranks import MOST_COMBINED, LongestRun, run_of, virtual_stages
-from planner.search.savings import Saving
+from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
+from meshwright.planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
+from meshwright.planner.operators.expert_routing import routing_of
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
+from meshwright.planner.schedules.schedule import obstacle, too_long
+from meshwright.planner.search import axis_orders
+from meshwright.planner.search.offload_choices import Saving
+from meshwright.planner.search.partition.stage_counts import (
+    MOST_COMBINED,
+    LongestRun,
+    run_of,
+    virtual_stages,
+)
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.documents.tolerances import ROUNDING, SAME_CHOICE, SLACK
+from meshwright.planner.documents.tolerances import ROUNDING, SAME_CHOICE, SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -4,7 +4,8 @@ A contiguous split of a graph into P stages is a growing sequence of downsets (w
 that it reads) {} = I_0 < I_1 < ... < I_P = all layers; stage s has I_{s+1} - I_s.  Some stages
 run on devices of one type, some on another (4 A100 and 8 V100, one stage each), in any order:
 memory for micro-batches in flight draws the large devices to the front, a heavy head draws the
-fast ones to the end.  Time, memory and objective are those of `planner.solver.instance`, with one
+fast ones to the end.  Time, memory and objective are those of `planner.solver.partition_problem`,
+with one
 difference: what a cut costs depends on the downset I before it and on the types g and h that meet,
 
     cut_s(I) = Σ output_s[g][h][l] over the layers l in I whose output a layer outside I reads
@@ -20,7 +21,7 @@ those that read them, and what a stage pays depends on its own layers alone,
                + Σ output_s[l] over the layers l of earlier stages that it reads
 
 each output once.  Layers of a group of `colocated` are on one stage: of every group, a downset has
-all layers or none (`planner.solver.contraction`).
+all layers or none (`meshwright.planner.solver.contraction`).
 
 A topological order turns the graph into a chain, hence every split of the graph is a split of some
 chain, and is evaluated as one (`laid`).  Only the order in which parallel branches are taken is
@@ -39,10 +40,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from planner.process.on_use import OnUse
-from planner.solver.contraction import Block, blocks
-from planner.solver.instance import Instance, Option, Solution, StageLimits, UsedBytes
-from planner.solver.sides import HostMemory, Tie
+from meshwright.planner.solver.contraction import Block, blocks
+from meshwright.planner.solver.partition_problem import (
+    Instance,
+    Option,
+    Solution,
+    StageLimits,
+    UsedBytes,
+)
+from meshwright.planner.solver.side_constraints import HostMemory, Tie
+from meshwright.planner.system.lazy_imports import OnUse
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -406,7 +413,8 @@ class GraphEffort:
     `programs` are integer programs of one cut each, `iterations` those of the simplex method that
     they take, and `most_programs` and `most_iterations` those for one problem; `moves`
     are of all cuts of a split at once.  `visited` counts parts of choices of options that were
-    looked at where bytes are no sums (`planner.solver.checked` ends at its own number of them).
+    looked at where bytes are no sums (`planner.solver.nonadditive_stage` ends at its own number of
+    them).
     """
 
     programs: int = 100

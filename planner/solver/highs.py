@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.documents.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
-from planner.process.descriptors import silence
-from planner.process.on_use import OnUse
+from meshwright.planner.documents.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
+from meshwright.planner.system.lazy_imports import OnUse
+from meshwright.planner.system.stdout_guard import silence
 
 if TYPE_CHECKING:
     import highspy

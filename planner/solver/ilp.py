@@ -57,9 +57,9 @@ Where outputs are not relayed, Σ_a o[a] end[a,s] stands in t_s instead of the c
 With `forward_apart`, τ is the sum of two: stage{s}_forward_is_within_the_slowest of them and
 stage{s}_backward_is_within_the_slowest.  A bound or a cutoff that is known beforehand is a row over
 the objective: no_faster_than_known, faster_than_the_cutoff.  Side constraints
-(planner.solver.sides) are more rows, side{number}_...: Σ n <= most on a stage that has at most
-that many layers; n = 0 on stages where a layer may not be and for options that it may not have; one
-binary per stage where layers lie together.  A run ends where one of them begins or ends.
+(planner.solver.side_constraints) are more rows, side{number}_...: Σ n <= most on a stage that has
+at most that many layers; n = 0 on stages where a layer may not be and for options that it may not
+have; one binary per stage where layers lie together.  A run ends where one of them begins or ends.
 
 HiGHS works to tolerances, so quantities are scaled to be of the order of milliseconds and
 gigabytes, and of a solution that exceeds a capacity by a tolerance another is asked for that leaves
@@ -76,15 +76,22 @@ from functools import cached_property
 from itertools import groupby, pairwise, product, starmap
 from typing import Any, NamedTuple
 
-from planner.documents.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
-from planner.solver.graph_instance import (
+from meshwright.planner.documents.tolerances import (
+    EQUAL,
+    HIGHS_FEASIBILITY,
+    HIGHS_GAP,
+    HIGHS_MARGIN,
+)
+from meshwright.planner.solver.bounds.memory_feasibility import why_infeasible, why_no_split
+from meshwright.planner.solver.fixed_sizes import NO_ROW, best_row
+from meshwright.planner.solver.graph_instance import (
     GraphInstance,
     GraphSolution,
     chain_problem,
     too_few,
 )
-from planner.solver.highs import power_of_ten, pulp, run
-from planner.solver.instance import (
+from meshwright.planner.solver.highs import power_of_ten, pulp, run
+from meshwright.planner.solver.partition_problem import (
     Fathomed,
     Infeasible,
     Instance,
@@ -95,9 +102,7 @@ from planner.solver.instance import (
     fits,
     priced,
 )
-from planner.solver.memory_reach import why_infeasible, why_no_split
-from planner.solver.sides import Tie
-from planner.solver.sizes import NO_ROW, best_row
+from meshwright.planner.solver.side_constraints import Tie
 
 _TIGHTENED = 16
 """Programs with less room that are tried where bytes are more than sums."""

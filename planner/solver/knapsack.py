@@ -9,9 +9,10 @@ saved bytes of a layer do not depend on its option, all stages share the Pareto 
 seconds), and only the budget (free - level - Σ (resident + waiting · saved)) / in_flight differs
 between them; otherwise only stages of equal in_flight and waiting share them.
 
-Where hosts have too little memory (planner.solver.sides), a stage also has a limit on the bytes
-that it puts there: its part of a host that it has for itself, or the whole of one that it shares.
-A choice that breaks the limit is replaced by the fastest that keeps it (planner.solver.synced).
+Where hosts have too little memory (planner.solver.side_constraints), a stage also has a limit on
+the bytes that it puts there: its part of a host that it has for itself, or the whole of one that it
+shares. A choice that breaks the limit is replaced by the fastest that keeps it
+(planner.solver.sync_limited_knapsack).
 
 `bounds_s` gives Lagrangian lower bounds for many contents at once,
 
@@ -27,8 +28,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.documents.tolerances import ROUNDING, SLACK
-from planner.solver.frontier import (
+from meshwright.planner.documents.tolerances import ROUNDING, SLACK
+from meshwright.planner.solver.frontier import (
     FrontierStore,
     Group,
     Runs,
@@ -36,7 +37,7 @@ from planner.solver.frontier import (
     fastest_s,
     hull_steps,
 )
-from planner.solver.instance import Instance, Option
+from meshwright.planner.solver.partition_problem import Instance, Option
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -184,7 +185,7 @@ class Knapsacks:
         """By stage, its place (None where that is all the same), kinds of its layers and limit on
         sync: its fastest options that fit."""
         self.visited = 0
-        """Parts of choices that were looked at for them (planner.solver.checked)."""
+        """Parts of choices that were looked at for them (planner.solver.nonadditive_stage)."""
         self.host_limit = np.full(len(stages), np.inf)
         for host in instance.hosts:
             for s, ranks in enumerate(host.ranks):
@@ -345,7 +346,7 @@ class Knapsacks:
         chosen = self._chosen(content, within, seconds, taken)
         if chosen.sync_s <= limits.sync_s and self._on_host(content, chosen, limits):
             return chosen
-        from planner.solver.synced import KindOptions, fastest_synced  # noqa: PLC0415 - seldom
+        from meshwright.planner.solver.sync_limited_knapsack import KindOptions, fastest_synced  # noqa: PLC0415 - seldom
 
         load, options = self.families[family].load, self.options
         second, most = options.sync_s, limits.sync_s

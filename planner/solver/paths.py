@@ -1,8 +1,8 @@
 """Paths through levels of states, and what they cost.
 
 Level s has the states between steps s - 1 and s; a path takes one step per level.  The costs are
-tables [step]; `planner.solver.descent` finds the cheapest path.  The smallest sum is one dynamic
-program backward over the levels; among equal sums a path takes the earliest steps.
+tables [step]; `planner.solver.bottleneck_path` finds the cheapest path.  The smallest sum is one
+dynamic program backward over the levels; among equal sums a path takes the earliest steps.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     layers block.0..block.7 recompute full   layers 0-9 activations keep or offload
 
 Layers are counted from 0 along the chain, the embedding included, or named; stages are counted from
-0; ranges include both ends.  `planner.solver.sides` has what a solver makes of each.
+0; ranges include both ends.  `planner.solver.side_constraints` has what a solver makes of each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Self, get_args
 
 from pydantic import model_validator
 
-from planner.documents.document import Part, nearest
-from planner.documents.plan import Activations
-from planner.documents.profile import Recompute
-from planner.documents.units import Count, Flag, Positive, Text, whole_number
-from planner.errors import DocumentError
-from planner.solver.sides import Tie
+from meshwright.planner.documents.document import Part, nearest
+from meshwright.planner.documents.plan import Activations
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.units import Count, Flag, Positive, Text, whole_number
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.solver.side_constraints import Tie
 
 _LAYERS = re.compile(r"layers? (\S+) (.+)")
 _MOST = re.compile(r"at most (\d+) layers? on (.+)")

@@ -6,11 +6,11 @@
                     | Unfinished        none was found, and too many to be sure
 
 The order of types, the branches and the cuts are chosen together along paths of (downset, stages
-used of each type) (`planner.solver.unequal.unequal`), those of a chain on one type too
-(`planner.solver.inner`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
+used of each type) (`planner.solver.heterogeneous.search`), those of a chain on one type too
+(`planner.solver.chain`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
 graph with more downsets than that allows is split through those of several orders of the branches
-(`planner.solver.graphs.nearby`), under a bound of all orders
-(`planner.solver.unequal.fastest` on several types).
+(`meshwright.planner.solver.graphs.nearby`), under a bound of all orders
+(`meshwright.planner.solver.heterogeneous.fastest_bound` on several types).
 """
 
 from __future__ import annotations
@@ -20,25 +20,30 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.documents.tolerances import ROUNDING
-from planner.solver import ilp
-from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution, too_few
-from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import split_alike
-from planner.solver.graphs.nearby import along_orders, of_bits
-from planner.solver.inner import solve_chain, synced_apart
-from planner.solver.instance import (
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.solver import ilp
+from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes, Runs
+from meshwright.planner.solver.bounds.memory_feasibility import why_no_split
+from meshwright.planner.solver.chain import solve_chain, synced_apart
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.graph_instance import (
+    GraphEffort,
+    GraphInstance,
+    GraphSolution,
+    too_few,
+)
+from meshwright.planner.solver.graphs.ideals import ideals
+from meshwright.planner.solver.graphs.lattice import split_alike
+from meshwright.planner.solver.graphs.nearby import along_orders, of_bits
+from meshwright.planner.solver.heterogeneous.search import Search, fastest_on
+from meshwright.planner.solver.knapsack import Knapsacks
+from meshwright.planner.solver.partition_problem import (
     Fathomed,
     Infeasible,
     Solution,
     Unfinished,
     broken,
 )
-from planner.solver.knapsack import Knapsacks
-from planner.solver.memory_reach import why_no_split
-from planner.solver.prefixes import Downsets, Prefixes, Runs
-from planner.solver.unequal.unequal import Search, fastest_on
 
 
 def solve(

@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD
-from planner.documents.plan import Plan
-from planner.documents.prediction import Prediction
-from planner.documents.tolerances import ROUNDING
-from planner.errors import DocumentError, NoPlanFits
-from planner.requests.pins import Pins
-from planner.requests.request import AS_PREDICTED, Request
-from planner.search.answer import Answer, Progress
-from planner.search.search import search
-from planner.tuning.options import TrialOption
-from planner.tuning.tuner import Tuner
+from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import AS_PREDICTED, Request
+from meshwright.planner.search.answer import Answer, Progress
+from meshwright.planner.search.search import search
+from meshwright.planner.tuning.next_trial import Tuner
+from meshwright.planner.tuning.trial_options import TrialOption
 
 CHANCE = 0.025
 MESHES = 16

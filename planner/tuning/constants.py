@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from planner.accuracy.calibrate.constants import (
+from meshwright.planner.calibration.fitting.fitted_constants import (
     ACTION,
     BANDWIDTH,
     LATENCY,
@@ -16,12 +16,12 @@ from planner.accuracy.calibrate.constants import (
     calibration_of,
     constants_of,
 )
-from planner.documents.cluster import ClusterSpec
-from planner.documents.profile import Calibration
-from planner.documents.stack import Host
-from planner.documents.tolerances import EQUAL
-from planner.tuning.belief import ConstantBelief, Posterior
-from planner.tuning.options import CONSTANTS
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.profile import Calibration
+from meshwright.planner.documents.stack import Host
+from meshwright.planner.documents.tolerances import EQUAL
+from meshwright.planner.tuning.posterior import ConstantBelief, Posterior
+from meshwright.planner.tuning.trial_options import CONSTANTS
 
 
 def calibration(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from planner.documents.document import (
+from meshwright.planner.documents.document import (
     Document,
     Part,
     append_line,
@@ -18,8 +18,8 @@ from planner.documents.document import (
     read_text,
     write_text,
 )
-from planner.documents.units import Amount, Count, Line, Positive, Text
-from planner.errors import DocumentError
+from meshwright.planner.documents.units import Amount, Count, Line, Positive, Text
+from meshwright.planner.errors import DocumentError
 
 FILE, SUBJECT = "trials.jsonl", "subject.json"
 Ended = Literal["ran", "slower", "out of memory", "failed"]

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
-from planner.catalog.expressions import resolve_cluster
-from planner.documents.cluster import ClusterSpec
-from planner.documents.tolerances import ROUNDING
-from planner.documents.units import MOST_DEVICES
-from planner.errors import DocumentError
-from planner.whatif.chances import within
-from planner.whatif.changes import changed
-from planner.whatif.economics import (
+from meshwright.planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.documents.units import MOST_DEVICES
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.formatting import price_dates
+from meshwright.planner.whatif.pricing.economics import (
     HOURS_PER_YEAR,
     Horizon,
     Hourly,
@@ -28,15 +27,15 @@ from planner.whatif.economics import (
     summed,
     terms_begun,
 )
-from planner.whatif.financing import (
+from meshwright.planner.whatif.pricing.financing import (
     Instalments,
     lease_instalments,
     lease_months,
     loan_instalments,
 )
-from planner.whatif.offers import age_years, aged, price_of, rent_of
-from planner.whatif.span import Span, exact, product, span_of, total
-from planner.whatif.study import (
+from meshwright.planner.whatif.pricing.offers import age_years, aged, price_of, rent_of
+from meshwright.planner.whatif.probabilities import within
+from meshwright.planner.whatif.study import (
     Assumptions,
     Buying,
     ChangeName,
@@ -48,7 +47,8 @@ from planner.whatif.study import (
     Study,
     Tuning,
 )
-from planner.whatif.words import price_dates
+from meshwright.planner.whatif.uncertain_value import Span, exact, product, span_of, total
+from meshwright.planner.whatif.what_if_changes import changed
 
 MONTHS_PER_YEAR = 12.0
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
@@ -252,7 +252,9 @@ def power_usd_per_device_hour(
 
 def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Candidate]:
     if offer.solve is not None and not offer.n:
-        raise DocumentError("solve", "is carried out by planner.whatif.sizing; call that")
+        raise DocumentError(
+            "solve", "is carried out by meshwright.planner.whatif.sizing; call that"
+        )
     texts = [offer.cluster.replace("{n}", str(n)) for n in offer.n] or [offer.cluster]
     listed = [
         _candidate(study, each, text, known)

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from planner.catalog import facility
-from planner.costs.figure_store import FigureStore
-from planner.documents.prediction import Prediction, compaction
-from planner.documents.units import bytes_text
-from planner.errors import DocumentError
-from planner.whatif import economics
-from planner.whatif.candidates import Candidate, watts_of
-from planner.whatif.goals import chances_of, misses
-from planner.whatif.goodput import goodput_of
-from planner.whatif.outcome import CandidateOutcome, YearlyRun
-from planner.whatif.planning import Planned, planned
-from planner.whatif.queue import load
-from planner.whatif.span import Span, exact, product, span_of, total
-from planner.whatif.study import Goal, Study
-from planner.whatif.transfers import moved_usd, stored_usd_per_hour
+from meshwright.planner.catalog import facility
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents.prediction import Prediction, compaction
+from meshwright.planner.documents.units import bytes_text
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.candidates import Candidate, watts_of
+from meshwright.planner.whatif.goals import chances_of, misses
+from meshwright.planner.whatif.outcome import CandidateOutcome, YearlyRun
+from meshwright.planner.whatif.planning import Planned, planned
+from meshwright.planner.whatif.pricing import economics
+from meshwright.planner.whatif.pricing.goodput import goodput_of
+from meshwright.planner.whatif.pricing.queueing import load
+from meshwright.planner.whatif.pricing.transfers import moved_usd, stored_usd_per_hour
+from meshwright.planner.whatif.study import Goal, Study
+from meshwright.planner.whatif.uncertain_value import Span, exact, product, span_of, total
 
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from planner.catalog import stacks
-from planner.documents.training import Lora
-from planner.errors import NoPlanFits
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.search import search
+from meshwright.planner.catalog import stacks
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.search import search
 
 TUNERS = ("transformers", "megatron")
 """Stacks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""

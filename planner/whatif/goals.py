@@ -1,19 +1,19 @@
 """Goals of a study: which of them an outcome misses at its midpoint, and how surely it keeps each.
 
-Probabilities of time and cost are shares of the futures of `planner.whatif.draws`, the same ones
-that say which candidate is the cheapest; a figure with one cause has them in closed form.
+Probabilities of time and cost are shares of the futures of `planner.whatif.monte_carlo`, the same
+ones that say which candidate is the cheapest; a figure with one cause has them in closed form.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from planner.documents.tolerances import ROUNDING
-from planner.whatif.chances import within
-from planner.whatif.draws import drawn_figure
-from planner.whatif.economics import HOURS_PER_YEAR
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.study import Goal, Order
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.whatif.monte_carlo import drawn_figure
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR
+from meshwright.planner.whatif.probabilities import within
+from meshwright.planner.whatif.study import Goal, Order
 
 
 def _limits(

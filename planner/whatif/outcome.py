@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from planner.costs.uncertainty import link_seconds
-from planner.documents.plan import Plan
-from planner.whatif.span import Span, exact, product, total
+from meshwright.planner.costs.uncertainty import link_seconds
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.whatif.uncertain_value import Span, exact, product, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

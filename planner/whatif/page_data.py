@@ -10,13 +10,14 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from planner.catalog import Facility, Quantity, network_purchase, purchases
-from planner.whatif.candidates import Candidate, listed_price, loan_words, term_words
-from planner.whatif.evaluate import carbon_of
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.run import Result
-from planner.whatif.span import Span, span_of
-from planner.whatif.study import (
+from meshwright.planner.catalog import Facility, Quantity, network_purchase, purchases
+from meshwright.planner.whatif.candidates import Candidate, listed_price, loan_words, term_words
+from meshwright.planner.whatif.conclusions import largest_that_meets
+from meshwright.planner.whatif.evaluate import carbon_of
+from meshwright.planner.whatif.formatting import price_dates
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.run_study import Result
+from meshwright.planner.whatif.study import (
     Assumptions,
     Data,
     Failures,
@@ -27,8 +28,7 @@ from planner.whatif.study import (
     Rental,
     Study,
 )
-from planner.whatif.verdicts import largest_that_meets
-from planner.whatif.words import price_dates
+from meshwright.planner.whatif.uncertain_value import Span, span_of
 
 PER_SPAN = ("value", "low", "high")
 

@@ -12,24 +12,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from planner.catalog.expressions import resolve_model
-from planner.costs.figure_store import FigureStore
-from planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Plan
-from planner.documents.prediction import Prediction
-from planner.errors import DocumentError, NoneFaster, NoPlanFits
-from planner.process.collector import uncollected
-from planner.requests.pins import read_pins
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.effort import BRIEF
-from planner.search.search import search
-from planner.whatif.candidates import Candidate
-from planner.whatif.changes import changed
-from planner.whatif.fine_tuning import tuned
-from planner.whatif.study import PUBLIC, YEAR, Study
-from planner.whatif.study import JobOfYear as StudyJob
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Plan
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.proof_budget import BRIEF
+from meshwright.planner.search.search import search
+from meshwright.planner.system.gc_pause import uncollected
+from meshwright.planner.whatif.candidates import Candidate
+from meshwright.planner.whatif.fine_tuning import tuned
+from meshwright.planner.whatif.study import PUBLIC, YEAR, Study
+from meshwright.planner.whatif.study import JobOfYear as StudyJob
+from meshwright.planner.whatif.what_if_changes import changed
 
 NATIVE = "native"
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")

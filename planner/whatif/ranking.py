@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never, get_args
 
-from planner.whatif.draws import chances_to_be_first
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.span import Span
-from planner.whatif.study import Order, Study
+from meshwright.planner.whatif.monte_carlo import chances_to_be_first
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.study import Order, Study
+from meshwright.planner.whatif.uncertain_value import Span
 
 KERNELS, LINKS, GOODPUT, PRICE = "kernels", "links", "goodput", "price"
 """Causes of a range."""

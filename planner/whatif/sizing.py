@@ -10,17 +10,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
-from planner.catalog import Rent
-from planner.costs.figure_store import FigureStore
-from planner.documents.tolerances import ROUNDING
-from planner.documents.units import MOST_DEVICES
-from planner.errors import DocumentError
-from planner.whatif.candidates import Candidate, candidates_of, powered
-from planner.whatif.chances import quantile, within
-from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.study import Offer, Study
-from planner.whatif.words import range_text, usd_text
+from meshwright.planner.catalog import Rent
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.documents.units import MOST_DEVICES
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.candidates import Candidate, candidates_of, powered
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.formatting import range_text, usd_text
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.probabilities import quantile, within
+from meshwright.planner.whatif.study import Offer, Study
 
 MOST_PLANNED = 65_536
 """Devices of the largest size that is planned."""

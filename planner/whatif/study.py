@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from planner.catalog import (
+from meshwright.planner.catalog import (
     Facility,
     FractionQuantity,
     Market,
@@ -20,9 +20,9 @@ from planner.catalog import (
     facility,
     source_text,
 )
-from planner.documents.cluster import Precision
-from planner.documents.document import Document, Part
-from planner.documents.units import (
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.units import (
     Amount,
     Devices,
     Factor,
@@ -327,7 +327,7 @@ go without one."""
 
 
 class Failures(Part):
-    """What takes time from training; `planner.whatif.goodput` has the arithmetic."""
+    """What takes time from training; `planner.whatif.pricing.goodput` has the arithmetic."""
 
     per_device_hour: Quantity = _known(
         Quantity,

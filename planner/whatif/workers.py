@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType, TracebackType
 from typing import NoReturn, Self, TypeVar
 
-from planner.costs.figure_store import FigureStore
-from planner.errors import MeshwrightError
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.errors import MeshwrightError
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwright.studies import whatif
-from planner.report.whatif_text import result_text
+from meshwright.planner.report.whatif_text import result_text
+from meshwright.studies.study_command import whatif
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent.parent / "docs" / "studies.md"

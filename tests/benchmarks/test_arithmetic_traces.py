@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks import arithmetic_traces as traces
-from planner.catalog import models
-from planner.catalog.expressions import resolve_model
+from meshwright.planner.catalog import models
+from meshwright.planner.catalog.expressions import resolve_model
 
 
 def families() -> dict[str, list[str]]:

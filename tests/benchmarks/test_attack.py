@@ -11,16 +11,16 @@ import pytest
 from benchmarks.attack import Attack
 from benchmarks.attack_plans import LARGEST_MICRO_BATCH, Draft
 from benchmarks.attack_requests import REQUESTS
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.documents.plan import Layout, ScheduleName
-from planner.documents.profile import ChunkedLoss
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.certificate import LEFT_OUT
-from planner.search.formulation import instance_of
-from planner.search.search import search
-from planner.solver.instance import priced
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.documents.plan import Layout, ScheduleName
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.partition.layout_partition import instance_of
+from meshwright.planner.search.proof_account import LEFT_OUT
+from meshwright.planner.search.search import search
+from meshwright.planner.solver.partition_problem import priced
 
 PLANS = 200
 LONG = ("unequal", "unequal-l40s", "8b-3090", "neox-a100", "gemma2-4090")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fit_catalog as fit
-from planner.catalog import accelerators
+from meshwright.planner.catalog import accelerators
 
 SYSTEM, DEVICE = "h100_sxm", accelerators()["h100-sxm-80gb"]
 

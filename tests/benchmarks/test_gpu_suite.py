@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import report, suite
 from benchmarks.gpu.suite import CASES, Case, read_lines, todo
-from planner.catalog import accelerators
+from meshwright.planner.catalog import accelerators
 
 A, B, TWO = (
     Case(name="a", seconds=90),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.survive_cost import note_steps
-from runtime.train import Loop
+from meshwright.runtime.launch.training_loop import Loop
 
 
 def test_copies_are_noted_by_what_is_called_as_they_are(

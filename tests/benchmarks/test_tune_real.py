@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tune_real
-from meshwright.trials import words_of
-from planner.documents import document
-from planner.documents.plan import Plan
+from meshwright.planner.documents import document
+from meshwright.planner.documents.plan import Plan
+from meshwright.tune.trial import words_of
 
 STORED = sorted((Path(__file__).parents[2] / "plans").glob("*/plan.yaml"))[:3]
 

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import tune_replay
 from benchmarks.tune_replay import AFTER, Score, Sweep, by_source, counted, replay, result
-from planner.documents.plan import Layout
-from planner.tuning.options import TrialOption
-from planner.tuning.tuner import Tuner
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.tuning.next_trial import Tuner
+from meshwright.planner.tuning.trial_options import TrialOption
 
 
 def sweep(*factors: float, source: str = "a", lost: tuple[int, ...] = ()) -> Sweep:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.public_facts import ratios_text, trainings_text
 from benchmarks.whole_trainings import Outcome, model_flops, outcome, stack_words
-from planner.catalog.expressions import resolve_model
+from meshwright.planner.catalog.expressions import resolve_model
 
 ROW = {
     "name": "llama-3.1-8b-torchtitan-bf16-eager",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from runtime import host
+from meshwright.runtime.core import pinned_memory as host
 from tests.cuda.streams import WORLD, Event, Stream, is_pinned, pin
 
 MEMORY_BYTES = 80 * 10**9

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.host import on_host
-from runtime.live_memory import ASKS_DEVICE
+from meshwright.runtime.core.memory_tracker import ASKS_DEVICE
+from meshwright.runtime.core.pinned_memory import on_host
 
 ROOT = f"{Path(__file__).parents[2]}/"
 OWN = (f"{ROOT}runtime/", f"{ROOT}profiler/")

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import near_cores, train
-from runtime.preflight import cuda_environment
-from runtime.saving import Saver, SaveSeconds
-from tests.runtime.test_report import rank, report
+from meshwright.runtime.checkpoint.writer import Saver, SaveSeconds
+from meshwright.runtime.core import numa as near_cores
+from meshwright.runtime.launch import training_loop as train
+from meshwright.runtime.launch.preflight import cuda_environment
+from tests.runtime.run.test_run_report import rank, report
 
 
 @pytest.fixture

@@ -29,11 +29,14 @@ from tests.cuda.walk import main
 main()
 """
 REPORT = {
-    "copy of pageable memory to cuda at runtime/language_model.py:inputs_and_targets": 1,
-    "item at runtime/engine.py:_updated": 5,
+    "copy of pageable memory to cuda at runtime/engine/language_model.py:inputs_and_targets": 1,
+    "item at runtime/engine/engine.py:_updated": 5,
 }
 """What the host waits for in a step: tokens that come, the five figures of its report that go."""
-VOTE = {"copy to cuda at runtime/pipeline.py:run": 1, "item at runtime/pipeline.py:run": 1}
+VOTE = {
+    "copy to cuda at runtime/engine/pipeline.py:run": 1,
+    "item at runtime/engine/pipeline.py:run": 1,
+}
 """In a first step more: torch asks whether all ranks of a pipeline know their shapes."""
 FIRST_STEPS = {"loss in chunks, last stage", "compiled, zero bubble", "first stage", "last stage"}
 """Paths of a pipeline with one step."""
@@ -134,25 +137,27 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     # FSDP itself brings gradients that are added up on the host there; the norm is summed there.
     assert {place.split(" at ")[1] for place in more["offloaded parameters"]} == {
         "torch",
-        "runtime/host.py:_add_first",
-        "runtime/language_model.py:inputs_and_targets",
-        "runtime/engine.py:_updated",
-        "runtime/torch_optimizers.py:update_on_device",
-        "runtime/gradients.py:_multiply",
-        "runtime/gradients.py:_squared_norm",
+        "runtime/core/pinned_memory.py:_add_first",
+        "runtime/engine/language_model.py:inputs_and_targets",
+        "runtime/engine/engine.py:_updated",
+        "runtime/optim/sharded_optimizer.py:update_on_device",
+        "runtime/optim/gradients.py:_multiply",
+        "runtime/optim/gradients.py:_squared_norm",
     }
     # Each of two layers asks in two micro-batches how many tokens go where.
     assert more["experts"] == REPORT | {
-        "item at runtime/language_model.py:expert_load": 1,
-        "list at runtime/experts.py:of": 4,
+        "item at runtime/engine/language_model.py:expert_load": 1,
+        "list at runtime/parallel/expert_parallel.py:of": 4,
     }
     # Handed on, they are asked for to nodes and then to ranks.
     assert more["relayed experts"] == REPORT | {
-        "item at runtime/language_model.py:expert_load": 1,
-        "list at runtime/relayed_experts.py:of": 8,
+        "item at runtime/engine/language_model.py:expert_load": 1,
+        "list at runtime/parallel/expert_hierarchical_a2a.py:of": 8,
     }
     # Gathered tokens find their experts on the device.
-    assert more["gathered experts"] == REPORT | {"item at runtime/language_model.py:expert_load": 1}
+    assert more["gathered experts"] == REPORT | {
+        "item at runtime/engine/language_model.py:expert_load": 1
+    }
 
 
 @pytest.mark.parametrize("path", [path for path in PRODUCTS if path not in COVERED])

@@ -20,16 +20,19 @@ from unittest import mock
 
 import torch
 
-import profiler.clock
+import meshwright.profiler.clock
 from benchmarks.rehearsal import fake_job
-from planner.documents.cluster import Collective
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.documents.profile import ChunkedLoss, CollectiveCurve, LinkPoint
-from profiler import chain, devices, layers, overheads, stages
-from profiler.chain import Case, Chain
-from runtime import compiled, experts, relayed_experts, transforms
-from runtime.train import token_engine
+from meshwright.planner.documents.cluster import Collective
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.profile import ChunkedLoss, CollectiveCurve, LinkPoint
+from meshwright.profiler import chain, devices, layers, overheads, stages
+from meshwright.profiler.chain import Case, Chain
+from meshwright.runtime.engine import apply_plan as transforms
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.parallel import expert_hierarchical_a2a as relayed_experts
+from meshwright.runtime.parallel import expert_parallel as experts
+from meshwright.runtime.techniques import compile as compiled
 from tests.cuda.fake_cuda import fake_cuda
 from tests.cuda.streams import WORLD, Watch
 from tests.runtime import cases
@@ -150,7 +153,7 @@ def quick_profiler() -> Iterator[None]:
         mock.patch.object(overheads, "slowest", list),
         mock.patch.object(layers, "slowest", list),
         mock.patch.object(stages, "slowest", list),
-        mock.patch.object(profiler.clock, "slowest", list),
+        mock.patch.object(meshwright.profiler.clock, "slowest", list),
         mock.patch("torch.distributed.barrier", lambda *_, **__: None),
     ):
         yield
@@ -173,7 +176,7 @@ def a_chain(precision: str = "bf16") -> Chain:
 def chain_alone(precision: str) -> Callable[[], None]:
     def doing() -> None:
         case = Case(tensor=1, micro_batch=2, recompute="none")
-        layers.trial(a_chain(precision), case, profiler.clock.Clock(CUDA))
+        layers.trial(a_chain(precision), case, meshwright.profiler.clock.Clock(CUDA))
 
     return doing
 
@@ -189,7 +192,7 @@ def sharing(precision: str) -> Callable[[], None]:
 
 
 def device() -> None:
-    clock = profiler.clock.Clock(CUDA)
+    clock = meshwright.profiler.clock.Clock(CUDA)
     with mock.patch.object(devices, "PRODUCT_S", 0.0):
         assert devices._product_flops(CUDA, clock) == [2 * 4096**3 / 1e-3] * devices.LEAST_PRODUCTS
     devices._copies(CUDA, clock)
@@ -197,7 +200,7 @@ def device() -> None:
 
 def update() -> None:
     own = overheads._updated(a_chain("bf16"), cases.transformer(**FIGURES))
-    overheads.optimizer_s_per_parameter(own, profiler.clock.Clock(CUDA))
+    overheads.optimizer_s_per_parameter(own, meshwright.profiler.clock.Clock(CUDA))
 
 
 def unit() -> None:

@@ -39,10 +39,10 @@ import yaml
 from typer.models import ArgumentInfo, ParameterInfo
 
 from meshwright import cli
-from meshwright.commands import plan
-from planner.documents import document
-from planner.search.answer import Answer
-from runtime import checksums
+from meshwright.api.commands import plan
+from meshwright.planner.documents import document
+from meshwright.planner.search.answer import Answer
+from meshwright.runtime.core import checksums
 from tests.limits import PATIENCE_S
 from tests.meshwright import hostile_configurations as configurations
 from tests.meshwright import hostile_documents as documents

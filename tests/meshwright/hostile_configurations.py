@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from tests.planner.formats import public_configurations as public
+from tests.planner.framework_configs import public_configurations as public
 
 PUBLISHED: dict[str, list[public.Row]] = {
     "megatron": public.MEGATRON,

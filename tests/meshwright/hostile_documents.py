@@ -16,24 +16,21 @@ from typing import Any
 import numpy as np
 import yaml
 
-from meshwright import watching
-from meshwright.defaults import Defaults
-from planner import catalog
-from planner.documents import document
-from planner.documents.stack import Stack
-from planner.errors import MeshwrightError
-from planner.report.run_page import page
-from runtime import (
-    checkpoint,
-    checksums,
-    data,
-    export,
-    faults,
-    run,
-    tensor_index,
-    unfinished,
-)
-from runtime.data import Corpus, Pretrained
+from meshwright.api.defaults import Defaults
+from meshwright.launch import watch as watching
+from meshwright.planner import catalog
+from meshwright.planner.documents import document
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.errors import MeshwrightError
+from meshwright.planner.report.run_page import page
+from meshwright.runtime.checkpoint import checkpoint, tensor_index
+from meshwright.runtime.checkpoint import commit_recovery as unfinished
+from meshwright.runtime.checkpoint import weight_export as export
+from meshwright.runtime.core import checksums
+from meshwright.runtime.data import corpus as data
+from meshwright.runtime.data.corpus import Corpus, Pretrained
+from meshwright.runtime.launch import failure_cause as faults
+from meshwright.runtime.run import run_folder as run
 
 TOKENS = np.arange(8, dtype=np.uint16).tobytes()
 
@@ -211,13 +208,13 @@ DATA: dict[str, bytes] = {
 def _weights() -> object:
     import torch
 
-    from runtime.published import Weights
+    from meshwright.runtime.models.safetensors_weights import Weights
 
     return Weights(Path("weights")).read("w", torch.Size([2]), None)
 
 
 def _own() -> object:
-    from runtime.script_state import own_state
+    from meshwright.runtime.engine.engine_state import own_state
 
     return own_state(Path("saved"), 0)
 

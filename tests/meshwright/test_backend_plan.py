@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from planner.documents import document
-from planner.documents.plan import Plan
+from meshwright.planner.documents import document
+from meshwright.planner.documents.plan import Plan
 
 ASKED = ["plan", "llama-3.1-8b", "--cluster", "8xh100-sxm-80gb", "--global-batch", "64"]
 

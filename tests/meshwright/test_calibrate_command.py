@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from tests.planner.accuracy.calibrate.test_runs import TRUTH, table
+from tests.planner.calibration.fitting.test_runs import TRUTH, table
 
 
 @pytest.mark.matrix

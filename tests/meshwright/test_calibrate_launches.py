@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from planner.accuracy.calibrate.constants import calibrated
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import predict
-from planner.documents import document
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.profile import Calibration
+from meshwright.planner.calibration.fitting.fitted_constants import calibrated
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents import document
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.profile import Calibration
 
 CLUSTER = "2x8xa100-sxm-80gb"
 TRUTH = Calibration(

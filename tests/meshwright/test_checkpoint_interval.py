@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launches import with_interval
-from planner.whatif.goodput import save_figures
-from planner.whatif.study import Failures
-from planner.whatif.survival import RunSeconds, SaveFigures
-from runtime.asked import LaunchRun
+from meshwright.launch.launch import with_interval
+from meshwright.planner.whatif.pricing.goodput import save_figures
+from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures
+from meshwright.planner.whatif.study import Failures
+from meshwright.runtime.run.launch_options import LaunchRun
 
 
 def figures(parameters: int = 405_000_000_000, devices: int = 16_384) -> SaveFigures:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from meshwright import cli, commands, launches
+from meshwright import cli
 from meshwright.__main__ import main as run_command
-from planner.catalog import machine_figures
-from planner.documents import document
-from planner.documents.plan import Plan
-from runtime.asked import LaunchRun, Where
+from meshwright.api import commands
+from meshwright.launch import launch as launches
+from meshwright.planner.catalog import machine_figures
+from meshwright.planner.documents import document
+from meshwright.planner.documents.plan import Plan
+from meshwright.runtime.run.launch_options import LaunchRun, Where
 from tests.limits import PATIENCE_S
 
 DEMO = ("demo-4m", "--cluster", "local:2", "--seq-len", "64", "--global-batch", "8")
@@ -120,7 +122,8 @@ def test_help_loads_no_planner() -> None:
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "print(loaded & {'numpy', 'networkx', 'torch', 'pulp', 'highspy', 'profiler'},"
         " [name for name in sys.modules"
-        " if name.startswith(('planner.search', 'planner.whatif', 'rich.prog'))])\n"
+        " if name.startswith(('meshwright.planner.search', 'meshwright.planner.whatif',"
+        " 'rich.prog'))])\n"
     )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -145,7 +148,8 @@ def test_commands_that_run_one_after_the_other_predict_the_same_seconds_here(
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(here / "cache"))
     launched: list[float] = []
     monkeypatch.setattr(
-        "runtime.launch.launch", lambda asked: launched.append(asked.predicted_step_s)
+        "meshwright.runtime.launch.launch.launch",
+        lambda asked: launched.append(asked.predicted_step_s),
     )
 
     def anew(*arguments: str) -> Any:
@@ -394,7 +398,7 @@ def test_a_part_of_an_answer_is_no_success(
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("planner.whatif.run._evaluated", stopped)
+    monkeypatch.setattr("meshwright.planner.whatif.run_study._evaluated", stopped)
 
     words = ["--model", "gpt2", "--clusters", "8xa10g", "--tokens", "1e9"]
     assert cli.main(["whatif", *words]) == 1

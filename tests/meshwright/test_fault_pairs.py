@@ -19,16 +19,26 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.recovery import NODES, planned
-from meshwright.book import Book
-from meshwright.launches import LaunchablePlan
-from meshwright.survive import Epochs, Means
-from runtime.agent import Register
-from runtime.asked import LaunchRun
-from runtime.launch import RankFailed
-from runtime.rendezvous import NodeLeft
-from runtime.roster import Agent, Epoch, Held, Look, Over, Proposal, Quit, Roster, State
-from runtime.run import events
-from runtime.verdict import RankEnd
+from meshwright.launch.fallback_plans import Book
+from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.multi_node import Epochs, Means
+from meshwright.runtime.launch.launch import RankFailed
+from meshwright.runtime.resilience.membership import (
+    Agent,
+    Epoch,
+    Held,
+    Look,
+    Over,
+    Proposal,
+    Quit,
+    Roster,
+    State,
+)
+from meshwright.runtime.resilience.node_agent import Register
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.recovery_policy import RankEnd
+from meshwright.runtime.run.rendezvous import NodeLeft
+from meshwright.runtime.run.run_folder import events
 from tests.runtime.rooms import Room
 
 STEPS, STEP_S, TICK_S = 60, 0.2, 0.1

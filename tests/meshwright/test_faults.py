@@ -22,16 +22,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recovery import BATCH, NODES, Job, planned
-from meshwright.book import Book
-from meshwright.launches import LaunchablePlan
-from planner.documents import document
-from planner.documents.events import Attempt, Decision, Incident, StepDone
-from planner.documents.plan import Plan
-from runtime import checkpoint
-from runtime.hang import is_stopped
-from runtime.run import metrics_file, read_records
-from runtime.sample_digest import SampleDigest
-from runtime.zygote import Zygote
+from meshwright.launch.fallback_plans import Book
+from meshwright.launch.launch import LaunchablePlan
+from meshwright.planner.documents import document
+from meshwright.planner.documents.events import Attempt, Decision, Incident, StepDone
+from meshwright.planner.documents.plan import Plan
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.data.sample_digest import SampleDigest
+from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.resilience.hang_detector import is_stopped
+from meshwright.runtime.run.run_folder import metrics_file, read_records
 from tests.limits import PATIENCE_S
 from tests.runtime.forked import ForkedLauncher, common_environment, nursery
 from tests.runtime.rooms import Room
@@ -159,7 +159,7 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
 
 ASKED = """
 from pathlib import Path
-from runtime import train
+from meshwright.runtime.launch import training_loop as train
 
 stepped = train.Loop._stepped
 def step_with_faults(self, batch):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import commands
+from meshwright.api import commands
 from meshwright.cli import main
-from planner.documents import document
-from planner.documents.plan import Plan
+from meshwright.planner.documents import document
+from meshwright.planner.documents.plan import Plan
 
 PLAN = Path(__file__).parents[2] / "plans" / "llama-3.1-8b-on-8xh100" / "plan.yaml"
 

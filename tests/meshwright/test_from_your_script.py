@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from planner.documents import document
-from planner.errors import MeshwrightError
+from meshwright.planner.documents import document
+from meshwright.planner.errors import MeshwrightError
 from tests.limits import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from meshwright import cli
-from planner.documents.cluster import ClusterSpec
-from planner.documents.document import Document
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.errors import DocumentError
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import Document
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import DocumentError
 from tests.meshwright.test_malformed import CLUSTER, CONFIG, MODEL, PLAN, changed
 
 LINES = "gpt2\n#SBATCH --uid=0\ntouch PWNED\n#"

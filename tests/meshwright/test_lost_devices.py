@@ -9,20 +9,20 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.book import Book, BookEntry
-from meshwright.launches import LaunchablePlan
-from meshwright.replan import VISIBLE
-from meshwright.survive import Epochs, Means
-from planner.documents.document import write
-from planner.documents.events import Decision, events_of
-from planner.whatif.changes import changed, smaller_nodes
-from runtime.asked import LaunchRun
-from runtime.launch import RankFailed
-from runtime.roster import Agent, Epoch, Proposal, State
-from runtime.run import events_file
-from runtime.verdict import RankEnd
-from tests.meshwright.test_book import planned
-from tests.meshwright.test_growing import agent
+from meshwright.launch.fallback_plans import Book, BookEntry
+from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.multi_node import Epochs, Means
+from meshwright.launch.replan import VISIBLE
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.events import Decision, events_of
+from meshwright.planner.whatif.what_if_changes import changed, smaller_nodes
+from meshwright.runtime.launch.launch import RankFailed
+from meshwright.runtime.resilience.membership import Agent, Epoch, Proposal, State
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.recovery_policy import RankEnd
+from meshwright.runtime.run.run_folder import events_file
+from tests.meshwright.launch.test_fallback_plans import planned
+from tests.meshwright.launch.test_scale_up import agent
 
 
 class Case:

@@ -135,9 +135,9 @@ def prices(price: str, *arguments: str) -> tuple[dict[str, str], list[str]]:
 
 
 def test_the_documents_that_the_cases_break_are_right() -> None:
-    from planner.documents.cluster import ClusterSpec
-    from planner.documents.model import ModelGraph
-    from planner.documents.plan import Plan
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Plan
 
     assert ModelGraph.of(MODEL) and ClusterSpec.of(CLUSTER) and Plan.of(PLAN)
 

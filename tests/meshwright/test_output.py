@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import typer
 
-from meshwright import cli, examples
-from meshwright.answer_texts import compiled_texts, improved_parts
-from meshwright.cli import console
-from planner.documents.plan import Job, Layout
-from planner.report.facts import INDENT, Fact, Summary
-from planner.report.terminal import Terminal
+from meshwright import cli
+from meshwright.cli import console, examples
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.report.facts import INDENT, Fact, Summary
+from meshwright.planner.report.terminal import Terminal
+from meshwright.render.text import compiled_texts, improved_parts
 from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
 
 GROUP: Any = typer.main.get_command(cli.app)

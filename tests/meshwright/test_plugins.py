@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from planner.documents import plugins
-from planner.documents.stack import Stack, stack_of
-from planner.errors import DocumentError
+from meshwright.planner.documents import plugins
+from meshwright.planner.documents.stack import Stack, stack_of
+from meshwright.planner.errors import DocumentError
 from tests.limits import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]

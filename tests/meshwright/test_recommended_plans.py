@@ -10,19 +10,19 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.attack_plans import Drafts
-from meshwright import commands
+from meshwright.api import commands
 from meshwright.cli import app
-from planner.accuracy.tables.predictions import backend_plan
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import layout_prediction
-from planner.documents import document
-from planner.documents.plan import Job, Layout, Plan
-from planner.documents.prediction import ALLOCATOR
-from planner.errors import DocumentError
-from planner.formats.configuration import FRAMEWORKS, caveats, configuration
-from planner.requests.pins import read_layout
-from planner.requests.request import Request, pinned_layout
+from meshwright.planner.calibration.tables.predictions import backend_plan
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import layout_prediction
+from meshwright.planner.documents import document
+from meshwright.planner.documents.plan import Job, Layout, Plan
+from meshwright.planner.documents.prediction import ALLOCATOR
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.configuration import FRAMEWORKS, caveats, configuration
+from meshwright.planner.requests.pins import read_layout
+from meshwright.planner.requests.request import Request, pinned_layout
 
 SETTING = "=".join(ALLOCATOR)
 FULL = {

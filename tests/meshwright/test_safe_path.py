@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import cli
-from runtime.preflight import rank_environment
+from meshwright.runtime.launch.preflight import rank_environment
 from tests.limits import PATIENCE_S
 
 PLAN = ["plan", "gpt2", "--cluster", "2x4xa100-sxm-80gb", "--seq-len", "512", "--global-batch", "8"]

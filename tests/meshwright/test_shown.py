@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright import cli, launches
-from planner.errors import LaunchError
-from planner.report import svg
-from planner.report.terminal import Terminal
+from meshwright import cli
+from meshwright.launch import launch as launches
+from meshwright.planner.errors import LaunchError
+from meshwright.planner.report import svg
+from meshwright.planner.report.terminal import Terminal
 from tests.meshwright.test_malformed import CLUSTER, changed
 from tests.meshwright.test_validate_command import TABLE
 

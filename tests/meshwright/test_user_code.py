@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright import cli, commands
-from planner.documents import document
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan, PlannedModel
-from planner.errors import DocumentError
+from meshwright import cli
+from meshwright.api import commands
+from meshwright.planner.documents import document
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan, PlannedModel
+from meshwright.planner.errors import DocumentError
 
 MODEL = """
 import torch
@@ -279,7 +280,7 @@ def test_a_compiled_file_of_the_folder_is_not_imported(
 def test_ranks_refuse_a_file_that_is_not_the_planned_one(planned: Callable[[], bool]) -> None:
     import torch
 
-    from runtime.factory import FactoryModel
+    from meshwright.runtime.engine.factory_module import FactoryModel
 
     plan = document.read(Plan, "plan.yaml")
     graph = plan.model.graph
@@ -309,7 +310,7 @@ def test_a_model_document_is_profiled_if_its_files_match_or_are_trusted(
     def measure(graph: ModelGraph, *_: Any, **__: Any) -> None:
         raise Reached(graph.files)
 
-    monkeypatch.setattr("profiler.profile.profile", measure)
+    monkeypatch.setattr("meshwright.profiler.profile.profile", measure)
     graph = document.read(Plan, "plan.yaml").model.graph
     assert graph is not None
     document.write(graph, "model.yaml")
@@ -382,7 +383,7 @@ def test_no_other_document_runs_the_file_it_names(
 def test_a_configuration_of_a_known_family_runs_nothing_either(
     ran: Callable[[], bool], tmp_path: Path
 ) -> None:
-    from runtime.library_families import configuration  # torch
+    from meshwright.runtime.models.families import configuration  # torch
 
     figures = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "evil.py").write_text(MARK)
@@ -411,7 +412,7 @@ def test_a_configuration_of_a_known_family_runs_nothing_either(
 
 
 def test_an_exported_configuration_names_no_code(tmp_path: Path) -> None:
-    from runtime.export import _configuration  # torch
+    from meshwright.runtime.checkpoint.weight_export import _configuration  # torch
 
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "config.json").write_text(
@@ -424,8 +425,8 @@ def test_an_exported_configuration_names_no_code(tmp_path: Path) -> None:
 
 
 def test_weights_are_read_from_safetensors_alone(ran: Callable[[], bool], tmp_path: Path) -> None:
-    from planner.errors import LaunchError
-    from runtime.published import Weights  # torch
+    from meshwright.planner.errors import LaunchError
+    from meshwright.runtime.models.safetensors_weights import Weights  # torch
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright import cli
-from planner.documents.document import json_line, write
-from planner.documents.events import (
+from meshwright.planner.documents.document import json_line, write
+from meshwright.planner.documents.events import (
     Attempt,
     AttemptEnded,
     Decision,
@@ -24,8 +24,14 @@ from planner.documents.events import (
     StepDone,
     StepRecord,
 )
-from planner.whatif.run_view import viewed
-from runtime.run import RankOrders, events_file, evidence_folder, orders_file, plan_file
+from meshwright.planner.whatif.run_status import viewed
+from meshwright.runtime.run.run_folder import (
+    RankOrders,
+    events_file,
+    evidence_folder,
+    orders_file,
+    plan_file,
+)
 from tests.runtime.rooms import plan_of
 
 EVIDENCE = (

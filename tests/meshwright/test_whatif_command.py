@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import studies
 from meshwright.cli import main
-from meshwright.studies import study_of
-from planner.documents import document
-from planner.errors import DocumentError
-from planner.whatif.candidates import candidates_of
-from planner.whatif.study import Study
+from meshwright.planner.documents import document
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.study import Study
+from meshwright.studies import study_command as studies
+from meshwright.studies.study_command import study_of
 
 
 def test_flags_become_offers_on_their_terms() -> None:

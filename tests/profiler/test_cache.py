@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiler import cache as stored
-from profiler import layers
-from profiler.cache import Parts
-from profiler.chain import Case, Chain
-from profiler.clock import Clock
+from meshwright.profiler import cache as stored
+from meshwright.profiler import layers
+from meshwright.profiler.cache import Parts
+from meshwright.profiler.chain import Case, Chain
+from meshwright.profiler.clock import Clock
 from tests.runtime import cases
 
 CASES = [Case(tensor=1, micro_batch=size, recompute="none") for size in (1, 2)]

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.catalog.expressions import resolve_cluster
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.documents.profile import Birth, Profile
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
-from profiler import layer_bytes, layers
-from profiler.chain import Case, Chain
-from runtime.factory import graph_of_factory
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.profile import Birth, Profile
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.profiler import layer_bytes, layers
+from meshwright.profiler.chain import Case, Chain
+from meshwright.runtime.engine.factory_module import graph_of_factory
 from tests.runtime import cases, chains, whole_networks
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train

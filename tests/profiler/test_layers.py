@@ -8,15 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.documents.profile import ChunkedLoss, LayerMeasurement, LossGradients, Recompute
-from profiler import layer_bytes, layers
-from profiler.agenda import RECOMPUTES
-from profiler.chain import WHOLE, Case, Chain, short_chain
-from profiler.clock import Clock
-from profiler.heads import HeadCase, heads
-from profiler.layer_bytes import MeasuredLayerBytes
-from runtime import compiled
-from runtime.torch_internals import compiled_graphs
+from meshwright.planner.documents.profile import (
+    ChunkedLoss,
+    LayerMeasurement,
+    LossGradients,
+    Recompute,
+)
+from meshwright.profiler import layer_bytes, layers
+from meshwright.profiler.chain import WHOLE, Case, Chain, short_chain
+from meshwright.profiler.clock import Clock
+from meshwright.profiler.heads import HeadCase, heads
+from meshwright.profiler.layer_bytes import MeasuredLayerBytes
+from meshwright.profiler.measurement_plan import RECOMPUTES
+from meshwright.runtime.core.torch_internals import compiled_graphs
+from meshwright.runtime.techniques import compile as compiled
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

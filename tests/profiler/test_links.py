@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.documents.profile import CollectiveCurve
-from profiler import links
-from profiler.clock import slowest
+from meshwright.planner.documents.profile import CollectiveCurve
+from meshwright.profiler import links
+from meshwright.profiler.clock import slowest
 from tests.runtime.ranks import on_ranks
 
 CPU = torch.device("cpu")

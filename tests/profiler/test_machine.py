@@ -5,10 +5,10 @@ from __future__ import annotations
 import doctest
 from pathlib import Path
 
-from planner.catalog.expressions import resolve_cluster
-from planner.documents.cluster import ClusterSpec
-from planner.documents.profile import CollectiveCurve, LinkPoint, NodePair
-from profiler import machine
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.profile import CollectiveCurve, LinkPoint, NodePair
+from meshwright.profiler import machine
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m

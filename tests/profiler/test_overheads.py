@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.documents.profile import Overheads
-from profiler import links, overheads
-from profiler.chain import Chain
+from meshwright.planner.documents.profile import Overheads
+from meshwright.profiler import links, overheads
+from meshwright.profiler.chain import Chain
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.predict import layout_prediction
-from planner.documents import document
-from planner.documents.model import Edge, Layer, ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.documents.profile import Overheads, Profile
-from planner.errors import DocumentError, LaunchError
-from planner.layers.architecture import graph_of
-from planner.requests.request import Request
-from profiler import profile as profiles
-from profiler import rank, ranks
-from profiler.machine import joined
-from profiler.overheads import tiny_model
-from runtime.supervise import BadEnd, supervised
+from meshwright.planner.architectures.architecture import graph_of
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.predict import layout_prediction
+from meshwright.planner.documents import document
+from meshwright.planner.documents.model import Edge, Layer, ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.profile import Overheads, Profile
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.planner.requests.request import Request
+from meshwright.profiler import profile as profiles
+from meshwright.profiler import rank_main as rank
+from meshwright.profiler import start_ranks as ranks
+from meshwright.profiler.machine import joined
+from meshwright.profiler.overheads import tiny_model
+from meshwright.runtime.launch.rank_processes import BadEnd, supervised
 from tests.runtime import cases
 from tests.runtime.forked_zygote import ForkedZygote
 
@@ -42,11 +43,14 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return rank.main()
 
     def supervised_here(command: Sequence[str], *args: Any, **options: Any) -> BadEnd | None:
-        words = [word.replace("profiler.rank", "runtime.rank") for word in command]
+        words = [
+            word.replace("meshwright.profiler.rank_main", "meshwright.runtime.launch.rank_main")
+            for word in command
+        ]
         return supervised(words, *args, **options, zygote=zygote)
 
     with monkeypatch.context() as patch:
-        patch.setattr("runtime.rank.main", main)
+        patch.setattr("meshwright.runtime.launch.rank_main.main", main)
         patch.setattr(ranks, "supervised", supervised_here)
         with ForkedZygote() as zygote:
             yield

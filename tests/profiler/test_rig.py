@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks import rig
-from planner.documents.profile import NodePair
-from profiler.findings import slow_links
+from meshwright.planner.documents.profile import NodePair
+from meshwright.profiler.diagnostics import slow_links
 from tests.limits import PATIENCE_S
 
 pytestmark = [
@@ -27,9 +27,9 @@ pytestmark = [
 
 PAIRS = """
 import json, os, sys
-from runtime.nodes import node_rank_of
-from runtime.rendezvous import Rendezvous
-from profiler.ranks import result_of
+from meshwright.runtime.run.node_rank import node_rank_of
+from meshwright.runtime.run.rendezvous import Rendezvous
+from meshwright.profiler.start_ranks import result_of
 per_node = int(sys.argv[1])
 with Rendezvous(node_rank_of(os.environ)) as rendezvous:
     found = result_of("tests.profiler.test_rig:between", {"per_node": per_node}, ranks=per_node,
@@ -42,7 +42,7 @@ def between(arguments: dict[str, Any], tell: Any) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from profiler import links
+    from meshwright.profiler import links
 
     firsts = range(0, dist.get_world_size(), arguments["per_node"])
     found = links.pairs(list(firsts), device=torch.device("cpu"), budget_s=1.0)

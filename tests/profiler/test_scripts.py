@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import meshwright
-from meshwright import commands
-from meshwright.inputs import model_of
-from planner.documents.document import write
-from planner.documents.profile import Birth, Profile
-from planner.errors import DocumentError
-from profiler import layers
-from profiler.chain import Case, Chain
-from runtime.own_script import OwnScript
-from runtime.user_code import trains_in_script
+from meshwright.api import commands
+from meshwright.api.inputs import model_of
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.profile import Birth, Profile
+from meshwright.planner.errors import DocumentError
+from meshwright.profiler import layers
+from meshwright.profiler.chain import Case, Chain
+from meshwright.runtime.engine.script_module import OwnScript
+from meshwright.runtime.engine.user_code import trains_in_script
 
 CPU = torch.device("cpu")
 SCRIPT = """

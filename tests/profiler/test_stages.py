@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from planner.documents.model import Experts, ModelGraph
-from planner.documents.profile import LayerMeasurement, StageMeasurement
-from profiler import layer_bytes, layers
-from profiler.chain import Case, Chain, Division
-from profiler.stages import stages
+from meshwright.planner.documents.model import Experts, ModelGraph
+from meshwright.planner.documents.profile import LayerMeasurement, StageMeasurement
+from meshwright.profiler import layer_bytes, layers
+from meshwright.profiler.chain import Case, Chain, Division
+from meshwright.profiler.stages import stages
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

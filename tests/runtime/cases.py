@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from planner.documents.model import Architecture, Experts, ModelGraph
-from planner.documents.plan import (
+from meshwright.planner.architectures.architecture import architecture_of
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.documents.model import Architecture, Experts, ModelGraph
+from meshwright.planner.documents.plan import (
     Mesh,
     PlacedLayer,
     Plan,
@@ -19,8 +21,6 @@ from planner.documents.plan import (
     Stage,
     Training,
 )
-from planner.layers.architecture import architecture_of
-from planner.layers.parameters import graph_of
 from tests.runtime import families
 
 COVERED = (

@@ -1,8 +1,9 @@
 """Combinations of what a plan can say, generated from its types, and covers of their pairs.
 
-A Row is one combination.  What the runtime refuses (planner.stacks.native, runtime.supported) is no
-row, so what it learns to execute appears here by itself.  `cover` picks rows in which every pair of
-properties occurs that any row has: one row for (zbv, ZeRO-3), one for (tensor, recompute full).
+A Row is one combination.  What the runtime refuses (planner.frameworks.native_limits,
+runtime.engine.unsupported) is no row, so what it learns to execute appears here by itself.  `cover`
+picks rows in which every pair of properties occurs that any row has: one row for (zbv, ZeRO-3), one
+for (tensor, recompute full).
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from planner.catalog import native
-from planner.documents import plan as plan_types
-from planner.documents.cluster import Precision
-from planner.documents.model import Experts, ModelGraph
-from planner.documents.plan import INSIDE_OUT, Axis, Job, Layout, Plan
-from planner.documents.profile import ChunkedLoss, LossGradients, Recompute
-from planner.errors import DocumentError
-from planner.schedules import schedule
-from planner.stacks.native import obstacle
-from runtime.factory import graph_of_factory
-from runtime.supported import documents_refused, supported
+from meshwright.planner.catalog import native
+from meshwright.planner.documents import plan as plan_types
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.model import Experts, ModelGraph
+from meshwright.planner.documents.plan import INSIDE_OUT, Axis, Job, Layout, Plan
+from meshwright.planner.documents.profile import ChunkedLoss, LossGradients, Recompute
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.frameworks.native_limits import obstacle
+from meshwright.planner.schedules import schedule
+from meshwright.runtime.engine.factory_module import graph_of_factory
+from meshwright.runtime.engine.unsupported import documents_refused, supported
 from tests.runtime import cases, chains
 from tests.runtime.runs import TOLERANCE
 
@@ -274,7 +275,10 @@ def reason(row: Row) -> str | None:
         (row.pipeline == 1 and row.schedule != ("1f1b", 1), "a schedule without a pipeline"),
         (row.zero and row.data_shard * row.context == 1, "ZeRO without ranks to divide over"),
         (row.outside_in and sum(getattr(row, d) > 1 for d in DEGREES) < 2, "one axis has no order"),
-        (row.schedule[0] == "pipedream-2bw", "stale weights: tests/runtime/test_stale_pipeline.py"),
+        (
+            row.schedule[0] == "pipedream-2bw",
+            "stale weights: tests/runtime/engine/test_pipedream_2bw.py",
+        ),
         (row.family == OWN and row.tied, "the user's own modules are not tied"),
         (row.family == OWN and row.expert > 1, "those of chains.py have no experts"),
         (row.family == OWN and row.context > 1, "the user's own modules take no positions"),

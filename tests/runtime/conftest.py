@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import compiled, preflight
+from meshwright.runtime.launch import preflight
+from meshwright.runtime.techniques import compile as compiled
 from tests.runtime.rooms import Room
 
 

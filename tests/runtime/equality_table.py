@@ -47,7 +47,7 @@ Any plan trains to the same losses and weights as the same model in one process.
 trains tiny models on 2, 4 and 8 processes under plans that are generated from the plan's types
 (`tests/runtime/combinations.py`): every pair of values that the runtime executes occurs in a row,
 every mesh with each of them, and every schedule and recompute choice under every ZeRO level with
-each of the others.  What the runtime refuses stands in `planner/stacks/native.py`.
+each of the others.  What the runtime refuses stands in `planner/frameworks/native_limits.py`.
 
 Each part of this page was written by a run of its own.  This one: {date}, torch {torch}, gloo on
 CPU: {done} of {rows} rows, {steps} steps each, in {minutes:.0f} minutes of training.

@@ -16,12 +16,12 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.library_others import LAYOUTS, kinds
-from planner.documents.plan import Layout
-from planner.documents.training import Lora
-from planner.layers.architecture import SUPPORTED, architecture_of
-from planner.layers.parameters import graph_of
-from planner.stacks.native import FAMILIES as LAUNCHED
-from planner.stacks.native import obstacle
+from meshwright.planner.architectures.architecture import SUPPORTED, architecture_of
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.frameworks.native_limits import FAMILIES as LAUNCHED
+from meshwright.planner.frameworks.native_limits import obstacle
 from tests.runtime import cases, families
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -78,7 +78,7 @@ Notes:
   transformers to bf16 first.
 - What a configuration draws at random (dropout, `router_jitter_noise`) is off, and a launch says
   so.  Every other field of a configuration is executed as in transformers or refused by its name
-  (`runtime/library_fields.py`): the loss of routers (`output_router_logits`), bidirectional
+  (`runtime/models/config_fields.py`): the loss of routers (`output_router_logits`), bidirectional
   attention, settings of single layers.  Factors that depend on a sequence's length (longrope) are
   those of each document.
 - Gemma 3: text models (`gemma3_text`) only; models with image inputs are trained with
@@ -104,7 +104,7 @@ while it was recorded: ...`): BigBird, for one, takes sequences of whole blocks 
 a `--seq-len`, or `attention_type: original_full` in its config.json.  Experts that read how many
 tokens each of them has (JetMoE, LongCat-Flash) are recorded as if all had equally many.  First
 values are the library's own; dropout
-draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4, DeepSeek-V2,
+draws by sample.  `test_traced_transformer.py` trains GPT-NeoX, Falcon, GLM-4, DeepSeek-V2,
 Mamba, JetMoE and LongCat-Flash so, equal to the library's class in a plain loop.  A model that sees
 the tokens that it is to predict (BERT without `is_decoder`) is refused; [BERT](train-bert.md)
 trains from a script, and so do [ViT](train-vit.md), [T5](train-t5.md), [Whisper](train-whisper.md)
@@ -112,7 +112,7 @@ and [Mamba-2](train-mamba2.md).  What becomes of each type is [below](#every-cau
 
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
 as recorded: {planned}.
-Without figures, with the reason (`planner/layers/unsupported.py`), are models with a recurrent
+Without figures, with the reason (`unsupported.py`), are models with a recurrent
 state (Mamba, Jamba, Qwen3-Next, Qwen3.5), encoder-decoders (T5, Whisper), sparse attention by an
 indexer (DeepSeek-V3.2), and models with an image encoder, of which the language model alone can be
 planned.  What is no causal language model is trained from your own script with

@@ -15,16 +15,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshwright import launches, survive
 from meshwright.__main__ import main as run_command
-from runtime import rank
-from runtime.zygote import Zygote
+from meshwright.launch import launch as launches
+from meshwright.launch import multi_node as survive
+from meshwright.runtime.launch import rank_main as rank
+from meshwright.runtime.launch.fork_server import Zygote
 from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.rooms import ROOT, Forked
 
 IMPORTS = (
-    "torch.distributed", "runtime.train", "runtime.launch", "meshwright.cli",
-    "meshwright.commands", "meshwright.answer_texts", "meshwright.answers", "tests.runtime.nursery",
+    "torch.distributed", "meshwright.runtime.launch.training_loop",
+    "meshwright.runtime.launch.launch",
+    "meshwright.cli", "meshwright.api.commands", "meshwright.render.text",
+    "meshwright.render.json_output", "tests.runtime.nursery",
 )  # fmt: skip
 _rank_main = rank.main
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime import rank, zygote
-from runtime.zygote import LAUNCHER, Zygote
+from meshwright.runtime.launch import fork_server as zygote
+from meshwright.runtime.launch import rank_main as rank
+from meshwright.runtime.launch.fork_server import LAUNCHER, Zygote
 
 
 class _Forked:

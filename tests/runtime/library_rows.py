@@ -12,17 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.catalog.expressions import resolve_model
-from planner.documents.document import read, write
-from planner.documents.events import StepRecord
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan, Training
-from planner.errors import LaunchError
-from runtime import data, run, train
-from runtime import launch as launching
-from runtime.asked import LaunchRun
-from runtime.launch_record import Launch
-from runtime.run import RankOrders
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents.document import read, write
+from meshwright.planner.documents.events import StepRecord
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan, Training
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.data import corpus as data
+from meshwright.runtime.launch import launch as launching
+from meshwright.runtime.launch import training_loop as train
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.run_folder import RankOrders
 from tests.limits import PATIENCE_S
 from tests.runtime import cases, combinations, library_runs
 from tests.runtime.combinations import Bound
@@ -215,7 +217,7 @@ class OnCrew:
 
 
 def carry_out(file: str) -> None:
-    """Do what `python -m runtime.rank` does in a process of its own."""
+    """Do what `python -m meshwright.runtime.launch.rank_main` does in a process of its own."""
     orders = read(RankOrders, file)
     rank = dist.get_rank()
     record = train.train(orders, rank=rank, local_rank=rank)

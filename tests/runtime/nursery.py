@@ -5,7 +5,7 @@ Whoever collects examples imports this too, and forks ranks.
 
 import sys
 
-from runtime import rank
+from meshwright.runtime.launch import rank_main as rank
 from tests.runtime import forked
 
 if "_pytest" not in sys.modules:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tests.runtime import cases
-from tests.runtime.test_named_attention import WIDTH, Block
+from tests.runtime.parallel.test_attention_api import WIDTH, Block
 
 VOCABULARY = 64
 

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from planner.documents.document import write
-from planner.documents.model import Architecture, Layer, ModelGraph
-from planner.documents.plan import Plan, Training
-from planner.errors import MeshwrightError
-from runtime import run as files_of
-from runtime.asked import LaunchRun
-from runtime.launch import launch
-from runtime.launch_record import Launch
-from runtime.report import RunReport
-from runtime.supervise import last_lines
-from runtime.zygote import Zygote
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.model import Architecture, Layer, ModelGraph
+from meshwright.planner.documents.plan import Plan, Training
+from meshwright.planner.errors import MeshwrightError
+from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.launch import launch
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.rank_processes import last_lines
+from meshwright.runtime.run import run_folder as files_of
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.run_report import RunReport
 from tests.limits import PATIENCE_S
 from tests.runtime.forked_zygote import ForkedZygote
 
-ROOT = Path(files_of.__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 MODEL = ModelGraph(
     name="tiny",
@@ -86,7 +86,7 @@ def plan_of(
 
 SLOW = """
 import time
-from runtime.beacon import Beacon
+from meshwright.runtime.resilience.heartbeat import Beacon
 
 tell = Beacon.tell
 def slow(self, step, part):
@@ -245,9 +245,9 @@ class Room:
         write(MODEL, self.folder / "model.yaml")
         program = (
             "import sys\n"
-            "from planner.documents.document import read\n"
-            "from planner.documents.model import ModelGraph\n"
-            "from runtime.asked import LaunchRun\n"
+            "from meshwright.planner.documents.document import read\n"
+            "from meshwright.planner.documents.model import ModelGraph\n"
+            "from meshwright.runtime.run.launch_options import LaunchRun\n"
             "from tests.runtime.rooms import launched\n"
             "model = read(ModelGraph, sys.argv[2])\n"
             "launched(sys.argv[1], LaunchRun.model_validate_json(sys.argv[3]), model=model)\n"

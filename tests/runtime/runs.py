@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from runtime.engine import Engine
-from runtime.train import token_engine
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases
 
 STEPS = 3

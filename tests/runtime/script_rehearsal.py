@@ -1,7 +1,7 @@
 """One rank of a script's Engine, rehearsed: its own code, with collectives that send nothing.
 
 Unlike benchmarks.rehearsal it computes, since a module of a script may need values; so the module
-must fit on this machine.  Counted is what operators return (runtime.live_memory).
+must fit on this machine.  Counted is what operators return (runtime.core.memory_tracker).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.torch_internals import fake_store, stages_know_shapes
-from planner.documents.plan import Plan
-from runtime.engine import Engine
-from runtime.live_memory import LiveMemory
-from runtime.torch_internals import fsdp_parameters
+from meshwright.planner.documents.plan import Plan
+from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.core.torch_internals import fsdp_parameters
+from meshwright.runtime.engine.engine import Engine
 
 
 def script_peak_bytes(make: Callable[[Plan], Engine], plan: Plan, batch: Any, *, rank: int) -> int:

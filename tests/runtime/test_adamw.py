@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.documents.plan import Mesh, Offload
-from planner.documents.training import Training
-from runtime import streamed_state
-from runtime.host import on_host
-from runtime.learning_rate import learning_rate
-from runtime.live_memory import LiveMemory
-from runtime.loss_scale import LossScale
-from runtime.mesh import Place
-from runtime.optimizer import adamw, slots_of
-from runtime.recorded_stage import MicroBatch
-from runtime.torch_optimizers import TorchOptimizers
-from runtime.train import token_engine
+from meshwright.planner.documents.plan import Mesh, Offload
+from meshwright.planner.documents.training import Training
+from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.core.mesh import Place
+from meshwright.runtime.core.pinned_memory import on_host
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.optim import offloaded_state as streamed_state
+from meshwright.runtime.optim.adamw import adamw, slots_of
+from meshwright.runtime.optim.learning_rate import learning_rate
+from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
+from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from planner.errors import DocumentError
-from runtime import launch as launching
-from runtime.export import to_huggingface
-from runtime.supported import supported
+from meshwright.planner.errors import DocumentError
+from meshwright.runtime.checkpoint.weight_export import to_huggingface
+from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.launch import launch as launching
 from tests.parts import some_and_others
 from tests.runtime import combinations, library_runs
 from tests.runtime.combinations import Bound

@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.errors import LaunchError
-from runtime import compiled, transforms
-from runtime.torch_internals import share_memory
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.torch_internals import share_memory
+from meshwright.runtime.engine import apply_plan as transforms
+from meshwright.runtime.techniques import compile as compiled
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, errors, train

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.crossings import crossings
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
-from planner.errors import DocumentError
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
-from runtime.factory import graph_of_factory
-from runtime.train import token_engine
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.cut_tensors import crossings
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.runtime.engine.factory_module import graph_of_factory
+from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases, networks, test_groups
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, Run, train

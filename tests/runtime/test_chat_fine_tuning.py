@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from planner.errors import LaunchError
-from runtime import launch as launching
-from runtime import run
-from runtime.asked import LaunchRun
-from runtime.launch_record import Launch
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.launch import launch as launching
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.launch_options import LaunchRun
 from tests.runtime.library_rows import OnCrew
 from tests.runtime.ranks import Crew
 

@@ -14,17 +14,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from planner.documents.model import ModelGraph  # noqa: E402
-from planner.documents.plan import Plan  # noqa: E402
-from planner.errors import MeshwrightError  # noqa: E402
-from runtime import checkpoint, export  # noqa: E402
-from runtime.asked import LaunchRun  # noqa: E402
-from runtime.preflight import checkpoint_to_resume  # noqa: E402
-from runtime.saving import Saver  # noqa: E402
-from runtime.train import token_engine  # noqa: E402
+from meshwright.planner.documents.model import ModelGraph  # noqa: E402
+from meshwright.planner.documents.plan import Plan  # noqa: E402
+from meshwright.planner.errors import MeshwrightError  # noqa: E402
+from meshwright.runtime.checkpoint import checkpoint  # noqa: E402
+from meshwright.runtime.checkpoint import weight_export as export  # noqa: E402
+from meshwright.runtime.checkpoint.writer import Saver  # noqa: E402
+from meshwright.runtime.launch.preflight import checkpoint_to_resume  # noqa: E402
+from meshwright.runtime.launch.training_loop import token_engine  # noqa: E402
+from meshwright.runtime.run.launch_options import LaunchRun  # noqa: E402
 from tests.runtime import cases  # noqa: E402
+from tests.runtime.checkpoint.test_weight_export import own, progress  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
-from tests.runtime.test_export import own, progress  # noqa: E402
 
 State = dict[str, torch.Tensor]
 FILES = (

@@ -14,12 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import meshwright
-from planner.errors import LaunchError
-from runtime.engine import Engine
-from runtime.position_trial import check_parts
-from runtime.recorder import Recorder
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.parallel.context_check import check_parts
+from meshwright.runtime.tracing.tracer import Recorder
+from tests.runtime.parallel.test_attention_api import (
+    LENGTH,
+    SAMPLES,
+    WIDTH,
+    Net,
+    adamw,
+    batch_of,
+    loss,
+)
 from tests.runtime.ranks import on_ranks
-from tests.runtime.test_named_attention import LENGTH, SAMPLES, WIDTH, Net, adamw, batch_of, loss
 
 STEPS, CHOICES = 2, 3
 

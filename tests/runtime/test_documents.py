@@ -18,13 +18,13 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
-from planner.catalog.expressions import resolve_model
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.errors import LaunchError
-from runtime import document_attention
-from runtime.supported import supported
-from runtime.train import token_engine
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.parallel import document_attention
 from tests.runtime import cases, families
 from tests.runtime.ranks import Crew
 

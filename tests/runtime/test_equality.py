@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from planner.documents.model import Experts, ModelGraph
-from planner.documents.plan import Plan
-from runtime.factory import graph_of_factory
+from meshwright.planner.documents.model import Experts, ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.runtime.engine.factory_module import graph_of_factory
 from tests.runtime import cases, chains
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, Run, errors, train, train_all

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from planner.documents.model import ModelGraph
-from runtime.factory import graph_of_factory
-from runtime.train import token_engine
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.runtime.engine.factory_module import graph_of_factory
+from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases, networks
 from tests.runtime.ranks import on_ranks
 

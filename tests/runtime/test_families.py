@@ -20,22 +20,22 @@ import pytest
 import torch
 import transformers
 
-from planner.catalog.expressions import resolve_model
-from planner.costs.lora import adapter_parameters
-from planner.documents.document import write
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Plan
-from planner.documents.training import Lora
-from planner.errors import DocumentError
-from planner.stacks import native
-from planner.stacks.native import obstacle
-from runtime import launch as launching
-from runtime import run
-from runtime.asked import LaunchRun
-from runtime.export import to_huggingface
-from runtime.launch_record import Launch
-from runtime.supported import supported
-from runtime.train import token_engine
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.costs.lora import adapter_parameters
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.frameworks import native_limits as native
+from meshwright.planner.frameworks.native_limits import obstacle
+from meshwright.runtime.checkpoint.weight_export import to_huggingface
+from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.launch import launch as launching
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.launch_options import LaunchRun
 from tests.limits import PATIENCE_S
 from tests.runtime import cases, families, family_table, library_runs
 from tests.runtime.library_rows import SETTINGS, TEXT, TRAINING, OnCrew, apart, batches

@@ -17,9 +17,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.torch_internals import fake_store
-from planner.catalog import stacks
-from planner.costs import flat_units
-from planner.costs.memory import StateSharding, state_types
+from meshwright.planner.catalog import stacks
+from meshwright.planner.costs.memory import fsdp1_units as flat_units
+from meshwright.planner.costs.memory.state_bytes import StateSharding, state_types
 
 WIDTH, RANKS, BLOCKS = 256, 8, 3
 BLOCK = 8 * WIDTH**2

@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright
 from benchmarks.torch_internals import fake_store
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.held import HeldStates, matrices_bytes
-from planner.costs.layout_costs import CostTables
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.requests.request import Request
-from runtime.batches import samples_in
-from runtime.engine import Engine
-from runtime.script_model import script_model
-from tests.runtime.test_script_tensor import Model, batch_of, loss
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.memory.resident_states import HeldStates, matrices_bytes
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.requests.request import Request
+from meshwright.runtime.core.batches import samples_in
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.module_graph import script_model
+from tests.runtime.parallel.test_tensor_styles import Model, batch_of, loss
 
 RANKS = 4
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {

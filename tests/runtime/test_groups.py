@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Mesh, Plan
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
-from runtime.asked import LaunchRun
-from runtime.launch import launch
-from runtime.launch_record import Launch
-from runtime.train import token_engine
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Mesh, Plan
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.runtime.launch.launch import launch
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.run.launch_options import LaunchRun
 from tests.planner.documents.test_cluster import DEVICE
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import BatchError
-from runtime.engine import Engine
-from runtime.inner_loss import add_loss, batch_sum
-from runtime.whole_batch import whole_batch
+from meshwright.planner.errors import BatchError
+from meshwright.runtime.core.auxiliary_loss import add_loss, batch_sum
+from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.engine.engine import Engine
 from tests.runtime.ranks import on_ranks
 
 WIDTH, GLOBAL = 4, 8

@@ -1,4 +1,4 @@
-"""runtime/host.py: gradients that arrive on the host are summed there, whenever copies end."""
+"""pinned_memory.py: gradients that arrive on the host are summed there, whenever copies end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from runtime import host
+from meshwright.runtime.core import pinned_memory as host
 
 
 @dataclass

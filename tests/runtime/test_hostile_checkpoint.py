@@ -24,11 +24,13 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
-from planner.errors import DocumentError, MeshwrightError  # noqa: E402
-from runtime import checksums, export, tensor_index  # noqa: E402
-from runtime.asked import LaunchRun  # noqa: E402
-from runtime.checkpoint import load, problem, unchecked  # noqa: E402
-from runtime.preflight import checkpoint_to_resume  # noqa: E402
+from meshwright.planner.errors import DocumentError, MeshwrightError  # noqa: E402
+from meshwright.runtime.checkpoint import tensor_index  # noqa: E402
+from meshwright.runtime.checkpoint import weight_export as export  # noqa: E402
+from meshwright.runtime.checkpoint.checkpoint import load, problem, unchecked  # noqa: E402
+from meshwright.runtime.core import checksums  # noqa: E402
+from meshwright.runtime.launch.preflight import checkpoint_to_resume  # noqa: E402
+from meshwright.runtime.run.launch_options import LaunchRun  # noqa: E402
 
 NUMBERS = {
     "model.a": torch.arange(12.0).reshape(3, 4).T,  # its elements do not lie in their order

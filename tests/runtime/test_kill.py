@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import run as files_of
-from runtime.checkpoint import newest, progress
+from meshwright.runtime.checkpoint.checkpoint import newest, progress
+from meshwright.runtime.run import run_folder as files_of
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ENOUGH, Room, plan_of
 

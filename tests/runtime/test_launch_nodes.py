@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from benchmarks import rig
-from planner.documents.document import write
-from planner.documents.plan import Plan
-from planner.errors import LaunchError, MeshwrightError
-from runtime import checkpoint
-from runtime.launch import launch
-from runtime.launch_record import Launch
-from runtime.nodes import NodeRank
-from runtime.preflight import ranks_of_node
-from runtime.report import RunReport
-from runtime.zygote import Zygote
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import LaunchError, MeshwrightError
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.launch import launch
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.preflight import ranks_of_node
+from meshwright.runtime.run.node_rank import NodeRank
+from meshwright.runtime.run.run_report import RunReport
 from tests.limits import PATIENCE_S
 from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.ports import free_port
@@ -166,12 +166,12 @@ def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
 
 HOST = """
 import json, os, sys
-from planner.documents.document import read
-from planner.documents.model import ModelGraph
-from runtime.launch import launch
-from runtime.launch_record import Launch
-from runtime.nodes import node_rank_of
-from runtime.asked import LaunchRun
+from meshwright.planner.documents.document import read
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.runtime.launch.launch import launch
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.run.node_rank import node_rank_of
+from meshwright.runtime.run.launch_options import LaunchRun
 folder = sys.argv[1]
 report = launch(Launch(folder + "/plan.yaml", LaunchRun(
     data=folder + "/text.txt", output=folder + "/out", steps=3),

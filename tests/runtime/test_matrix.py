@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.documents.plan import Layout, Mesh, PlacedLayer, Plan
-from runtime import compiled
-from runtime.train import token_engine
+from meshwright.planner.documents.plan import Layout, Mesh, PlacedLayer, Plan
+from meshwright.runtime.launch.training_loop import token_engine
+from meshwright.runtime.techniques import compile as compiled
 from tests.runtime import cases, combinations, equality_table
 from tests.runtime.combinations import EXACT, Row, bound, by_axis, by_mesh, cover, pairs, reason
 from tests.runtime.equality_table import (
@@ -322,7 +322,7 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     of_plan = {set_by_rows.get(name, name) for name in Plan.model_fields}
     no_choice = {"format", "model", "cluster", "backend", "seq_len", "global_batch", "mesh"}
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
-    # What other frameworks alone execute; planner/stacks/native.py refuses it by name.
+    # What other frameworks alone execute; planner/frameworks/native_limits.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
     # Of devices that share memory: tests/runtime/test_async_tensor.py.
     no_choice |= {"tensor_overlap"}

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from planner.documents.model import ModelGraph
-from planner.documents.training import Training
-from planner.errors import DocumentError, LaunchError
-from runtime.factory import graph_of_factory
-from runtime.published import Weights
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.training import Training
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.runtime.engine.factory_module import graph_of_factory
+from meshwright.runtime.models.safetensors_weights import Weights
 from tests.runtime import cases, networks
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train

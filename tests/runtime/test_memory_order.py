@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import LaunchError
-from runtime import gradients
-from runtime.engine import Engine
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.optim import gradients
 from tests.runtime.ranks import on_ranks
 
 WIDTH = 6

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from planner.documents.events import StepRecord
-from planner.errors import DocumentError
-from runtime import run
-from runtime.console import Console
-from runtime.engine import Engine
-from runtime.metrics import Metrics
-from runtime.script_records import ScriptRecords
+from meshwright.planner.documents.events import StepRecord
+from meshwright.planner.errors import DocumentError
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.script_records import ScriptRecords
+from meshwright.runtime.launch.console import Console
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.metrics import Metrics
 
 
 @contextlib.contextmanager

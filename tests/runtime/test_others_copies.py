@@ -15,10 +15,10 @@ gemini = pytest.importorskip(
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from runtime.mirror import Mirror  # noqa: E402
-from runtime.sample_digest import SampleDigest  # noqa: E402
-from runtime.slots import Slots, slots_of_node  # noqa: E402
-from runtime.snapshot import boxes, taken  # noqa: E402
+from meshwright.runtime.checkpoint.state_snapshot import boxes, taken  # noqa: E402
+from meshwright.runtime.data.sample_digest import SampleDigest  # noqa: E402
+from meshwright.runtime.resilience.in_memory_checkpoint import Mirror  # noqa: E402
+from meshwright.runtime.resilience.shared_memory import Slots, slots_of_node  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.engine import Engine
+from meshwright.runtime.engine.engine import Engine
 from tests.runtime.ranks import on_ranks
 
 WIDTH, SAMPLES, STEPS = 16, 8, 4

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runtime.recorded_stage import MicroBatch, RecordedStage
-from runtime.recorder import Recorder
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.tracer import Recorder
 
 TEXT: dict[str, Any] = {
     "vocab_size": 32,

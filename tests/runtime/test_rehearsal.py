@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rehearsal import Rehearsal, fake_job, rank_at, rehearse
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import predict
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Mesh, Plan
-from planner.documents.profile import ChunkedLoss
-from runtime.live_memory import LiveMemory
-from runtime.train import token_engine
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Mesh, Plan
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

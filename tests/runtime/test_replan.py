@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.documents.model import Experts, ModelGraph
-from planner.documents.plan import Plan
-from runtime.checkpoint import Progress, load
-from runtime.engine import Engine
-from runtime.saving import Saver
-from runtime.train import token_engine
+from meshwright.planner.documents.model import Experts, ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.runtime.checkpoint.checkpoint import Progress, load
+from meshwright.runtime.checkpoint.writer import Saver
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

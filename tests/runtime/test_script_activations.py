@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runtime import activations, host
-from runtime.activations import LEAST_ELEMENTS
-from runtime.engine import Engine
+from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.techniques import activation_offload as activations
+from meshwright.runtime.techniques.activation_offload import LEAST_ELEMENTS
 from tests.runtime import own_modules
 from tests.runtime import test_script_engine as script
 from tests.runtime.ranks import on_ranks

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.errors import LaunchError
-from runtime.engine import Engine
-from runtime.torch_internals import compiled_graphs
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.torch_internals import compiled_graphs
+from meshwright.runtime.engine.engine import Engine
 from tests.parts import some_and_others
 from tests.runtime import own_modules
 from tests.runtime import test_script_engine as script

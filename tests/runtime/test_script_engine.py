@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.documents.plan import Plan
-from planner.documents.profile import ChunkedLoss
-from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
-from runtime import host, streamed_state
-from runtime.engine import Engine, StepResult
-from runtime.inner_loss import add_loss, batch_sum
-from runtime.script_stage import refuse_plan
-from runtime.whole_batch import whole_batch
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
+from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.core.auxiliary_loss import add_loss, batch_sum
+from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.engine.engine import Engine, StepResult
+from meshwright.runtime.engine.user_stage import refuse_plan
+from meshwright.runtime.optim import offloaded_state as streamed_state
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
 from tests.runtime.ranks import on_ranks

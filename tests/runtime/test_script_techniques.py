@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.documents.training import Lora
-from planner.errors import DocumentError, LaunchError
-from runtime import host, lora
-from runtime.engine import Engine
-from runtime.gradient_wire import RANK
-from runtime.initialize import seed_of
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.models.initialize import seed_of
+from meshwright.runtime.parallel.gradient_compression import RANK
+from meshwright.runtime.techniques import lora
 from tests.runtime.ranks import on_ranks
 
 WIDTH, SAMPLES, STEPS = 32, 8, 3

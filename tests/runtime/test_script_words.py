@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.documents.plan import Plan
-from planner.errors import MeshwrightError
-from runtime.engine import Engine
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import MeshwrightError
+from meshwright.runtime.engine.engine import Engine
 from tests.runtime.ranks import on_ranks
 
 WIDTH = 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import traced_blocks
-from runtime.live_memory import LiveMemory
+from meshwright.runtime.core.memory_tracker import LiveMemory
 
 SIZE_BYTES = 64 * 64 * 4
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import (
+from meshwright.planner.errors import (
     BatchError,
     DocumentError,
     LaunchError,
@@ -26,12 +26,16 @@ from planner.errors import (
     OptimizerError,
     RecordError,
 )
-from runtime.batches import part_of
-from runtime.engine import Engine
-from runtime.recorder import Recorder
-from runtime.torch_optimizers import ParameterGroup, couples_parameters, is_elementwise
-from runtime.weight_gradients import WeightGradients, defer
-from runtime.whole_batch import whole_batch
+from meshwright.runtime.core.batches import part_of
+from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.optim.sharded_optimizer import (
+    ParameterGroup,
+    couples_parameters,
+    is_elementwise,
+)
+from meshwright.runtime.techniques.split_backward import WeightGradients, defer
+from meshwright.runtime.tracing.tracer import Recorder
 from tests.runtime.ranks import on_ranks
 
 WIDTH, SAMPLES, STEPS = 6, 8, 3

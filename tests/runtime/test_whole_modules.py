@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from planner.documents.model import ModelGraph
-from planner.errors import DocumentError, LaunchError
-from runtime.factory import graph_of_factory
-from runtime.train import token_engine
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.runtime.engine.factory_module import graph_of_factory
+from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases, chains, placed, whole_networks
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train

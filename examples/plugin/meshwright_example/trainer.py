@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import yaml
 
-from planner.formats.configuration import Written
-from planner.formats.wanted import FrameworkPlan
+from meshwright.planner.framework_configs.configuration import Written
+from meshwright.planner.framework_configs.exportable_plan import FrameworkPlan
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:

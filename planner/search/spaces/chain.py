@@ -2,7 +2,7 @@
 
 A family of several savings makes place for one of each, then for its part of each ZeRO level and
 timetable, a part for one of each way to compute the loss, and that for its layouts;
-planner.search.candidates has the bounds of each step.
+meshwright.planner.search.bounds.layout_bounds has the bounds of each step.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from planner.costs.layout_costs import LayoutCosts
-from planner.documents.plan import Layout
-from planner.search.answer import TIES_LIMIT_S
-from planner.search.candidates import Candidates
-from planner.search.certificate import (
+from meshwright.planner.costs.layout_costs import LayoutCosts
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.search.answer import TIES_LIMIT_S
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.goals import SplitSolution, judged
+from meshwright.planner.search.plan_candidate import Ranked, ranked
+from meshwright.planner.search.proof_account import (
     BOUNDS,
     COMMUNICATION,
     DOMINATED,
@@ -25,14 +27,18 @@ from planner.search.certificate import (
     SHARED_ROOM,
     UNKEPT,
 )
-from planner.search.goals import SplitSolution, judged
-from planner.search.queue import Bound, Layouts, Lost, Next, QueueEntry
-from planner.search.ranked import Ranked, ranked
-from planner.search.space import LayoutFamily
-from planner.solver.frontier import FrontierStore
-from planner.solver.inner import solve_chain
-from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
-from planner.solver.memory_reach import why_infeasible
+from meshwright.planner.search.queue import Bound, Layouts, Lost, Next, QueueEntry
+from meshwright.planner.search.space import LayoutFamily
+from meshwright.planner.solver.bounds.memory_feasibility import why_infeasible
+from meshwright.planner.solver.chain import solve_chain
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.partition_problem import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Solution,
+    Unfinished,
+)
 
 FAMILY, PART, SHARED, LAYOUT = range(4)
 """What is known of an entry: computation; within memory; with sharing; as a layout."""
@@ -178,6 +184,6 @@ def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> O
 
 
 def _by_program(instance: Instance, _: float) -> Any:
-    from planner.solver import ilp  # noqa: PLC0415 - loads HiGHS
+    from meshwright.planner.solver import ilp  # noqa: PLC0415 - loads HiGHS
 
     return ilp.solve(instance)

@@ -1,10 +1,10 @@
 """A layout over unequal devices as a partition problem, and its solution as a plan.
 
-Every group has the partition problem that it would have alone (`planner.search.formulation`);
-together they are the problem of `planner.solver.graph_instance`, whose stages are the ranks
-of the pipeline.  What crosses from one rank to a neighbour depends on the groups of both.
-Where ranks have several stages, the last rank's output goes back to the first; it is taken to
-cross the slowest link there is.
+Every group has the partition problem that it would have alone
+(`planner.search.partition.layout_partition`); together they are the problem of
+`planner.solver.graph_instance`, whose stages are the ranks of the pipeline.  What crosses from one
+rank to a neighbour depends on the groups of both. Where ranks have several stages, the last rank's
+output goes back to the first; it is taken to cross the slowest link there is.
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from planner.costs.group_costs import GroupCosts
-from planner.costs.layout_costs import CostTables, counted_by_rank
-from planner.costs.strategy import StrategyCost
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Layout, Plan
-from planner.schedules import schedule_of
-from planner.schedules.schedule import rank_of_stage
-from planner.search.formulation import branching_problem, plan_with, stage_of
-from planner.search.goals import SplitSolution
-from planner.search.layer_options import allowed
-from planner.search.rank_problem import RankProblem
-from planner.search.spaces.groups import GroupSpace
-from planner.solver.graph_instance import (
+from meshwright.planner.costs.group_costs import GroupCosts
+from meshwright.planner.costs.layer_strategy import StrategyCost
+from meshwright.planner.costs.layout_costs import CostTables, counted_by_rank
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Layout, Plan
+from meshwright.planner.schedules import schedule_of
+from meshwright.planner.schedules.schedule import rank_of_stage
+from meshwright.planner.search.goals import SplitSolution
+from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layout_partition import (
+    branching_problem,
+    plan_with,
+    stage_of,
+)
+from meshwright.planner.search.partition.rank_partition import RankProblem
+from meshwright.planner.search.spaces.groups import GroupSpace
+from meshwright.planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,
     in_a_row,
 )
-from planner.solver.instance import Instance
+from meshwright.planner.solver.partition_problem import Instance
 
 
 def stages_problem(costs: GroupCosts, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
@@ -213,7 +217,7 @@ def _consecutive(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plac
 
 
 def _shared(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
-    """The same where ranks have several stages: shares of like layers (`planner.search.ranks`)."""
+    """The same where ranks have several stages: shares of like layers (`stage_counts`)."""
     layout, split = found.layout, found.split.split
     groups = sorted(set(found.split.stage_types))
     problems = {

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.costs.crossings import in_order
-from planner.costs.group_costs import GroupCosts
-from planner.costs.hosts import host_room_bytes
-from planner.costs.layout_costs import LayoutCosts
-from planner.documents.plan import Layout, PlannedGroup
-from planner.search.candidates import Candidates
-from planner.search.formulation import instance_of
-from planner.search.group_candidates import GroupCandidates
-from planner.search.queue import Layouts
-from planner.solver.instance import Instance
-from planner.solver.sides import HostMemory
+from meshwright.planner.costs.cut_tensors import in_order
+from meshwright.planner.costs.group_costs import GroupCosts
+from meshwright.planner.costs.layout_costs import LayoutCosts
+from meshwright.planner.costs.memory.host_memory import host_room_bytes
+from meshwright.planner.documents.plan import Layout, PlannedGroup
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.partition.layout_partition import instance_of
+from meshwright.planner.search.queue import Layouts
+from meshwright.planner.solver.partition_problem import Instance
+from meshwright.planner.solver.side_constraints import HostMemory
 
 
 class GroupSpace(Layouts):

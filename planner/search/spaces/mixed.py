@@ -4,15 +4,15 @@ Every device group of a request is used whole, as stages of a pipeline; without 
 data-parallel ranks with their own shares (`planner.search.spaces.shares`).  For each layout the
 order of the groups along the pipeline, the cuts and every layer's treatment are chosen together,
 exactly (`planner.solver.solve`); where ranks have several stages, what is cut is the chain in the
-order of ranks (`planner.search.ranks`).  Layouts wait in `planner.search.queue` by the bounds of
-their candidates, then by the least seconds of a split within memory.
+order of ranks (`planner.search.partition.stage_counts`).  Layouts wait in `planner.search.queue` by
+the bounds of their candidates, then by the least seconds of a split within memory.
 
 Where layers form a graph, on devices that are alike too, the order of its branches is open as well:
-exactly while it has at most `planner.costs.crossings.MOST_IDEALS` downsets, else several orders are
-tried, with a bound for all (`planner.solver.graphs.lattice`).  A tensor that stages pass on is
-sent, and counted, at every boundary that it crosses, over the link between the devices of both.
-For its buffers every stage sets aside what the widest boundary of any split needs; the prediction
-of the chosen plan counts what its own boundaries need.
+exactly while it has at most `planner.costs.cut_tensors.MOST_IDEALS` downsets, else several orders
+are tried, with a bound for all (`planner.solver.graphs.lattice`).  A tensor that stages pass on is
+sent, and counted, at every boundary that it crosses, over the link between the devices of both. For
+its buffers every stage sets aside what the widest boundary of any split needs; the prediction of
+the chosen plan counts what its own boundaries need.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.costs.predict import branches_of
-from planner.costs.seats import branching
-from planner.documents.plan import Layout
-from planner.search.answer import TIES_LIMIT_S
-from planner.search.candidates import Candidates
-from planner.search.certificate import (
+from meshwright.planner.costs.predict import branches_of
+from meshwright.planner.costs.stage_placement import branching
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.search.answer import TIES_LIMIT_S
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.goals import SplitSolution, judged
+from meshwright.planner.search.partition.stage_size_rows import within
+from meshwright.planner.search.plan_candidate import Ranked, predicted
+from meshwright.planner.search.proof_account import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
@@ -39,19 +43,15 @@ from planner.search.certificate import (
     UNFINISHED,
     UNKEPT,
 )
-from planner.search.goals import SplitSolution, judged
-from planner.search.group_candidates import GroupCandidates
-from planner.search.queue import Bound, Lost
-from planner.search.ranked import Ranked, predicted
-from planner.search.space import LayoutFamily
-from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
-from planner.search.spaces.groups import GroupSpace
-from planner.search.stage_rows import within
-from planner.solver import ilp
-from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
-from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
-from planner.solver.memory_reach import why_no_split
-from planner.solver.solve import solve, split_bound_s
+from meshwright.planner.search.queue import Bound, Lost
+from meshwright.planner.search.space import LayoutFamily
+from meshwright.planner.search.spaces.group_stages import graph_problem, planned, stages_problem
+from meshwright.planner.search.spaces.groups import GroupSpace
+from meshwright.planner.solver import ilp
+from meshwright.planner.solver.bounds.memory_feasibility import why_no_split
+from meshwright.planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
+from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Instance, Unfinished
+from meshwright.planner.solver.solve import solve, split_bound_s
 
 Split = GraphSolution | Infeasible | Fathomed | Unfinished
 

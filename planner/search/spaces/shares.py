@@ -7,10 +7,10 @@ micro-batch on group g, m_r >= 1 the shares and M = Σ m_r,
 
     T = max_r m_r t_{g(r)} + max_g sync_g + step,    memory on the smallest device held
 
-For one choice of recomputation the best shares are exact (`planner.solver.unequal.shares`).  The
-choice is that of the whole model at its fastest within memory on one of the groups, whichever
-gives the least T; the shares of each group at its own fastest bound every common choice from
-below.
+For one choice of recomputation the best shares are exact
+(`planner.solver.heterogeneous.micro_batch_shares`).  The choice is that of the whole model at its
+fastest within memory on one of the groups, whichever gives the least T; the shares of each group at
+its own fastest bound every common choice from below.
 """
 
 from __future__ import annotations
@@ -22,22 +22,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.costs.hosts import host_room_bytes
-from planner.costs.predict import predict
-from planner.costs.rank_memory import room_bytes
-from planner.documents.cluster import ClusterSpec
-from planner.documents.plan import Layout, Share
-from planner.schedules import PLAIN
-from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
-from planner.search.formulation import layout_pace, plan_with, stage_of
-from planner.search.goals import SplitSolution
-from planner.search.group_candidates import GroupCandidates
-from planner.search.layer_options import allowed
-from planner.search.queue import Bound, Bundle, Lost
-from planner.search.rank_problem import RankProblem
-from planner.search.ranked import Ranked
-from planner.search.savings import savings_of
-from planner.search.space import (
+from meshwright.planner.costs.memory.host_memory import host_room_bytes
+from meshwright.planner.costs.memory.rank_memory import room_bytes
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.plan import Layout, Share
+from meshwright.planner.frameworks.native_limits import refusal
+from meshwright.planner.schedules import PLAIN
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.goals import SplitSolution
+from meshwright.planner.search.offload_choices import savings_of
+from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layout_partition import layout_pace, plan_with, stage_of
+from meshwright.planner.search.partition.rank_partition import RankProblem
+from meshwright.planner.search.plan_candidate import Ranked
+from meshwright.planner.search.proof_account import (
+    BOUNDS,
+    COMMUNICATION,
+    COMPUTATION,
+    OUT_OF_MEMORY,
+    UNFINISHED,
+)
+from meshwright.planner.search.queue import Bound, Bundle, Lost
+from meshwright.planner.search.space import (
     LARGEST_MICRO_BATCH,
     Degrees,
     compiles,
@@ -48,12 +55,11 @@ from planner.search.space import (
     waits_for_host,
     weighs_compilation,
 )
-from planner.search.spaces.groups import GroupSpace
-from planner.solver.inner import solve
-from planner.solver.instance import Infeasible, Instance, Solution, fits, priced
-from planner.solver.sides import HostMemory
-from planner.solver.unequal.shares import Replica, fastest_shares
-from planner.stacks.native import refusal
+from meshwright.planner.search.spaces.groups import GroupSpace
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.heterogeneous.micro_batch_shares import Replica, fastest_shares
+from meshwright.planner.solver.partition_problem import Infeasible, Instance, Solution, fits, priced
+from meshwright.planner.solver.side_constraints import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +222,7 @@ class ShareSpace(GroupSpace):
     def _shares(self, layout: Layout, rank_s: Sequence[float]) -> tuple[int, ...]:
         """[rank] Shares with which the slowest ends first; every rank takes one at least.
 
-        With ZeRO-1 it is two, unless all take one (planner.documents.plan says why).
+        With ZeRO-1 it is two, unless all take one (meshwright.planner.documents.plan says why).
         """
         count = self.job.global_batch // layout.micro_batch
         fewest = 2 if layout.zero and count > len(rank_s) else 1

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from planner.search.certificate import UNFINISHED
-from planner.search.effort import Effort
-from planner.search.goals import Simulated
-from planner.search.queue import Layouts, Lost
-from planner.search.ranked import Ranked
+from meshwright.planner.search.goals import Simulated
+from meshwright.planner.search.plan_candidate import Ranked
+from meshwright.planner.search.proof_account import UNFINISHED
+from meshwright.planner.search.proof_budget import Effort
+from meshwright.planner.search.queue import Layouts, Lost
 
 BOUNDED, SOLVED, PROGRAMS = (
     "layouts within memory",

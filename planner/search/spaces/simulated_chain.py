@@ -1,11 +1,12 @@
 """Chains of layers on devices that are alike, by what they simulate.
 
-Every configuration has a lower bound of its simulated step (`planner.search.simulated_bounds`):
-families by their computation, parts of one ZeRO level and schedule within memory, layouts with what
-sharding takes and what each rank has, then all cuts by paths that stay with a rank
-(`planner.search.simulated_cuts`), the exact optimum of the bound, and the program of the layout
-(`planner.search.simulated_program`).  Where the plan of such an optimum, or that of the closed
-form, simulates faster than the answer, it takes the answer's place.
+Every configuration has a lower bound of its simulated step
+(`planner.search.bounds.simulated_step`): families by their computation, parts of one ZeRO level and
+schedule within memory, layouts with what sharding takes and what each rank has, then all cuts by
+paths that stay with a rank (`planner.search.bounds.simulated_cuts`), the exact optimum of the
+bound, and the program of the layout (`planner.search.bounds.simulated_optimum`).  Where the plan of
+such an optimum, or that of the closed form, simulates faster than the answer, it takes the answer's
+place.
 
 How far that is followed is counted, for all candidates of a request together.
 """
@@ -19,22 +20,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
-from planner.documents.plan import Layout
-from planner.documents.tolerances import ROUNDING
-from planner.search.certificate import BOUNDS, CUTS, DOMINATED, MEMORY, PROGRAM, SHARED_ROOM, SOLVED
-from planner.search.configurations import StatedProblem
-from planner.search.dominance import Covering
-from planner.search.effort import NEAR, Effort
-from planner.search.family_bounds import Bounded
-from planner.search.goals import Simulated, timetable
-from planner.search.queue import Bound, Item, Lost, Next, QueueEntry
-from planner.search.ranked import Ranked, ranked
-from planner.search.simulated_bounds import SimulatedCandidates
-from planner.search.simulated_program import Choices, of_chain
-from planner.search.space import LayoutFamily, canonical, kind, timetables
-from planner.search.spaces.chain import LAYOUT, ChainSpace, Families
-from planner.solver import bounds
-from planner.solver.instance import Fathomed, Infeasible, Solution, priced
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.search.bounds.dominance import Covering
+from meshwright.planner.search.bounds.executable_layouts import StatedProblem
+from meshwright.planner.search.bounds.layout_groups import Bounded
+from meshwright.planner.search.bounds.simulated_optimum import Choices, of_chain
+from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.goals import Simulated, timetable
+from meshwright.planner.search.plan_candidate import Ranked, ranked
+from meshwright.planner.search.proof_account import (
+    BOUNDS,
+    CUTS,
+    DOMINATED,
+    MEMORY,
+    PROGRAM,
+    SHARED_ROOM,
+    SOLVED,
+)
+from meshwright.planner.search.proof_budget import NEAR, Effort
+from meshwright.planner.search.queue import Bound, Item, Lost, Next, QueueEntry
+from meshwright.planner.search.space import LayoutFamily, canonical, kind, timetables
+from meshwright.planner.search.spaces.chain import LAYOUT, ChainSpace, Families
+from meshwright.planner.solver.bounds import path_bounds as bounds
+from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Solution, priced
 
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """What is known of a layout: all of its memory; the least of all cuts by paths that stay with a

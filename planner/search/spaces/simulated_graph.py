@@ -1,7 +1,7 @@
 """Layouts of graphs of layers by what they simulate.
 
-A bound of `planner.search.simulated_bounds` that is valid for stages of any seconds is so whatever
-layers stages have:
+A bound of `planner.search.bounds.simulated_step` that is valid for stages of any seconds is so
+whatever layers stages have:
 
     T >= m max_r t_r + σ_r        T >= K Σ_r t_r + 2 n Σ_b c_b
 
@@ -17,9 +17,9 @@ them that senders wait for.  The solver's optimum over all downsets, or its boun
 too many, is a bound of the simulated step.
 
 Every rank has what one downset has and another lacks.  Where there are few downsets, these are
-the columns of a program (`planner.search.simulated_program`), whose optimum is that of the layout.
-Where a rank's layers have too many choices to list, one column stands for all: each layer at its
-fastest, whether or not that fits, which no choice is below.
+the columns of a program (`planner.search.bounds.simulated_optimum`), whose optimum is that of the
+layout. Where a rank's layers have too many choices to list, one column stands for all: each layer
+at its fastest, whether or not that fits, which no choice is below.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.costs.crossings import colocated, readers_of
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Layout
-from planner.search.simulated_bounds import transfers
-from planner.search.simulated_groups import fill_of
-from planner.search.simulated_program import (
+from meshwright.planner.costs.cut_tensors import colocated, readers_of
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.search.bounds.simulated_mixed_devices import fill_of
+from meshwright.planner.search.bounds.simulated_optimum import (
     Column,
     Columns,
     Links,
     Places,
     no_slower,
 )
-from planner.search.spaces.group_stages import graph_problem
-from planner.search.spaces.mixed import GraphSpace
-from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
-from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.graphs.ideals import ideals
-from planner.solver.instance import Instance
+from meshwright.planner.search.bounds.simulated_step import transfers
+from meshwright.planner.search.spaces.group_stages import graph_problem
+from meshwright.planner.search.spaces.mixed import GraphSpace
+from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
+from meshwright.planner.solver.graphs.ideals import ideals
+from meshwright.planner.solver.partition_problem import Instance
 
 MOST_PLACES = 600
 """Downsets of graphs whose columns are listed."""

@@ -1,14 +1,15 @@
 """Layouts along a pipeline whose stages may differ, by what they simulate: splits, and a proof.
 
 Lower bounds of a layout's simulated step are those of its candidates
-(`planner.search.simulated_bounds`, `planner.search.simulated_groups`).  Each of these is the
-objective of a partition problem too: steady m and fill 0, and, with α the largest share of K that
-all groups can have, steady (1 - α) m and fill α K.  The optima of both within memory are bounds.
+(`planner.search.bounds.simulated_step`, `planner.search.bounds.simulated_mixed_devices`).  Each of
+these is the objective of a partition problem too: steady m and fill 0, and, with α the largest
+share of K that all groups can have, steady (1 - α) m and fill α K.  The optima of both within
+memory are bounds.
 
-A layout that these leave has its ranks' columns (`planner.search.simulated_program`), one for each
-group that a rank may be on.  A way through them that gives every group as many ranks as it has is
-a split; the least of all by paths is a bound, and so is the program with a row for each group.
-Transfers take what the fastest link between two neighbours takes at least.
+A layout that these leave has its ranks' columns (`planner.search.bounds.simulated_optimum`), one
+for each group that a rank may be on.  A way through them that gives every group as many ranks as it
+has is a split; the least of all by paths is a bound, and so is the program with a row for each
+group. Transfers take what the fastest link between two neighbours takes at least.
 
 Every split that is met on the way is simulated.
 """
@@ -25,43 +26,53 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.documents.plan import Layout
-from planner.documents.tolerances import EQUAL, ROUNDING
-from planner.search.candidates import Candidates
-from planner.search.certificate import BOUNDS, DOMINATED
-from planner.search.certificate import SOLVED as BY_OPTIMUM
-from planner.search.dominance import Covering
-from planner.search.goals import SplitSolution
-from planner.search.group_candidates import GroupCandidates
-from planner.search.queue import Bound, Lost
-from planner.search.ranked import Ranked
-from planner.search.simulated_bounds import SimulatedCandidates
-from planner.search.simulated_groups import SimulatedGroupCandidates, fill_of, share_of
-from planner.search.simulated_program import (
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import EQUAL, ROUNDING
+from meshwright.planner.search.bounds.dominance import Covering
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.bounds.simulated_mixed_devices import (
+    SimulatedGroupCandidates,
+    fill_of,
+    share_of,
+)
+from meshwright.planner.search.bounds.simulated_optimum import (
     Choices,
     Columns,
     Links,
     Places,
     choices_of,
 )
-from planner.search.spaces.group_stages import computing_problem
-from planner.search.spaces.mixed import MixedSpace
-from planner.search.spaces.simulated import (
+from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.goals import SplitSolution
+from meshwright.planner.search.partition.stage_size_rows import within
+from meshwright.planner.search.plan_candidate import Ranked
+from meshwright.planner.search.proof_account import BOUNDS, DOMINATED
+from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
+from meshwright.planner.search.queue import Bound, Lost
+from meshwright.planner.search.spaces.group_stages import computing_problem
+from meshwright.planner.search.spaces.mixed import MixedSpace
+from meshwright.planner.search.spaces.simulated import (
     BOUNDED,
     PROGRAMS,
     SOLVED,
     BySimulation,
     Tried,
 )
-from planner.search.stage_rows import within
-from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.instance import Fathomed, Infeasible, Instance, broken, priced
-from planner.solver.prefixes import Prefixes
+from meshwright.planner.solver.bounds.downsets import Prefixes
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
+from meshwright.planner.solver.partition_problem import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    broken,
+    priced,
+)
 
 MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
 ABOVE = 1.2
-"""How many times the simulated step the closed form may be (planner.costs.predict)."""
+"""How many times the simulated step the closed form may be (meshwright.planner.costs.predict)."""
 FEW_COLUMNS = 300
 """Of programs that are tried where only one may be: larger ones may take seconds."""
 

@@ -15,18 +15,18 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from planner.documents.plan import Layout
-from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION
-from planner.search.certificate import SOLVED as BY_OPTIMUM
-from planner.search.effort import NEAR
-from planner.search.goals import Simulated
-from planner.search.queue import Bound, Lost
-from planner.search.space import Degrees, compiles, micro_batches, timetables
-from planner.search.spaces.mixed import GraphSpace
-from planner.search.spaces.shares import ShareSpace
-from planner.search.spaces.simulated import BySimulation, Tried, bound_of
-from planner.search.spaces.simulated_graph import SimulatedGraph, places_of
-from planner.search.spaces.simulated_mixed import SimulatedMixed
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.search.goals import Simulated
+from meshwright.planner.search.proof_account import BOUNDS, COMMUNICATION, COMPUTATION
+from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
+from meshwright.planner.search.proof_budget import NEAR
+from meshwright.planner.search.queue import Bound, Lost
+from meshwright.planner.search.space import Degrees, compiles, micro_batches, timetables
+from meshwright.planner.search.spaces.mixed import GraphSpace
+from meshwright.planner.search.spaces.shares import ShareSpace
+from meshwright.planner.search.spaces.simulated import BySimulation, Tried, bound_of
+from meshwright.planner.search.spaces.simulated_graph import SimulatedGraph, places_of
+from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed
 
 
 class SimulatedShares(BySimulation, ShareSpace):

@@ -1,8 +1,8 @@
 """Which ideals can lie between two stages under a ceiling on stage seconds.
 
 The stages before a cut host at most as much work as they have room for, and so do those after it:
-`planner.solver.fluid` turns a ceiling into a range of work for each cut, which leaves a band of
-ideals.  No split under the ceiling is left out.
+`planner.solver.bounds.fractional_bound` turns a ceiling into a range of work for each cut, which
+leaves a band of ideals.  No split under the ceiling is left out.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.documents.tolerances import ROUNDING
-from planner.solver.fluid import Fluid
-from planner.solver.graphs.ideals import Ideals
-from planner.solver.knapsack import Knapsacks
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.solver.bounds.fractional_bound import Fluid
+from meshwright.planner.solver.graphs.ideals import Ideals
+from meshwright.planner.solver.knapsack import Knapsacks
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -1,7 +1,7 @@
 """A bound for all splits of a graph that has too many ideals: no cut is cheap everywhere.
 
-Give layers the prices of `planner.solver.fluid`.  How much of the price lies before a cut is a
-number between 0 and the total; over a range of it no cut is cheaper than
+Give layers the prices of `planner.solver.bounds.fractional_bound`.  How much of the price lies
+before a cut is a number between 0 and the total; over a range of it no cut is cheaper than
 
     g = min { Σ output_s[l] of the layers in I with a reader outside : price of I in the range }
 
@@ -26,10 +26,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.documents.tolerances import HIGHS_FEASIBILITY, ROUNDING, SLACK
-from planner.solver.fluid import Fluid
-from planner.solver.graph_instance import GraphInstance
-from planner.solver.highs import highspy, silent_highs
+from meshwright.planner.documents.tolerances import HIGHS_FEASIBILITY, ROUNDING, SLACK
+from meshwright.planner.solver.bounds.fractional_bound import Fluid
+from meshwright.planner.solver.graph_instance import GraphInstance
+from meshwright.planner.solver.highs import highspy, silent_highs
 
 Floats = NDArray[np.float64]
 

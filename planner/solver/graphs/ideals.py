@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.contraction import Block, blocks
-from planner.solver.prefixes import Runs
+from meshwright.planner.solver.bounds.downsets import Runs
+from meshwright.planner.solver.contraction import Block, blocks
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]

@@ -8,15 +8,15 @@ allows no stage above
 
 which leaves narrow bands of ideals (`planner.solver.graphs.bands`), and only those steps between
 them that some split below the target can take (`planner.solver.graphs.sweep`).  Steps start with
-bounds on their seconds (`planner.solver.step_bounds`) that become exact when the cheapest
-path wants to use them (`planner.solver.settled`).  All costs being bounds, a path whose steps are
-exact is the optimum; if there is no path, the target is a bound for all splits, and the next one
-higher.
+bounds on their seconds (`planner.solver.bounds.lagrangian_bounds`) that become exact when the
+cheapest path wants to use them (`planner.solver.lazy_path`).  All costs being bounds, a path whose
+steps are exact is the optimum; if there is no path, the target is a bound for all splits, and the
+next one higher.
 
 Where a target leaves too much of the lattice, the last one is a proven bound.  The split is then
 the best one through some ideals (`planner.solver.graphs.nearby`): those of several orders, and
 those around the cuts of the split so far.  What cuts cost at least wherever they are bounds it
-(`planner.solver.graphs.cut_bounds`).
+(`meshwright.planner.solver.graphs.cut_bounds`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.process.on_use import OnUse
-from planner.solver.assembly import placed
-from planner.solver.descent import Way, cheapest, priced
-from planner.solver.fluid import Fluid
-from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
-from planner.solver.graphs.bands import Bands
-from planner.solver.graphs.cut_bounds import CutBounds
-from planner.solver.graphs.ideals import Ideals
-from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
-from planner.solver.graphs.sweep import Aim, Sweep
-from planner.solver.knapsack import Knapsacks
-from planner.solver.settled import WaysLeft, best_split, loose_s
-from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known, StepTable
+from meshwright.planner.solver.bottleneck_path import Way, cheapest, priced
+from meshwright.planner.solver.bounds.fractional_bound import Fluid
+from meshwright.planner.solver.bounds.lagrangian_bounds import StepBounds
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
+from meshwright.planner.solver.graphs.bands import Bands
+from meshwright.planner.solver.graphs.cut_bounds import CutBounds
+from meshwright.planner.solver.graphs.ideals import Ideals
+from meshwright.planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
+from meshwright.planner.solver.graphs.sweep import Aim, Sweep
+from meshwright.planner.solver.knapsack import Knapsacks
+from meshwright.planner.solver.lazy_path import WaysLeft, best_split, loose_s
+from meshwright.planner.solver.split import placed
+from meshwright.planner.solver.stage_table import Known, StepTable
+from meshwright.planner.system.lazy_imports import OnUse
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 

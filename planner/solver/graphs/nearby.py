@@ -12,9 +12,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.graphs.ideals import Ideals
-from planner.solver.graphs.orders import orders
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
+from meshwright.planner.solver.graphs.ideals import Ideals
+from meshwright.planner.solver.graphs.orders import orders
 
 _WORD = 64
 

@@ -1,16 +1,16 @@
 """Topological orders of a graph of layers that are worth solving as chains.
 
 The best of a few orders is a split of the graph, if not surely the best one: it stands in where a
-graph has too many ideals for `planner.solver.graphs.lattice`.
+graph has too many ideals for `meshwright.planner.solver.graphs.lattice`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.process.on_use import OnUse
-from planner.solver.contraction import Block
-from planner.solver.graph_instance import GraphInstance
+from meshwright.planner.solver.contraction import Block
+from meshwright.planner.solver.graph_instance import GraphInstance
+from meshwright.planner.system.lazy_imports import OnUse
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 

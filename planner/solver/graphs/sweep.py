@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.documents.tolerances import ROUNDING
-from planner.solver.graphs.ideals import Ideals
-from planner.solver.step_bounds import StepBounds
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.solver.bounds.lagrangian_bounds import StepBounds
+from meshwright.planner.solver.graphs.ideals import Ideals
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

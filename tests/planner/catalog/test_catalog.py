@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from planner import catalog
-from planner.catalog import (
+from meshwright.planner import catalog
+from meshwright.planner.catalog import (
     accelerator_name,
     accelerators,
     expressions,
@@ -21,11 +21,11 @@ from planner.catalog import (
     source_text,
     sources,
 )
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Job
-from planner.errors import DocumentError
-from planner.requests.request import Request
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
 
 NAMED_BY_THE_DESIGN = (
     "v100-sxm-16gb v100-sxm-32gb a10g a100-sxm-40gb a100-sxm-80gb a100-pcie-80gb a800-sxm-80gb l4 "

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.catalog import model_config, models, nodes
-from planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
-from planner.documents.document import write
-from planner.documents.model import ModelGraph, is_factory
-from planner.errors import DocumentError
+from meshwright.planner.catalog import model_config, models, nodes
+from meshwright.planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
+from meshwright.planner.documents.document import write
+from meshwright.planner.documents.model import ModelGraph, is_factory
+from meshwright.planner.errors import DocumentError
 
 
 @pytest.mark.parametrize(

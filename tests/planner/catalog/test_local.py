@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from planner.catalog import accelerators, local
-from planner.catalog.local import LocalDevice, listed, nvidia_devices, of_cores, of_devices, visible
-from planner.catalog.machine_figures import MachineFigures
-from planner.catalog.topology import links
-from planner.documents.cluster import ClusterSpec
-from planner.errors import DocumentError
+from meshwright.planner.catalog import accelerators, local
+from meshwright.planner.catalog.local import (
+    LocalDevice,
+    listed,
+    nvidia_devices,
+    of_cores,
+    of_devices,
+    visible,
+)
+from meshwright.planner.catalog.machine_figures import MachineFigures
+from meshwright.planner.catalog.topology import links
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.errors import DocumentError
 
 CORE = MachineFigures(
     measured="2026-11-23T20:45:00+00:00",

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import machine_figures
-from planner.catalog.local import of_cores
-from planner.errors import LaunchError
+from meshwright.planner.catalog import machine_figures
+from meshwright.planner.catalog.local import of_cores
+from meshwright.planner.errors import LaunchError
 
 CPUS = """
 import sys
-from planner.catalog.expressions import resolve_cluster
+from meshwright.planner.catalog.expressions import resolve_cluster
 print(resolve_cluster("local:2").dump())
 """
 QUICK = """

@@ -5,22 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.activations import Treated, treated
-from planner.costs.calibration import Figures
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import placement_prediction, placements_of
-from planner.costs.rates import Rates, rates
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Activations, Job, Layout
-from planner.documents.stack import with_figures
-from planner.requests.request import Request
-from planner.search.formulation import instance_of, plan_of
-from planner.search.layer_options import allowed
-from planner.solver.inner import solve
-from planner.solver.instance import Solution
+from meshwright.planner.catalog import native
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.activations import Treated, treated
+from meshwright.planner.costs.calibration import Figures
+from meshwright.planner.costs.hardware_rates import Rates, rates
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.predict import placement_prediction, placements_of
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Activations, Job, Layout
+from meshwright.planner.documents.stack import with_figures
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layout_partition import instance_of, plan_of
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.partition_problem import Solution
 
 JOB = Job(seq_len=4096, global_batch=16)
 EVERY: tuple[Activations, ...] = ("keep", "offload", "compress")

@@ -2,15 +2,15 @@
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.calibration import calibrated, stage_factors
-from planner.costs.layer_figures import LayerFigures
-from planner.costs.layout_costs import CostTables
-from planner.costs.rates import rates
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import INSIDE_OUT, Job, Layout
-from planner.documents.profile import (
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.calibration import calibrated, stage_factors
+from meshwright.planner.costs.hardware_rates import rates
+from meshwright.planner.costs.layer_costs import LayerFigures
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout
+from meshwright.planner.documents.profile import (
     Birth,
     ChunkedLoss,
     CollectiveCurve,
@@ -19,8 +19,8 @@ from planner.documents.profile import (
     Profile,
     StageMeasurement,
 )
-from planner.layers.operator_table import Setting
-from planner.requests.request import Request
+from meshwright.planner.operators.operator_table import Setting
+from meshwright.planner.requests.request import Request
 
 JOB = Job(seq_len=512, global_batch=64)
 

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.collectives import (
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.collectives import (
     Level,
     collective_s,
     curves_by_name,
@@ -18,10 +18,10 @@ from planner.costs.collectives import (
     nearest_ranks,
     reached_fraction,
 )
-from planner.documents.cluster import LinkTier, NarrowGroup
-from planner.documents.plan import Layout
-from planner.documents.profile import CollectiveCurve, LinkPoint
-from planner.layers.routing import Routing
+from meshwright.planner.documents.cluster import LinkTier, NarrowGroup
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.profile import CollectiveCurve, LinkPoint
+from meshwright.planner.operators.expert_routing import Routing
 
 NVLINK = LinkTier(
     name="nvlink",

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import accelerators, native, stacks
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.compute import (
+from meshwright.planner.catalog import accelerators, native, stacks
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.compute import (
     DeviceRates,
     attention_share,
     backward_s,
@@ -19,8 +19,8 @@ from planner.costs.compute import (
     seconds,
     sustained,
 )
-from planner.documents.cluster import Accelerator, DeviceCurve
-from planner.layers.operator_table import Operator
+from meshwright.planner.documents.cluster import Accelerator, DeviceCurve
+from meshwright.planner.operators.operator_table import Operator
 
 CURVE = DeviceCurve(
     launch_s=5e-6,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native, stack, stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layer_seconds import (
+from meshwright.planner.catalog import native, stack, stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layer_seconds import (
     HostPasses,
     KernelSeconds,
     LinkRule,
@@ -19,14 +19,14 @@ from planner.costs.layer_seconds import (
     seen_links,
     with_host,
 )
-from planner.costs.layout_costs import CostTables
-from planner.documents.plan import Job, Layout
-from planner.documents.profile import Recompute
-from planner.documents.stack import PerPass, Stack, with_figures
-from planner.layers.arithmetic import table
-from planner.layers.kernels import KernelSettings
-from planner.layers.operator_table import GroupAxis, Operator, OperatorTable, Setting
-from planner.requests.request import Request
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.stack import PerPass, Stack, with_figures
+from meshwright.planner.operators.kernels import KernelSettings
+from meshwright.planner.operators.layer_operators import table
+from meshwright.planner.operators.operator_table import GroupAxis, Operator, OperatorTable, Setting
+from meshwright.planner.requests.request import Request
 from tests.planner.costs.test_compute import GPU
 
 LLAMA = resolve_model("llama-3.1-8b")

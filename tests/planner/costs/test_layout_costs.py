@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
-from planner.documents.cluster import ClusterSpec, LinkTier
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.requests.request import Request
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
+from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.requests.request import Request
 
 JOB = Job(seq_len=4096, global_batch=64)
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from planner.catalog import native, stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs import memory
-from planner.costs.collectives import Level
-from planner.costs.layout_costs import CostTables
-from planner.costs.lora import adapter_parameters
-from planner.costs.memory import StateSharding, frozen_states, state_types
-from planner.documents.plan import Job, Layout, Offload
-from planner.documents.training import Lora
-from planner.layers.arithmetic import local_parameters
-from planner.requests.request import Request
-from planner.stacks.native import refusal
+from meshwright.planner.catalog import native, stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.collectives import Level
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.lora import adapter_parameters
+from meshwright.planner.costs.memory import state_bytes as memory
+from meshwright.planner.costs.memory.state_bytes import StateSharding, frozen_states, state_types
+from meshwright.planner.documents.plan import Job, Layout, Offload
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.frameworks.native_limits import refusal
+from meshwright.planner.operators.layer_operators import local_parameters
+from meshwright.planner.requests.request import Request
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("family", ["reference", "llama", "qwen3", "gpt2", "mixtral", "qwen3_moe"])
 def test_adapters_have_the_parameters_that_the_runtime_makes(family: str) -> None:
     torch = pytest.importorskip("torch")
-    from runtime.train import token_engine
+    from meshwright.runtime.launch.training_loop import token_engine
     from tests.runtime import cases
 
     lora = Lora(rank=3)

@@ -5,20 +5,25 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import native
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.collectives import Level
-from planner.costs.memory import BUCKET_BYTES, StateSharding, state_types, states
-from planner.costs.predict import layout_prediction
-from planner.costs.rates import HOST_LINK_SHARE, HOST_MEMORY_SHARE, Rates, rates
-from planner.costs.sharding import Links, traffic
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.documents.prediction import Assumption
-from planner.layers.arithmetic import matrix_sides
-from planner.requests.pins import Pins
-from planner.requests.request import Request
+from meshwright.planner.catalog import native
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.collectives import Level
+from meshwright.planner.costs.hardware_rates import HOST_LINK_SHARE, HOST_MEMORY_SHARE, Rates, rates
+from meshwright.planner.costs.memory.state_bytes import (
+    BUCKET_BYTES,
+    StateSharding,
+    state_types,
+    states,
+)
+from meshwright.planner.costs.predict import layout_prediction
+from meshwright.planner.costs.sharding import Links, traffic
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.prediction import Assumption
+from meshwright.planner.operators.layer_operators import matrix_sides
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
 
 JOB = Job(seq_len=4096, global_batch=16)
 N = 1e9

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from planner.catalog import stack
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.rates import rates
-from planner.documents.plan import Job, Layout
+from meshwright.planner.catalog import stack
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.hardware_rates import rates
+from meshwright.planner.documents.plan import Job, Layout
 
 MESSAGES = {"activation": 4, "gradient": 2}
 """Of metadata: two of each tensor; an activation goes with its mask."""

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import balanced_cuts, layout_prediction
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.errors import NoPlanFits
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.schedules.simulate import closed_form_s
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.predict import balanced_cuts, layout_prediction
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules.simulate import closed_form_s
+from meshwright.planner.search.search import search
 
 JOB = Job(seq_len=4096, global_batch=64)
 LAYOUTS = [

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from planner.costs.predict import predict
-from planner.documents.cluster import Accelerator, ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
-from planner.documents.model import Architecture, ModelGraph
-from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.layers.architecture import graph_of
+from meshwright.planner.architectures.architecture import graph_of
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.cluster import (
+    Accelerator,
+    ClusterSpec,
+    DeviceCurve,
+    DeviceGroup,
+    LinkTier,
+)
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 
 torch = pytest.importorskip("torch")
 
@@ -101,8 +107,8 @@ def stage_and_peak_bytes(of: Plan, graph: ModelGraph) -> tuple[int, int]:
 
     gloo's thread lets go of a collective's tensors some time after the wait for it: never earlier.
     """
-    from runtime.live_memory import LiveMemory
-    from runtime.train import token_engine
+    from meshwright.runtime.core.memory_tracker import LiveMemory
+    from meshwright.runtime.launch.training_loop import token_engine
 
     engine = token_engine(of, graph, device=torch.device("cpu"))
     tokens = torch.zeros(of.micro_batch * of.micro_batches, SEQ_LEN + 1, dtype=torch.int64)

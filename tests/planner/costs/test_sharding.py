@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native, stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.collectives import Level
-from planner.costs.layout_costs import CostTables
-from planner.costs.memory import StateSharding, state_types
-from planner.costs.rates import Rates, rates
-from planner.costs.sharding import (
+from meshwright.planner.catalog import native, stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.collectives import Level
+from meshwright.planner.costs.hardware_rates import Rates, rates
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.memory.state_bytes import StateSharding, state_types
+from meshwright.planner.costs.sharding import (
     Links,
     ShardingTraffic,
     accumulated_bytes,
     seen_in_passes,
     traffic,
 )
-from planner.documents.plan import Job, Layout
-from planner.documents.stack import with_figures
-from planner.requests.request import Request
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.stack import with_figures
+from meshwright.planner.requests.request import Request
 
 N = 1e9
 JOB = Job(seq_len=2048, global_batch=16)

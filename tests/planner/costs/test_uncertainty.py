@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.accuracy.tables.predictions import backend_prediction, predicted
-from planner.accuracy.tables.rows import setup_of
-from planner.catalog import accelerators, stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.pace import slower_stack
-from planner.costs.predict import layout_prediction
-from planner.costs.uncertainty import (
+from meshwright.planner.calibration.tables.predictions import backend_prediction, predicted
+from meshwright.planner.calibration.tables.rows import setup_of
+from meshwright.planner.catalog import accelerators, stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import layout_prediction
+from meshwright.planner.costs.slowdown import slower_stack
+from meshwright.planner.costs.uncertainty import (
     ASSUMED_SPREAD,
     EIGHT_BITS_GAIN,
     EXPERTS_SPREAD,
@@ -32,14 +32,14 @@ from planner.costs.uncertainty import (
     step_range,
     waiting_share,
 )
-from planner.documents.plan import Layout
-from planner.documents.prediction import Prediction
-from planner.documents.stack import Stack
-from planner.errors import DocumentError
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.requests.setup import Setup
-from planner.search.search import search
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.setup import Setup
+from meshwright.planner.search.search import search
 
 ROW = {
     "id": "x",

@@ -7,14 +7,14 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from planner.catalog import stacks
-from planner.documents import plan, stack_space
-from planner.documents.axes import LAYOUT_AXES, LayoutAxis, axes_of
-from planner.documents.plan import Layout, Plan
-from planner.documents.profile import ChunkedLoss
-from planner.documents.stack_space import FACTS, WORDS, Space
-from planner.formats.wanted import _UNSUPPORTED, _WRITTEN
-from planner.requests.pins import Allowance, Pins, read_pins
+from meshwright.planner.catalog import stacks
+from meshwright.planner.documents import plan, stack_space
+from meshwright.planner.documents.axes import LAYOUT_AXES, LayoutAxis, axes_of
+from meshwright.planner.documents.plan import Layout, Plan
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.documents.stack_space import FACTS, WORDS, Space
+from meshwright.planner.framework_configs.exportable_plan import _UNSUPPORTED, _WRITTEN
+from meshwright.planner.requests.pins import Allowance, Pins, read_pins
 
 EACH = pytest.mark.parametrize("axis", LAYOUT_AXES, ids=lambda axis: axis.name)
 

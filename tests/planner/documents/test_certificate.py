@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from planner.documents.prediction import Certificate
-from planner.errors import DocumentError
+from meshwright.planner.documents.prediction import Certificate
+from meshwright.planner.errors import DocumentError
 
 LAYOUT = "tp=1 pp=2 dp=4 zero=1 zbv"
 OLD: dict[str, Any] = {

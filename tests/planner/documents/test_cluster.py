@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from planner.documents.cluster import ClusterSpec
-from planner.errors import DocumentError
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.errors import DocumentError
 
 CURVE = {
     "launch_s": 3e-6,

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import AfterValidator, ValidationError
 
-from planner import schemas
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents import document
-from planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier
-from planner.documents.document import (
+from meshwright.planner import schemas
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier
+from meshwright.planner.documents.document import (
     Document,
     Part,
     plain,
@@ -34,13 +34,20 @@ from planner.documents.document import (
     write,
     write_text,
 )
-from planner.documents.model import Architecture, Edge, Experts, Layer, ModelGraph
-from planner.documents.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.documents.prediction import Certificate, Prediction
-from planner.documents.profile import CollectiveCurve, LinkPoint, Profile
-from planner.documents.training import Lora, RateSchedule, Training
-from planner.documents.units import SMALLEST
-from planner.errors import DocumentError
+from meshwright.planner.documents.model import Architecture, Edge, Experts, Layer, ModelGraph
+from meshwright.planner.documents.plan import (
+    INSIDE_OUT,
+    Mesh,
+    PlacedLayer,
+    Plan,
+    PlannedModel,
+    Stage,
+)
+from meshwright.planner.documents.prediction import Certificate, Prediction
+from meshwright.planner.documents.profile import CollectiveCurve, LinkPoint, Profile
+from meshwright.planner.documents.training import Lora, RateSchedule, Training
+from meshwright.planner.documents.units import SMALLEST
+from meshwright.planner.errors import DocumentError
 
 MANY = settings(
     max_examples=30,
@@ -528,7 +535,7 @@ def test_schemas_for_editors_are_fresh() -> None:
 
     written = {file.name: file.read_text() for file in folder.glob("*.json")}
 
-    assert written == schemas.texts(), "run python -m planner.schemas"
+    assert written == schemas.texts(), "run python -m meshwright.planner.schemas"
 
 
 def test_schemas_are_written_where_asked(tmp_path: Path) -> None:

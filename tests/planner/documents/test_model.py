@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.documents.model import Architecture, Experts, Layer, ModelGraph
-from planner.errors import DocumentError
+from meshwright.planner.documents.model import Architecture, Experts, Layer, ModelGraph
+from meshwright.planner.errors import DocumentError
 
 
 def layer(name: str, repeat: int = 1, parameters: int = 10) -> Layer:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner.catalog.expressions import resolve_model
-from planner.documents.plan import Layout, Plan
-from planner.errors import DocumentError
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents.plan import Layout, Plan
+from meshwright.planner.errors import DocumentError
 
 MODEL = resolve_model("demo-4m")
 LAYERS = [name for name, _ in MODEL.chain]

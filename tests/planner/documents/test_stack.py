@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from planner import catalog
-from planner.catalog import accelerators, stack, stack_name, stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.compute import WATT_BASIS, WATT_FLOPS
-from planner.costs.predict import predict
-from planner.documents.cluster import KernelRates
-from planner.documents.stack import (
+from meshwright.planner import catalog
+from meshwright.planner.catalog import accelerators, stack, stack_name, stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.compute import WATT_BASIS, WATT_FLOPS
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.cluster import KernelRates
+from meshwright.planner.documents.stack import (
     OPTION_BASIS,
     OPTIONS,
     Basis,
@@ -29,10 +29,10 @@ from planner.documents.stack import (
     without_basis,
     without_source,
 )
-from planner.errors import DocumentError
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
 
@@ -51,7 +51,7 @@ def test_a_figure_without_provenance_is_found() -> None:
 def test_every_figure_is_read_by_some_formula() -> None:
     root = Path(__file__).parents[3] / "planner"
     code = "\n".join(file.read_text() for file in root.rglob("*.py") if file.name != "stack.py")
-    by_name = {"norm", "gate", "rotary"}  # planner/layers/kernels.py
+    by_name = {"norm", "gate", "rotary"}  # planner/operators/kernels.py
 
     unread = [
         path

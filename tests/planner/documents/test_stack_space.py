@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Job, Layout
-from planner.documents.stack import Stack
-from planner.documents.stack_space import Facts, Space, condition_of, obstacles
-from planner.errors import DocumentError
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.documents.stack_space import Facts, Space, condition_of, obstacles
+from meshwright.planner.errors import DocumentError
 
 MODEL, CLUSTER = resolve_model("mixtral-8x7b"), resolve_cluster("2x8xh100-sxm-80gb")
 JOB = Job(seq_len=4096, global_batch=64)

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import planner
-from planner.documents import tolerances
+from meshwright.planner.documents import tolerances
 
 PLANNER = Path(planner.__file__).parent
 

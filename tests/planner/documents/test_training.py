@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from planner.documents.document import first_error
-from planner.documents.training import Training
-from planner.errors import DocumentError
+from meshwright.planner.documents.document import first_error
+from meshwright.planner.documents.training import Training
+from meshwright.planner.errors import DocumentError
 
 
 @pytest.mark.parametrize(

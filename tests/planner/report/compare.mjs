@@ -10,10 +10,10 @@ const load = (name) => import(pathToFileURL(path.resolve(process.argv[2], name))
 const { calls, studies } = JSON.parse(readFileSync(0, "utf8"));
 const [state, documents, ranking, years, inputs, sensitivity] = await Promise.all(
   ["planner/report/page/state.mjs", "planner/report/page/documents.mjs",
-    "planner/whatif/ranking.mjs", "planner/whatif/break_even.mjs",
+    "planner/whatif/ranking.mjs", "planner/whatif/pricing/break_even.mjs",
     "planner/report/page/inputs.mjs", "planner/whatif/sensitivity.mjs"].map(load));
 
-const queue = await load("planner/whatif/queue.mjs");
+const queue = await load("planner/whatif/pricing/queueing.mjs");
 const results = [];
 for (const { module, name, arguments: given } of calls) {
   const found = (await load(`planner/whatif/${module}.mjs`))[name](...given);

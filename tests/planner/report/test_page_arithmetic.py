@@ -19,18 +19,20 @@ from typing import Any
 
 import pytest
 
-from planner.documents.tolerances import ROUNDING
-from planner.whatif import chances, economics, financing, goodput, span
-from planner.whatif.break_even import cash_usd, present_value_usd
-from planner.whatif.candidates import Candidate, candidates_of
-from planner.whatif.evaluate import evaluate, loaded
-from planner.whatif.page_data import page_data
-from planner.whatif.planning import Planned, planned, year_of
-from planner.whatif.queue import load, shortest_first_h, wait_h
-from planner.whatif.ranking import ranked
-from planner.whatif.run import Result
-from planner.whatif.span import Span
-from planner.whatif.study import Failures, Study
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.whatif import probabilities as chances
+from meshwright.planner.whatif import uncertain_value as span
+from meshwright.planner.whatif.candidates import Candidate, candidates_of
+from meshwright.planner.whatif.evaluate import evaluate, loaded
+from meshwright.planner.whatif.page_data import page_data
+from meshwright.planner.whatif.planning import Planned, planned, year_of
+from meshwright.planner.whatif.pricing import economics, financing, goodput
+from meshwright.planner.whatif.pricing.break_even import cash_usd, present_value_usd
+from meshwright.planner.whatif.pricing.queueing import load, shortest_first_h, wait_h
+from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.run_study import Result
+from meshwright.planner.whatif.study import Failures, Study
+from meshwright.planner.whatif.uncertain_value import Span
 from tests.planner.whatif.test_study import study
 
 ROOT = Path(__file__).parents[3]

@@ -17,12 +17,12 @@ from urllib.parse import urlencode
 
 import pytest
 
-from meshwright import commands
-from planner.documents.tolerances import ROUNDING
-from planner.report.whatif_html import study_page
-from planner.whatif.ranking import Rank
-from planner.whatif.run import Result
-from planner.whatif.study import Study
+from meshwright.api import commands
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.report.whatif_html import study_page
+from meshwright.planner.whatif.ranking import Rank
+from meshwright.planner.whatif.run_study import Result
+from meshwright.planner.whatif.study import Study
 from tests.planner.report.test_page_arithmetic import OFFERS, SET, planned_once, worked_out
 from tests.planner.whatif.test_study import study
 

@@ -9,22 +9,27 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import plan_timeline
-from planner.documents.plan import Job, Layout
-from planner.documents.units import GIB, seconds_text
-from planner.report.html import memory_of_ranks, page, resident_gib
-from planner.report.mesh_picture import axes_of, coordinates, mesh_picture
-from planner.report.text import layers_text, plan_table
-from planner.report.timeline_picture import left_out, phases, timeline_key, timeline_picture
-from planner.report.trace import trace_json
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.schedules.schedule import orders
-from planner.schedules.simulate import Timeline, timeline
-from planner.search.answer import Answer
-from planner.search.preferred import with_preference
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import plan_timeline
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.units import GIB, seconds_text
+from meshwright.planner.report.html import memory_of_ranks, page, resident_gib
+from meshwright.planner.report.mesh_picture import axes_of, coordinates, mesh_picture
+from meshwright.planner.report.text import layers_text, plan_table
+from meshwright.planner.report.timeline_picture import (
+    left_out,
+    phases,
+    timeline_key,
+    timeline_picture,
+)
+from meshwright.planner.report.trace import trace_json
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules.schedule import orders
+from meshwright.planner.schedules.simulate import Timeline, timeline
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.plan_preference import with_preference
+from meshwright.planner.search.search import search
 
 
 def deep(schedule: str = "1f1b", virtual_stages: int = 1) -> Timeline:

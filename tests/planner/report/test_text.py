@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Job, Layout, Stage
-from planner.documents.prediction import Certificate
-from planner.documents.units import seconds_text
-from planner.report.text import answer_text, stages_text, why_text
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.answer import Alternative, Answer
-from planner.search.certificate import of_plan
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job, Layout, Stage
+from meshwright.planner.documents.prediction import Certificate
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.report.text import answer_text, stages_text, why_text
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Alternative, Answer
+from meshwright.planner.search.proof_account import of_plan
+from meshwright.planner.search.search import search
 
 OPTIMUM = Layout(pipeline=2, schedule="interleaved", virtual_stages=4)
 PLAN = replace(OPTIMUM, virtual_stages=3)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright import commands
-from planner.documents.plan import Plan
-from planner.whatif.run import run
-from planner.whatif.study import Offer, Study, Work
+from meshwright.api import commands
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.whatif.run_study import run
+from meshwright.planner.whatif.study import Offer, Study, Work
 
 
 @pytest.mark.parametrize(

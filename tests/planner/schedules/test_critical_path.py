@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from planner.schedules import SCHEDULES
-from planner.schedules.schedule import orders
-from planner.schedules.simulate import timeline
-from planner.search.simulated_bounds import paces
+from meshwright.planner.schedules import SCHEDULES
+from meshwright.planner.schedules.schedule import orders
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.planner.search.bounds.simulated_step import paces
 from tests.planner.schedules.test_steady_state import shape_of, times_of
 
 

@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.closed_forms import in_flight
-from planner.errors import DocumentError
-from planner.schedules.schedule import Action, Order, csv_text, most_in_flight, orders, read_action
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules.schedule import (
+    Action,
+    Order,
+    csv_text,
+    most_in_flight,
+    orders,
+    read_action,
+)
 
 SCHEDULES = st.sampled_from(["gpipe", "1f1b"])
 STAGES = st.integers(1, 9)

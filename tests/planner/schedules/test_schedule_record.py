@@ -9,26 +9,26 @@ from pathlib import Path
 import pytest
 
 from benchmarks.closed_forms import closed_form, in_flight, peak_alive
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import placement_prediction, placements_of
-from planner.documents.cluster import ClusterSpec
-from planner.documents.document import schema
-from planner.documents.plan import Job, Layout, Plan
-from planner.errors import DocumentError
-from planner.formats.configuration import configuration
-from planner.requests.pins import Pins, read_pins
-from planner.requests.request import Request
-from planner.schedules import SCHEDULES, Schedule, Shape
-from planner.schedules.actions import Action, Order
-from planner.schedules.pipeline_model import held, most_on_first_stage
-from planner.schedules.record import DRAINED, SPLIT
-from planner.schedules.schedule import obstacle, orders
-from planner.schedules.simulate import timeline
-from planner.search.formulation import instance_of, plan_of
-from planner.search.search import Answer, search
-from planner.solver.inner import solve
-from planner.solver.instance import Solution
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.predict import placement_prediction, placements_of
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import schema
+from meshwright.planner.documents.plan import Job, Layout, Plan
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.configuration import configuration
+from meshwright.planner.requests.pins import Pins, read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import SCHEDULES, Schedule, Shape
+from meshwright.planner.schedules.actions import Action, Order
+from meshwright.planner.schedules.closed_form import held, most_on_first_stage
+from meshwright.planner.schedules.schedule import obstacle, orders
+from meshwright.planner.schedules.schedule_record import DRAINED, SPLIT
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.planner.search.partition.layout_partition import instance_of, plan_of
+from meshwright.planner.search.search import Answer, search
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.partition_problem import Solution
 
 ROOT = Path(__file__).parents[3]
 JOB = Job(seq_len=1024, global_batch=32)

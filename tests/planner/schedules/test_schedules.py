@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.closed_forms import in_flight, weight_versions
-from planner.errors import DocumentError
-from planner.schedules.schedule import (
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules.schedule import (
     SCHEDULES,
     Action,
     most_in_flight,
@@ -17,7 +17,7 @@ from planner.schedules.schedule import (
     rank_of_stage,
     splits_backward,
 )
-from planner.schedules.simulate import timeline
+from meshwright.planner.schedules.simulate import timeline
 
 Shape = tuple[str, int, int, int]
 """Name, ranks, stages per rank, micro-batches."""

@@ -7,9 +7,9 @@ import networkx
 import pytest
 
 from benchmarks.closed_forms import in_flight, peak_alive, peak_stored_bytes
-from planner.errors import DocumentError
-from planner.schedules.schedule import Action, Order, orders, read_action
-from planner.schedules.simulate import timeline
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules.schedule import Action, Order, orders, read_action
+from meshwright.planner.schedules.simulate import timeline
 
 
 def rank(text: str) -> Order:

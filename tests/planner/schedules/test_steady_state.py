@@ -5,10 +5,16 @@ import time
 
 import pytest
 
-from planner.schedules import SCHEDULES, steady_state
-from planner.schedules.schedule import Order, obstacle, orders, rank_of_stage
-from planner.schedules.simulate import timeline
-from planner.schedules.steady_state import LAYERS, StageTimes, cut_of, extrapolated_s, rank_times
+from meshwright.planner.schedules import SCHEDULES, steady_state
+from meshwright.planner.schedules.schedule import Order, obstacle, orders, rank_of_stage
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.planner.schedules.steady_state import (
+    LAYERS,
+    StageTimes,
+    cut_of,
+    extrapolated_s,
+    rank_times,
+)
 
 SECONDS = (
     lambda rng: rng.uniform(0.5, 1.5),

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from planner.documents.plan import INSIDE_OUT, Axis
-from planner.search.axis_orders import Spans, distinct_orders, spans
+from meshwright.planner.documents.plan import INSIDE_OUT, Axis
+from meshwright.planner.search.axis_orders import Spans, distinct_orders, spans
 
 
 def of_all_permutations(

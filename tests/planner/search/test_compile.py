@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Job
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.search.space import layouts
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import layouts
 
 MODEL = resolve_model("gpt2")
 JOB = Job(seq_len=1024, global_batch=16)

@@ -6,19 +6,19 @@ import math
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.documents.model import DividedLayer, Layer, LayerTrace, ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.layers.arithmetic import local_parameters, traced
-from planner.layers.operator_table import ManySettings, Setting
-from planner.requests.request import Request
-from planner.search.candidates import Candidates
-from planner.search.search import search
-from planner.search.space import complexity
-from planner.solver.frontier import FrontierStore
-from planner.solver.inner import solve
-from planner.solver.instance import Solution
-from planner.stacks.native import refusal
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.documents.model import DividedLayer, Layer, LayerTrace, ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.frameworks.native_limits import refusal
+from meshwright.planner.operators.layer_operators import local_parameters, traced
+from meshwright.planner.operators.operator_table import ManySettings, Setting
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import complexity
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.partition_problem import Solution
 
 WHOLE = LayerTrace(
     forward_flops=4e12, stored_bytes=2**30, transient_bytes=2**26, output_bytes=2**22

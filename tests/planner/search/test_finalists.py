@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import predict
-from planner.documents.plan import Job
-from planner.documents.prediction import Certificate
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.certificate import certificate_of, of_plan
-from planner.search.search import search
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.documents.prediction import Certificate
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.proof_account import certificate_of, of_plan
+from meshwright.planner.search.search import search
 
 CASES = {
     "pipelines": (

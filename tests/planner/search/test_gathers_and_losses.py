@@ -8,24 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import predict
-from planner.documents.plan import Job, Layout
-from planner.documents.profile import ChunkedLoss
-from planner.errors import DocumentError
-from planner.requests.pins import SHORT_NAMES, read_pins
-from planner.requests.request import Request
-from planner.search.candidates import candidates_of
-from planner.search.savings import Saving
-from planner.search.search import search
-from planner.search.simulated_bounds import SimulatedCandidates
-from planner.search.simulated_program import of_chain
-from planner.search.space import Degrees, complexity, gathers, layouts, losses
-from planner.search.ways_out import written_pin
-from planner.solver.inner import solve
-from planner.solver.instance import Solution
+from meshwright.planner.catalog import native
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import SHORT_NAMES, read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.layout_bounds import candidates_of
+from meshwright.planner.search.bounds.simulated_optimum import of_chain
+from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.offload_choices import Saving
+from meshwright.planner.search.remedies import written_pin
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import Degrees, complexity, gathers, layouts, losses
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.partition_problem import Solution
 
 ALONE = Degrees(tensor=1, context=1, expert=1, pipeline=1, data=8)
 

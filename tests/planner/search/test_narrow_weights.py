@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.held import HeldStates
-from planner.costs.predict import predict
-from planner.documents.cluster import Precision
-from planner.documents.plan import Job, Layout, Plan, WeightWire
-from planner.documents.prediction import Prediction
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.search.space import layouts
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.memory.resident_states import HeldStates
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.plan import Job, Layout, Plan, WeightWire
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import layouts
 
 MODEL, CLUSTER = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
 JOB = Job(seq_len=8192, global_batch=8, precision="fp8")

@@ -6,18 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.documents.model import Layer, LayerTrace, ModelGraph, TracedExperts, TracedLogits
-from planner.documents.plan import Job, Layout
-from planner.documents.profile import ChunkedLoss
-from planner.layers.arithmetic import local_parameters, traced
-from planner.layers.arithmetic import table as table_of
-from planner.layers.operator_table import Operator, OperatorTable, Setting
-from planner.requests.pins import read_pins
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.stacks.native import refusal
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.documents.model import (
+    Layer,
+    LayerTrace,
+    ModelGraph,
+    TracedExperts,
+    TracedLogits,
+)
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.frameworks.native_limits import refusal
+from meshwright.planner.operators.layer_operators import local_parameters, traced
+from meshwright.planner.operators.layer_operators import table as table_of
+from meshwright.planner.operators.operator_table import Operator, OperatorTable, Setting
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
 
 TRACE = LayerTrace(
     forward_flops=4e11, stored_bytes=2**28, transient_bytes=2**26, output_bytes=2**22

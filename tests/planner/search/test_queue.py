@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from planner.documents.plan import Layout
-from planner.search.certificate import BOUNDS, OUT_OF_MEMORY
-from planner.search.goals import ClosedFormGoal, SplitSolution
-from planner.search.queue import Bound, Bundle, Layouts, Lost, Queue
-from planner.search.space import complexity
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.search.goals import ClosedFormGoal, SplitSolution
+from meshwright.planner.search.proof_account import BOUNDS, OUT_OF_MEMORY
+from meshwright.planner.search.queue import Bound, Bundle, Layouts, Lost, Queue
+from meshwright.planner.search.space import complexity
 
 Seconds = dict[Layout, float]
 

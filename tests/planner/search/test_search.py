@@ -11,22 +11,23 @@ from functools import cache
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.cluster import ClusterSpec
-from planner.documents.plan import Job, Layout
-from planner.errors import NoPlanFits
-from planner.requests.pins import Pins, read_pins
-from planner.requests.request import Request
-from planner.search import configurations, space
-from planner.search.answer import Answer
-from planner.search.candidates import Candidates
-from planner.search.effort import GOAL
-from planner.search.search import MARGIN, search
-from planner.search.space import LayoutFamily, complexity, kind
-from planner.solver.frontier import FrontierStore
-from planner.solver.inner import solve
-from planner.solver.instance import Solution
-from planner.stacks.native import Rules, limit, refusal
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.frameworks.native_limits import Rules, limit, refusal
+from meshwright.planner.requests.pins import Pins, read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search import space
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.bounds import executable_layouts as configurations
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.proof_budget import GOAL
+from meshwright.planner.search.search import MARGIN, search
+from meshwright.planner.search.space import LayoutFamily, complexity, kind
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.partition_problem import Solution
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.documents.plan import Layout
-from planner.schedules import schedule_of
-from planner.schedules.schedule import orders, rank_of_stage
-from planner.schedules.simulate import timeline
-from planner.search.ranks import shares_of
-from planner.search.simulated_bounds import (
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.schedules import schedule_of
+from meshwright.planner.schedules.schedule import orders, rank_of_stage
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s, drained
+from meshwright.planner.search.bounds.simulated_step import (
     first_share,
     forward_fill,
     looped_fill,
     paces,
     transfers,
 )
-from planner.search.simulated_cuts import Placed, cuts_bound_s, drained
+from meshwright.planner.search.partition.stage_counts import shares_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
 WHOLE = ("numbers", "joints")

@@ -11,19 +11,19 @@ from functools import cache
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Job, Layout
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.candidates import Candidates
-from planner.search.dominance import covers
-from planner.search.effort import FULL, USUAL
-from planner.search.ranked import ranked
-from planner.search.search import search
-from planner.search.simulated_bounds import SimulatedCandidates
-from planner.solver.inner import solve
-from planner.solver.instance import Solution, priced
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.bounds.dominance import covers
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.search.proof_budget import FULL, USUAL
+from meshwright.planner.search.search import search
+from meshwright.planner.solver.chain import solve
+from meshwright.planner.solver.partition_problem import Solution, priced
 
 JOB = Job(seq_len=1024, global_batch=32)
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import INSIDE_OUT, Job, Layout
-from planner.errors import DocumentError
-from planner.requests.pins import Pins, read_layout, read_pins, without_effect
-from planner.requests.request import Request, pinned_layout
-from planner.search.axis_orders import distinct_orders
-from planner.search.space import canonical, every_degrees, families, layouts
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import Pins, read_layout, read_pins, without_effect
+from meshwright.planner.requests.request import Request, pinned_layout
+from meshwright.planner.search.axis_orders import distinct_orders
+from meshwright.planner.search.space import canonical, every_degrees, families, layouts
 
 JOB = Job(seq_len=4096, global_batch=64)
 

@@ -16,27 +16,27 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import stacks
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import predict
-from planner.documents.plan import INSIDE_OUT, Job, Layout
-from planner.documents.profile import Recompute
-from planner.documents.stack_space import EVERYTHING
-from planner.errors import NoPlanFits
-from planner.requests.pins import Pins, read_pins
-from planner.requests.request import Request
-from planner.search.candidates import Candidates
-from planner.search.formulation import instance_of
-from planner.search.layer_options import recomputes_of
-from planner.search.ranked import ranked
-from planner.search.search import search
-from planner.search.simulated_program import of_chain
-from planner.search.space import layouts
-from planner.solver.instance import Solution, fits, priced
-from planner.solver.requirements import read_requirements
-from planner.stacks.executable import rules_of
-from planner.stacks.native import limit
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.stack_space import EVERYTHING
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.frameworks.executable import rules_of
+from meshwright.planner.frameworks.native_limits import limit
+from meshwright.planner.requests.pins import Pins, read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.simulated_optimum import of_chain
+from meshwright.planner.search.partition.layer_options import recomputes_of
+from meshwright.planner.search.partition.layout_partition import instance_of
+from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import layouts
+from meshwright.planner.solver.partition_problem import Solution, fits, priced
+from meshwright.planner.solver.requirements import read_requirements
 
 MODEL = resolve_model("llama-3.2-1b")
 BLOCKS = 16

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native, stack
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.predict import layout_prediction
-from planner.documents.cluster import ClusterSpec
-from planner.documents.plan import Job, Layout, Lora
-from planner.errors import NoPlanFits
-from planner.layers.parameters import graph_of
-from planner.requests.pins import Pins, read_pins, without_effect
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.stacks.native import obstacle, refusal
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.catalog import native, stack
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.predict import layout_prediction
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.plan import Job, Layout, Lora
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.frameworks.native_limits import obstacle, refusal
+from meshwright.planner.requests.pins import Pins, read_pins, without_effect
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
 
 LLAMA = resolve_model("llama-3.1-8b")
 JOB = Job(seq_len=8192, global_batch=64)

@@ -12,8 +12,8 @@ from typing import Any
 
 import networkx
 
-from planner.solver.graph_instance import DeviceType, GraphInstance, alike, in_a_row
-from planner.solver.instance import Instance, Option, StageLimits, UsedBytes
+from meshwright.planner.solver.graph_instance import DeviceType, GraphInstance, alike, in_a_row
+from meshwright.planner.solver.partition_problem import Instance, Option, StageLimits, UsedBytes
 
 
 def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:

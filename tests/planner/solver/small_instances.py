@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from planner.solver.instance import Instance, Option, StageLimits
+from meshwright.planner.solver.partition_problem import Instance, Option, StageLimits
 
 
 def random_instance(

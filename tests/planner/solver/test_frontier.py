@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from planner.solver.frontier import (
+from meshwright.planner.solver.frontier import (
     FrontierStore,
     Runs,
     fastest_choice,

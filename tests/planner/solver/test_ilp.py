@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.solver import ilp, inner
-from planner.solver.instance import (
+from meshwright.planner.solver import chain as inner
+from meshwright.planner.solver import ilp
+from meshwright.planner.solver.partition_problem import (
     Infeasible,
     Instance,
     Option,

@@ -14,10 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from planner.solver import inner
-from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, fits
-from planner.solver.solve import solve, split_bound_s
+from meshwright.planner.solver import chain as inner
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
+from meshwright.planner.solver.partition_problem import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Solution,
+    fits,
+)
+from meshwright.planner.solver.solve import solve, split_bound_s
 from tests.conftest import kept_of
 from tests.planner.solver import small_graphs, small_instances
 from tests.planner.solver.small_graphs import (
@@ -122,7 +128,7 @@ KINDS = {
     "chain": Kind(random_instance, 0, 5, 60, 20, 2),
     "chain, stages settled one by one": Kind(
         random_instance, 300, 3, 60, 20, 1,
-        {"planner.solver.knapsack.Knapsacks.alike": lambda _, __: False},
+        {"meshwright.planner.solver.knapsack.Knapsacks.alike": lambda _, __: False},
     ),
     "chain, sync by option": Kind(
         lambda seed: random_instance(seed, sync_by_option=True), 600, 2, 50, 15, 1
@@ -139,7 +145,13 @@ KINDS = {
         lambda seed: random_graph(seed, sync_by_option=True), 600, 2, 60, 30, 1
     ),
     "graph, small rises of the target": Kind(
-        random_graph, 300, 2, 60, 30, 1, {"planner.solver.graphs.lattice._RISE_SMALL": 0.01}
+        random_graph,
+        300,
+        2,
+        60,
+        30,
+        1,
+        {"meshwright.planner.solver.graphs.lattice._RISE_SMALL": 0.01},
     ),
     "graph, bytes that are no sums": Kind(in_bytes_of_their_own, 0, 2, 60, 10, 1),
     "graph, bytes that are no sums, sync by option": Kind(
@@ -160,8 +172,8 @@ KINDS = {
     "types, from a ceiling far too low": Kind(
         random_unequal, 240, 2, 30, 10, 1,
         {
-            "planner.solver.unequal.unequal._FIRST": 0.3,
-            "planner.solver.unequal.unequal._RISE": 1.04,
+            "meshwright.planner.solver.heterogeneous.search._FIRST": 0.3,
+            "meshwright.planner.solver.heterogeneous.search._RISE": 1.04,
         },
     ),
     "types, bytes that are no sums": Kind(

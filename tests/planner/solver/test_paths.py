@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from planner.solver.descent import Costs, cheapest, priced
-from planner.solver.paths import Paths
+from meshwright.planner.solver.bottleneck_path import Costs, cheapest, priced
+from meshwright.planner.solver.paths import Paths
 
 
 def random_levels(seed: int) -> tuple[Paths, Costs, list[list[tuple[int, int]]]]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from planner.errors import DocumentError
-from planner.solver.requirements import read_requirements
-from planner.solver.sides import Tie
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.solver.requirements import read_requirements
+from meshwright.planner.solver.side_constraints import Tie
 
 CHAIN = ["embedding", "block.0", "block.1", "block.2", "head"]
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.solver import ilp, inner
-from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.inner import solve_chain
-from planner.solver.instance import (
+from meshwright.planner.solver import chain as inner
+from meshwright.planner.solver import ilp
+from meshwright.planner.solver.chain import solve_chain
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
+from meshwright.planner.solver.partition_problem import (
     Fathomed,
     Infeasible,
     Instance,
@@ -20,8 +21,8 @@ from planner.solver.instance import (
     broken,
     fits,
 )
-from planner.solver.sides import HostMemory, Tie
-from planner.solver.solve import solve
+from meshwright.planner.solver.side_constraints import HostMemory, Tie
+from meshwright.planner.solver.solve import solve
 from tests.planner.solver.small_graphs import (
     changed,
     random_graph,

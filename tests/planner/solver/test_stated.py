@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from planner.errors import DocumentError
-from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.instance import Infeasible, Unfinished
-from planner.solver.problem import Problem
-from planner.solver.solve import solve
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
+from meshwright.planner.solver.partition_problem import Infeasible, Unfinished
+from meshwright.planner.solver.problem_document import Problem
+from meshwright.planner.solver.solve import solve
 from tests.planner.solver.small_graphs import (
     changed,
     least_objective_s,

@@ -2,12 +2,12 @@
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.requests.pins import read_pins
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.tuning import candidates as module
-from planner.tuning.candidates import CHANCE, candidates
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.planner.tuning import candidates as module
+from meshwright.planner.tuning.candidates import CHANCE, candidates
 
 
 def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,20 +9,20 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import stacks
-from planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
-from planner.costs.layout_costs import CostTables
-from planner.costs.lora import adapter_parameters
-from planner.costs.predict import FULL_TIME, placement_prediction
-from planner.documents.cluster import ClusterSpec
-from planner.documents.plan import Job, Layout
-from planner.documents.training import Lora
-from planner.errors import NoPlanFits
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.stacks.executable import rules_of
-from planner.whatif.fine_tuning import tuned
+from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.lora import adapter_parameters
+from meshwright.planner.costs.predict import FULL_TIME, placement_prediction
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.frameworks.executable import rules_of
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.planner.whatif.fine_tuning import tuned
 
 JOB = Job(seq_len=2048, global_batch=16)
 GB = 10**9

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.catalog.imports import imported
-from planner.errors import DocumentError
+from meshwright.planner.catalog.imports import imported
+from meshwright.planner.errors import DocumentError
 
 SKYPILOT = """InstanceType,AcceleratorName,AcceleratorCount,vCPUs,Price,SpotPrice,Region,Zone
 p5.48xlarge,H100,8.0,192,55.04,20.0,us-east-1,us-east-1a

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.documents.plan import Job
-from planner.requests.request import Request
-from planner.search.search import search
-from planner.whatif.candidates import candidates_of
-from planner.whatif.changes import changed
-from planner.whatif.economics import carbon_kg, energy_kwh, hours
-from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.ranking import ranked, tie
-from planner.whatif.span import exact
-from planner.whatif.study import ChangeName, Offer, Study
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.search import search
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.pricing.economics import carbon_kg, energy_kwh, hours
+from meshwright.planner.whatif.ranking import ranked, tie
+from meshwright.planner.whatif.study import ChangeName, Offer, Study
+from meshwright.planner.whatif.uncertain_value import exact
+from meshwright.planner.whatif.what_if_changes import changed
 
 CASES = [
     ("llama-3.2-1b", "8xa10g", Job(seq_len=2048, global_batch=64)),

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from planner.errors import DocumentError
-from planner.whatif import sizing
-from planner.whatif.answers import answers, slack_days
-from planner.whatif.break_even import break_evens, present_value_usd
-from planner.whatif.candidates import candidates_of
-from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.planning import planned
-from planner.whatif.run import Result, run
-from planner.whatif.sizing import size_of
-from planner.whatif.span import Span
-from planner.whatif.study import Study
-from planner.whatif.verdicts import verdicts
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif import sizing
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.conclusions import verdicts
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.findings import answers, slack_days
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.planning import planned
+from meshwright.planner.whatif.pricing.break_even import break_evens, present_value_usd
+from meshwright.planner.whatif.run_study import Result, run
+from meshwright.planner.whatif.sizing import size_of
+from meshwright.planner.whatif.study import Study
+from meshwright.planner.whatif.uncertain_value import Span
 from tests.planner.whatif.test_study import PRICE, study
 
 QUOTE = {"date": "2026-11", "source": "a quote"}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from planner.errors import DocumentError
-from planner.whatif.break_even import cash_usd, present_value_usd
-from planner.whatif.candidates import Candidate, candidates_of
-from planner.whatif.evaluate import evaluate
-from planner.whatif.planning import planned
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.candidates import Candidate, candidates_of
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.planning import planned
+from meshwright.planner.whatif.pricing.break_even import cash_usd, present_value_usd
 from tests.planner.whatif.test_study import PRICE, study
 
 QUOTE = {"date": "2026-11", "source": "a quote"}

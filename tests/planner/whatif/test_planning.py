@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from planner.whatif import planning
-from planner.whatif.candidates import candidates_of
-from planner.whatif.planning import planned, public_stacks
-from planner.whatif.run import run
+from meshwright.planner.whatif import planning
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.planning import planned, public_stacks
+from meshwright.planner.whatif.run_study import run
 from tests.planner.whatif.test_study import PRICE, study
 
 WORK = {"seq_len": 1024, "global_batch": 64}

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from planner.errors import DocumentError
-from planner.whatif import sizing
-from planner.whatif.candidates import powered
-from planner.whatif.goals import chances_of
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.run import run
-from planner.whatif.sizing import size_of
-from planner.whatif.span import Span, exact
-from planner.whatif.verdicts import verdicts
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif import sizing
+from meshwright.planner.whatif.candidates import powered
+from meshwright.planner.whatif.conclusions import verdicts
+from meshwright.planner.whatif.goals import chances_of
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.run_study import run
+from meshwright.planner.whatif.sizing import size_of
+from meshwright.planner.whatif.uncertain_value import Span, exact
 from tests.planner.whatif.test_study import PRICE, study
 
 

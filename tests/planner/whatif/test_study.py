@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from planner.errors import DocumentError
-from planner.whatif.answers import answers
-from planner.whatif.candidates import candidates_of
-from planner.whatif.evaluate import evaluate
-from planner.whatif.ranking import ranked
-from planner.whatif.run import result_json, run
-from planner.whatif.study import Study
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.findings import answers
+from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.run_study import result_json, run
+from meshwright.planner.whatif.study import Study
 
 SPOT = {"commitment": "spot", "date": "2026-11", "source": "a quote"}
 PRICE = {"usd_per_device_hour": 2.0, "date": "2026-11", "source": "a quote"}

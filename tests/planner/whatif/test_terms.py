@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from planner.whatif.break_even import break_evens
-from planner.whatif.candidates import Candidate, candidates_of, watts_of
-from planner.whatif.evaluate import tokens_in_budget
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.span import exact
-from planner.whatif.study import Study
+from meshwright.planner.whatif.candidates import Candidate, candidates_of, watts_of
+from meshwright.planner.whatif.evaluate import tokens_in_budget
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.pricing.break_even import break_evens
+from meshwright.planner.whatif.study import Study
+from meshwright.planner.whatif.uncertain_value import exact
 from tests.planner.whatif.test_study import PRICE, study
 
 

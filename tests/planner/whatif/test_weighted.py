@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from planner.errors import DocumentError
-from planner.whatif.answers import worth_of_a_day
-from planner.whatif.candidates import candidates_of
-from planner.whatif.draws import chances_to_be_first
-from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.ranking import ranked
-from planner.whatif.run import Result
-from planner.whatif.span import Span, exact
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.whatif.candidates import candidates_of
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.findings import worth_of_a_day
+from meshwright.planner.whatif.monte_carlo import chances_to_be_first
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.run_study import Result
+from meshwright.planner.whatif.uncertain_value import Span, exact
 from tests.planner.whatif.test_study import study
 
 QUOTE = {"date": "2026-11", "source": "a quote"}

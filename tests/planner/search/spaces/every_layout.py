@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from planner.documents.plan import Layout
-from planner.search.queue import Layouts
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.search.queue import Layouts
 
 
 def layouts_of(space: Layouts) -> list[Layout]:

@@ -8,21 +8,21 @@ from itertools import pairwise
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.crossings import in_order
-from planner.costs.group_costs import GroupCosts
-from planner.costs.layout_costs import LayoutCosts
-from planner.costs.predict import placement_prediction
-from planner.costs.seats import branching
-from planner.costs.strategy import StrategyCost
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job, Layout
-from planner.requests.request import Request
-from planner.search.candidates import Candidates
-from planner.search.group_candidates import GroupCandidates
-from planner.search.layer_options import allowed
-from planner.search.spaces.mixed import GraphSpace, MixedSpace
-from planner.solver.instance import Instance, UsedBytes
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.cut_tensors import in_order
+from meshwright.planner.costs.group_costs import GroupCosts
+from meshwright.planner.costs.layer_strategy import StrategyCost
+from meshwright.planner.costs.layout_costs import LayoutCosts
+from meshwright.planner.costs.predict import placement_prediction
+from meshwright.planner.costs.stage_placement import branching
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.spaces.mixed import GraphSpace, MixedSpace
+from meshwright.planner.solver.partition_problem import Instance, UsedBytes
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import JOB, random_model, unet
 from tests.planner.search.spaces.test_mixed import llama

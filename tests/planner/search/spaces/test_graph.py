@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.crossings import crossings, in_order, sink_kind, widest_bytes
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import layout_prediction, predict
-from planner.documents.model import Edge, Layer, LayerTrace, ModelGraph
-from planner.documents.plan import Job, Layout, ScheduleName
-from planner.documents.profile import Birth, LayerMeasurement, Profile
-from planner.errors import DocumentError, NoPlanFits
-from planner.layers.operator_table import RECOMPUTES
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.schedules.schedule import orders
-from planner.schedules.simulate import timeline
-from planner.search.answer import Answer
-from planner.search.candidates import Candidates
-from planner.search.goals import SplitSolution
-from planner.search.search import MARGIN, search
-from planner.search.spaces.mixed import GraphSpace
-from planner.solver.requirements import read_requirements
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.cut_tensors import crossings, in_order, sink_kind, widest_bytes
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.predict import layout_prediction, predict
+from meshwright.planner.documents.model import Edge, Layer, LayerTrace, ModelGraph
+from meshwright.planner.documents.plan import Job, Layout, ScheduleName
+from meshwright.planner.documents.profile import Birth, LayerMeasurement, Profile
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.operators.operator_table import RECOMPUTES
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules.schedule import orders
+from meshwright.planner.schedules.simulate import timeline
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.goals import SplitSolution
+from meshwright.planner.search.search import MARGIN, search
+from meshwright.planner.search.spaces.mixed import GraphSpace
+from meshwright.planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.solver.small_graphs import least_objective_s, objective_s, splits
 

@@ -10,27 +10,27 @@ from typing import Any
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.group_costs import GroupCosts
-from planner.costs.layout_costs import CostTables
-from planner.costs.predict import layout_prediction, predict
-from planner.costs.rank_memory import has_room, rank_memory_parts
-from planner.documents.cluster import ClusterSpec
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Activations, Job, Layout, Plan, ScheduleName
-from planner.documents.profile import Birth, LayerMeasurement, Profile, Profiles
-from planner.errors import DocumentError, NoPlanFits
-from planner.layers.operator_table import RECOMPUTES
-from planner.layers.parameters import graph_of
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.goals import SplitSolution
-from planner.search.group_candidates import GroupCandidates
-from planner.search.search import search
-from planner.search.spaces.mixed import MixedSpace
-from planner.search.spaces.shares import ShareSpace
-from planner.solver.requirements import read_requirements
+from meshwright.planner.architectures.parameters import graph_of
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.group_costs import GroupCosts
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.costs.memory.rank_memory import has_room, rank_memory_parts
+from meshwright.planner.costs.predict import layout_prediction, predict
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Activations, Job, Layout, Plan, ScheduleName
+from meshwright.planner.documents.profile import Birth, LayerMeasurement, Profile, Profiles
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.operators.operator_table import RECOMPUTES
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.goals import SplitSolution
+from meshwright.planner.search.search import search
+from meshwright.planner.search.spaces.mixed import MixedSpace
+from meshwright.planner.search.spaces.shares import ShareSpace
+from meshwright.planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import bounded, layouts_of
 from tests.planner.solver.small_graphs import least_objective_s
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.predict import predict
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job
-from planner.errors import NoPlanFits
-from planner.requests.pins import Allowance, Pins
-from planner.requests.request import Request
-from planner.search.group_candidates import GroupCandidates
-from planner.search.search import search
-from planner.search.spaces.mixed import GraphSpace
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.errors import NoPlanFits
+from meshwright.planner.requests.pins import Allowance, Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.search import search
+from meshwright.planner.search.spaces.mixed import GraphSpace
 from tests.planner.search.spaces.every_layout import bounded
 from tests.planner.search.spaces.test_graph import graph, layer, random_model
 from tests.planner.solver.small_graphs import least_objective_s

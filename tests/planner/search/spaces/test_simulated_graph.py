@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.predict import placement_prediction
-from planner.costs.seats import branching
-from planner.documents.model import ModelGraph
-from planner.documents.plan import Job
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.answer import Answer
-from planner.search.candidates import Candidates
-from planner.search.effort import FULL, USUAL
-from planner.search.group_candidates import GroupCandidates
-from planner.search.layer_options import allowed
-from planner.search.search import search
-from planner.search.spaces.mixed import GraphSpace
-from planner.solver.graph_instance import GraphInstance
-from planner.solver.requirements import Requirement, read_requirements
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.predict import placement_prediction
+from meshwright.planner.costs.stage_placement import branching
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.proof_budget import FULL, USUAL
+from meshwright.planner.search.search import search
+from meshwright.planner.search.spaces.mixed import GraphSpace
+from meshwright.planner.solver.graph_instance import GraphInstance
+from meshwright.planner.solver.requirements import Requirement, read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import random_model
 from tests.planner.solver.small_graphs import splits

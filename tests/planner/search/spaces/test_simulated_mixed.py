@@ -9,21 +9,21 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.documents.plan import Job, Layout
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.search.certificate import PROVEN
-from planner.search.effort import FULL, USUAL
-from planner.search.goals import Simulated, SplitSolution
-from planner.search.group_candidates import GroupCandidates
-from planner.search.ranked import Ranked
-from planner.search.search import search
-from planner.search.simulated_groups import SimulatedGroupCandidates
-from planner.search.spaces.mixed import MixedSpace
-from planner.search.spaces.simulated import Tried
-from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
-from planner.solver.graph_instance import GraphSolution
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+from meshwright.planner.search.bounds.simulated_mixed_devices import SimulatedGroupCandidates
+from meshwright.planner.search.goals import Simulated, SplitSolution
+from meshwright.planner.search.plan_candidate import Ranked
+from meshwright.planner.search.proof_account import PROVEN
+from meshwright.planner.search.proof_budget import FULL, USUAL
+from meshwright.planner.search.search import search
+from meshwright.planner.search.spaces.mixed import MixedSpace
+from meshwright.planner.search.spaces.simulated import Tried
+from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed
+from meshwright.planner.solver.graph_instance import GraphSolution
 from tests.planner.search.spaces.test_mixed import llama
 
 JOB = Job(seq_len=2048, global_batch=12, precision="fp32")

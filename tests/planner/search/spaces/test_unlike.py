@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
-from planner.costs.predict import predict
-from planner.documents.model import Layer, ModelGraph
-from planner.documents.plan import Job
-from planner.errors import DocumentError
-from planner.requests.pins import Pins
-from planner.requests.request import Request
-from planner.schedules import SCHEDULES
-from planner.search.ranks import run_of
-from planner.search.search import search
+from meshwright.planner.catalog.expressions import resolve_cluster
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.model import Layer, ModelGraph
+from meshwright.planner.documents.plan import Job
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import SCHEDULES
+from meshwright.planner.search.partition.stage_counts import run_of
+from meshwright.planner.search.search import search
 from tests.planner.search.spaces.test_graph import layer, unet
 
 JOB = Job(seq_len=64, global_batch=16, precision="fp32")

@@ -9,15 +9,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.solver.fluid import Fluid
-from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution, alike
-from planner.solver.graphs.cut_bounds import CutBounds
-from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.nearby import Around, along_orders, of_bits
-from planner.solver.instance import Fathomed, Infeasible, Instance, Option, StageLimits, Unfinished
-from planner.solver.knapsack import Knapsacks
-from planner.solver.solve import solve
+from meshwright.planner.solver.bounds.fractional_bound import Fluid
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.graph_instance import (
+    GraphEffort,
+    GraphInstance,
+    GraphSolution,
+    alike,
+)
+from meshwright.planner.solver.graphs.cut_bounds import CutBounds
+from meshwright.planner.solver.graphs.ideals import ideals
+from meshwright.planner.solver.graphs.nearby import Around, along_orders, of_bits
+from meshwright.planner.solver.knapsack import Knapsacks
+from meshwright.planner.solver.partition_problem import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Option,
+    StageLimits,
+    Unfinished,
+)
+from meshwright.planner.solver.solve import solve
 from tests.planner.solver.small_graphs import least_objective_s, random_graph, with_groups
 
 

@@ -9,7 +9,7 @@ import networkx
 import numpy as np
 import pytest
 
-from planner.solver.graphs.ideals import Ideals, ideals
+from meshwright.planner.solver.graphs.ideals import Ideals, ideals
 
 
 def listed(found: Ideals) -> list[frozenset[int]]:
@@ -65,7 +65,7 @@ def test_pairs_are_those_that_lie_in_each_other_however_many_are_compared_at_onc
     expected = {(a, b) for a, b in itertools.permutations(range(len(sets)), 2) if sets[a] < sets[b]}
 
     for at_once in (1, 3 * len(sets), 10**6):
-        monkeypatch.setattr("planner.solver.graphs.ideals._CHUNK", at_once)
+        monkeypatch.setattr("meshwright.planner.solver.graphs.ideals._CHUNK", at_once)
         pairs = found.nested(10**6)
         assert pairs is not None
         assert set(zip(*(of.tolist() for of in pairs), strict=True)) == expected

@@ -7,22 +7,22 @@ import math
 import networkx
 import pytest
 
-from planner.solver import inner
-from planner.solver.graph_instance import (
+from meshwright.planner.solver import chain as inner
+from meshwright.planner.solver.graph_instance import (
     GraphEffort,
     GraphInstance,
     GraphSolution,
     graph_instance,
 )
-from planner.solver.graphs.orders import orders
-from planner.solver.instance import (
+from meshwright.planner.solver.graphs.orders import orders
+from meshwright.planner.solver.partition_problem import (
     Infeasible,
     Option,
     Solution,
     StageLimits,
     Unfinished,
 )
-from planner.solver.solve import solve
+from meshwright.planner.solver.solve import solve
 from tests.planner.solver.small_graphs import (
     least_objective_s,
     random_graph,

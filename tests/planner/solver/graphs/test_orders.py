@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from planner.solver.graph_instance import GraphInstance, alike
-from planner.solver.graphs.orders import Nodes, orders
-from planner.solver.instance import Instance, Option, StageLimits
+from meshwright.planner.solver.graph_instance import GraphInstance, alike
+from meshwright.planner.solver.graphs.orders import Nodes, orders
+from meshwright.planner.solver.partition_problem import Instance, Option, StageLimits
 from tests.planner.solver.small_graphs import random_graph
 
 

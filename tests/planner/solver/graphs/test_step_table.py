@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphInstance, alike, in_a_row
-from planner.solver.graphs.ideals import ideals
-from planner.solver.instance import Instance, Option, StageLimits
-from planner.solver.knapsack import Knapsacks
-from planner.solver.step_bounds import StepBounds
-from planner.solver.table import StepTable
+from meshwright.planner.solver.bounds.lagrangian_bounds import StepBounds
+from meshwright.planner.solver.frontier import FrontierStore
+from meshwright.planner.solver.graph_instance import GraphInstance, alike, in_a_row
+from meshwright.planner.solver.graphs.ideals import ideals
+from meshwright.planner.solver.knapsack import Knapsacks
+from meshwright.planner.solver.partition_problem import Instance, Option, StageLimits
+from meshwright.planner.solver.stage_table import StepTable
 from tests.planner.solver.small_graphs import changed, random_graph
 
 

@@ -1,0 +1,1 @@
+"""The Python interface and the commands as functions."""

@@ -1,0 +1,872 @@
+"""Every command as one Python function, with the arguments of the command line.
+
+Functions here read documents, call one function of the package that knows, and return its answer.
+torch is imported only inside the calls that need it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.api.inputs import (
+    check_code,
+    check_devices,
+    is_plan,
+    machine_of,
+    model_and_script,
+    model_of,
+    need_torch,
+    own_code,
+    plan_model,
+    profile_for,
+)
+from meshwright.planner import catalog as shelves
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.costs.layout_costs import refusal
+from meshwright.planner.costs.predict import layout_prediction, plan_timeline
+from meshwright.planner.costs.predict import predict as predict_plan
+from meshwright.planner.documents import document
+from meshwright.planner.documents import plugins as installed
+from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
+from meshwright.planner.documents.plan import Job, Plan
+from meshwright.planner.documents.prediction import Certificate, Prediction
+from meshwright.planner.documents.profile import Profile, Profiles
+from meshwright.planner.documents.stack import base_of
+from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
+from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
+from meshwright.planner.requests.pins import outside, read_layout, read_pins, without_effect
+from meshwright.planner.requests.request import (
+    AS_PREDICTED,
+    FACTORY_SEQ_LEN,
+    SURE_TO_FIT,
+    Request,
+    pinned_layout,
+)
+from meshwright.planner.search.answer import Alternative, Answer, Progress
+from meshwright.planner.search.plan_preference import (
+    Prefer,
+    compared,
+    not_worth_eight_bits,
+    with_preference,
+)
+from meshwright.planner.search.proof_budget import EFFORTS, GapProgress, Prove
+from meshwright.planner.search.search import search
+from meshwright.planner.solver.graph_instance import GraphSolution
+from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Unfinished
+from meshwright.planner.solver.requirements import read_requirements
+from meshwright.render.text import comparison_cells
+
+if TYPE_CHECKING:
+    from meshwright.planner.calibration.scores.validate import Validation
+    from meshwright.planner.framework_configs.import_plan import Imported
+    from meshwright.planner.search.plan_differences import Change
+    from meshwright.planner.solver.problem_document import Problem
+    from meshwright.profiler.profile import Intended
+    from meshwright.runtime.checkpoint.weight_export import Exported
+    from meshwright.runtime.engine.script_module import OwnScript
+    from meshwright.runtime.run.run_report import Comparison
+
+MOST_TOP = 1_000
+"""Plans of other meshes that one command names."""
+
+
+def plan(
+    model: str | OwnScript,
+    cluster: str,
+    *,
+    seq_len: int | None = None,
+    document_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    lora: Sequence[str] = (),
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    require: Sequence[str] = (),
+    solver: str = "exact",
+    top: int = 1,
+    backend: str = "native",
+    prefer: Prefer = "simplest",
+    prove: Prove = "usual",
+    fit_probability: float = SURE_TO_FIT,
+    output: str | None = None,
+    html: str | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
+
+    Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
+    `prove="simulated"` takes up to two minutes to close the gap in simulated time, and may find a
+    faster plan on the way; `progress` usually gets how far the search is.
+
+    `html` names a page that says why, with the alternatives and the pipeline's timeline.
+    `document_len` is how long the document of a token is, on average over tokens, where samples
+    hold several (packed conversations): attention is priced by it.
+    `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
+    search may do beside: `offload` to the host, and what changes the arithmetic of training,
+    `stale` weights and `compress`.
+    `require` says in words what its stages must keep (see meshwright.planner.solver.requirements).
+
+    Plans fit with `fit_probability` at least, since needs of memory differ from their prediction
+    (`meshwright.planner.costs.uncertainty`); 0.5 takes the prediction as it is.
+
+    `backend` is the stack that trains: its own space is searched, priced as it trains.  Of a
+    profile another stack than ours takes constants of the cluster; layers measured in our runtime
+    are not that framework's, and are left out.
+
+    A module that a script builds is planned for its example of a global batch, in fp32.
+    """
+    if not 1 <= top <= MOST_TOP:
+        raise DocumentError("top", f"is {top}; it is a whole number from 1 to {MOST_TOP:,}")
+    graph, script = model_and_script(model, seq_len=seq_len)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster, measured)
+    names = [name for name, _ in graph.chain]
+    request = Request.of(
+        graph,
+        machine,
+        seq_len=seq_len,
+        document_len=document_len,
+        global_batch=script.samples if script is not None and not global_batch else global_batch,
+        precision=precision,
+        lora=lora,
+        pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
+        profile=measured,
+        stack=backend,
+        called=cluster,
+        fit_probability=fit_probability,
+    )
+    answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
+    if script is not None:
+        answer = _of_samples(answer, script.leaves)
+    if output is not None:
+        document.write(answer.plan, output)
+    if html is not None:
+        from meshwright.planner.report.html import page as report_page  # noqa: PLC0415 - loads jinja2
+
+        page = report_page(
+            answer.plan,
+            answer.prediction,
+            cluster=request.cluster,
+            timeline=plan_timeline(answer.plan, request.model, request.cluster, measured),
+            certificate=answer.certificate,
+            choices=answer.choices,
+        )
+        document.write_text(page, html)
+    return answer
+
+
+def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
+    """Return an answer whose plans say what a sample is, in place of a length in tokens."""
+    return replace(
+        answer,
+        plan=answer.plan.with_batch(batch),
+        top=tuple(replace(one, plan=one.plan.with_batch(batch)) for one in answer.top),
+    )
+
+
+def answer_to(
+    request: Request,
+    prefer: Prefer,
+    *,
+    solver: str = "exact",
+    top: int = 1,
+    prove: Prove = "usual",
+    progress: Progress | None = None,
+) -> Answer:
+    """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
+    gap_progress = None if progress is None or prove == "usual" else _closing(progress)
+    try:
+        found = search(
+            request,
+            solver=solver,
+            top=top,
+            progress=progress,
+            effort=EFFORTS[prove],
+            gap_progress=gap_progress,
+        )
+    except NoPlanFits as error:
+        raise type(error)(f"{error}{_with_less_surety(request)}") from error
+    answer = with_preference(request, found, prefer)
+    said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
+    said = said.noted(
+        *without_effect(request.pins, answer.plan.layout),
+        *not_worth_eight_bits(request, answer.plan, said),
+    )
+    return replace(answer, prediction=said)
+
+
+def _with_less_surety(request: Request) -> str:
+    """Return, for a request that no plan fits, what does if memory is as predicted, if anything."""
+    if request.fit_probability <= AS_PREDICTED:
+        return ""
+    try:
+        # Below some limit, however high, since nobody asks here why nothing fits.
+        looser = replace(request, fit_probability=AS_PREDICTED)
+        found = search(looser, below_s=sys.float_info.max).prediction
+    except NoPlanFits:
+        return ""
+    return (
+        f" This asks for {request.fit_probability:.0%} certainty that it fits; with "
+        f"--fit-probability {AS_PREDICTED:g} the plan is {found.layout}, which fits with a "
+        f"probability of {found.fit_probability or 0.0:.0%}."
+    )
+
+
+def _closing(progress: Progress) -> GapProgress:
+    """Return what shows a gap that closes as progress, in hundredths of a percent."""
+    whole = 10_000
+    return lambda gap: progress(round(whole * (1 - gap)), whole)
+
+
+def compare(
+    plans: Sequence[Plan | str | Path], cluster: str | None = None
+) -> tuple[Alternative, ...]:
+    """Say what plans take beside the fastest that fits, each on its own cluster or on one.
+
+    Of plans that do other amounts of work in a step, seconds of as much work are compared.
+    """
+    if len(plans) < 2:
+        raise DocumentError("plans", "are fewer than two; name those to be compared")
+    named = [
+        (one.layout.text(), one, of_plan(one, cluster, None))
+        if isinstance(one, Plan)
+        else (str(one), document.read(Plan, one), predict(str(one), cluster))
+        for one in plans
+    ]
+    fitting = [one for one in named if one[2].fits] or named
+    _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
+    return tuple(
+        compared(what, plan, prediction, fastest, same=_work(first) / _work(plan))
+        for what, plan, prediction in named
+    )
+
+
+def _work(plan: Plan) -> int:
+    """Return the positions that a step of a plan trains on."""
+    return plan.job.global_batch * plan.job.seq_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improved:
+    """A plan beside the best one of its job, and what lies between them."""
+
+    mine: Plan
+    prediction: Prediction
+    best: Answer
+    changes: tuple[Change, ...]
+    warnings: tuple[str, ...]
+
+
+def compare_best(
+    plan: Plan | str | Path,
+    cluster: str | None = None,
+    *,
+    output: str | None = None,
+    progress: Progress | None = None,
+) -> Improved:
+    """Search for the best plan of a plan's job, cluster and backend, and say what is different.
+
+    Both are priced by the backend's stack; what each difference is worth is listed one at a time.
+    """
+    path = None if isinstance(plan, Plan) else str(plan)
+    wanted = plan if isinstance(plan, Plan) else document.read(Plan, plan)
+    graph = plan_model(wanted, path)
+    machine = machine_of(cluster or wanted.cluster, None)
+    check_devices(wanted, machine)
+    mine = _with_caveats(wanted, graph, machine)
+    request = replace(
+        Request.of_plan(wanted, graph, machine),
+        called=cluster or wanted.cluster,
+        # As sure to fit as the plan itself, so that nothing is gained by less room.
+        fit_probability=min(SURE_TO_FIT, max(AS_PREDICTED, mine.fit_probability or 0.0)),
+    )
+    answer = answer_to(request, "fastest", progress=progress)
+    best = answer.plan.model_copy(update={"training": wanted.training})
+    from meshwright.planner.search.plan_differences import waterfall  # noqa: PLC0415 - other commands need none
+
+    answer = replace(answer, plan=best)
+    if output is not None:
+        document.write(best, output)
+    return Improved(
+        mine=wanted,
+        prediction=mine,
+        best=answer,
+        changes=waterfall(wanted, best, graph, machine),
+        warnings=tuple(_warnings(mine, answer.prediction)),
+    )
+
+
+def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
+    """Yield what to know before the figures are believed."""
+    if not mine.fits:
+        yield "yours does not fit in memory: its time is that of larger devices"
+    for name, prediction in (("yours", mine), ("the best", best)):
+        yield from (f"{name} {note}" for note in prediction.notes)
+    if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
+        spans = [
+            f"{seconds_text(one.step_time_low_s)} to {seconds_text(one.step_time_high_s)}"
+            for one in (mine, best)
+        ]
+        yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
+    if mine.step_time_s < best.step_time_s and mine.fits:
+        yield "yours is faster: it uses a choice that is not searched"
+
+
+def import_plan(
+    source: str,
+    *,
+    of: str,
+    cluster: str,
+    model: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    output: str | None = None,
+) -> Imported:
+    """Read another framework's configuration as a plan; nothing of it is executed.
+
+    `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
+    runs one of them.
+    """
+    from meshwright.planner.framework_configs.import_plan import imported  # noqa: PLC0415 - one of many
+
+    try:
+        found = imported(
+            document.read_text(source),
+            of,
+            machine_of(cluster, None),
+            model=None if model is None else model_of(model, seq_len=seq_len),
+            called=cluster,
+            seq_len=seq_len,
+            global_batch=global_batch,
+        )
+    except DocumentError as error:
+        raise (error if error.file else error.in_file(source)) from error
+    if output is not None:
+        document.write(found.plan, output)
+    return found
+
+
+def of_plan(
+    wanted: Plan, cluster: str | None, profile: str | None, *, path: str | None = None
+) -> Prediction:
+    """Say what a plan takes on its own cluster or another; `path` is the plan's file, if any."""
+    graph = plan_model(wanted, path)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster or wanted.cluster, measured)
+    check_devices(wanted, machine)
+    return _with_caveats(wanted, graph, machine, measured)
+
+
+def _with_caveats(
+    wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profiles = None
+) -> Prediction:
+    """Predict a plan, and say why its backend does not run it, if it does not."""
+    from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
+
+    prediction = predict_plan(wanted, graph, machine, measured)
+    return prediction.noted(*caveats(wanted, graph, machine))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedPlan:
+    """A prediction, and of what it is."""
+
+    model: str
+    cluster: str
+    job: Job
+    prediction: Prediction
+
+
+def predict(
+    model_or_plan: str,
+    cluster: str | None = None,
+    *,
+    layout: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    backend: str = "native",
+) -> Prediction:
+    """Say what a plan, or a layout of a model, will take in time and memory.
+
+    With another backend than ours a layout is priced by that framework's accounting rules.
+    """
+    return priced(
+        model_or_plan,
+        cluster,
+        layout=layout,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        profile=profile,
+        backend=backend,
+    ).prediction
+
+
+def priced(
+    model_or_plan: str,
+    cluster: str | None = None,
+    *,
+    layout: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    backend: str = "native",
+) -> PredictedPlan:
+    """Predict as `predict` does, and say for which model, cluster and job."""
+    if is_plan(model_or_plan):
+        wanted = document.read(Plan, model_or_plan)
+        if layout is not None:
+            raise DocumentError("layout", "a plan has its layout already; give a model instead")
+        if backend != "native":
+            raise DocumentError("backend", "a plan has its backend already; give a model instead")
+        found = of_plan(wanted, cluster, profile, path=model_or_plan)
+        return PredictedPlan(
+            model=wanted.model.name,
+            cluster=cluster or wanted.cluster,
+            job=wanted.job,
+            prediction=found,
+        )
+    if cluster is None:
+        raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
+    graph = model_of(model_or_plan, seq_len=seq_len)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster, measured)
+    pins, idle = read_layout(layout or "", ["stale,compress"])
+    request = Request.of(
+        graph,
+        machine,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        pins=pins,
+        profile=measured,
+        stack=backend,
+    )
+    wanted_layout = pinned_layout(request, idle=idle)
+    notes = tuple(without_effect(pins, wanted_layout))
+    if backend != "native":
+        from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
+            backend_plan,
+            backend_prediction,
+        )
+        from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
+
+        _refuse_other_layers(request)
+        theirs = backend_prediction(request, wanted_layout)
+        said = theirs.on(machine.devices, used=wanted_layout.devices).noted(*notes)
+        said = said.noted(*caveats(backend_plan(request, wanted_layout), graph, machine))
+    else:
+        reason = refusal(graph, machine, request.job, wanted_layout)
+        if reason is not None:
+            raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
+        said = layout_prediction(request, wanted_layout).noted(*notes)
+    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=said)
+
+
+def _refuse_other_layers(request: Request) -> None:
+    """Refuse pins of layers that the backend has not: blocks would be priced as something else.
+
+    Of a whole layout that it does not run there is a price all the same, with the reason.
+    """
+    space, devices = request.stack.space, request.cluster.groups[0].devices_per_node
+    for pin, what in () if space is None else outside(request.pins, space, devices):
+        if pin.partition("=")[0] in ("recompute", "activations"):
+            raise DocumentError("layout", f"{pin}: {request.stack.name} {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """A plan in the words of another framework, and what its training script has to do."""
+
+    framework: str
+    text: str
+    in_the_script: list[str]
+    file: str | None
+    environment: dict[str, str] = field(default_factory=dict)
+    """What its ranks are started with, or they may run out of memory."""
+    warnings: tuple[str, ...] = ()
+    """What its prediction notes."""
+
+
+def export(
+    source: str,
+    *,
+    to: str | None = None,
+    output: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+) -> Exported | Configured:
+    """Write a checkpoint in the form that another program reads, or a plan as its configuration.
+
+    A plan is written for its own backend unless `to` names another framework.
+    """
+    if is_plan(source):
+        return _configured(source, to, output)
+    if to not in ("huggingface", "peft"):
+        raise DocumentError(
+            "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
+        )
+    if output is None:
+        raise DocumentError("output", "is missing; name a new folder with -o")
+    need_torch("exporting a checkpoint")
+    from meshwright.runtime.checkpoint.weight_export import to_huggingface, to_peft  # noqa: PLC0415 - the runtime
+
+    if to == "peft":
+        written: Exported = to_peft(Path(source), Path(output))
+    else:
+        written = to_huggingface(Path(source), Path(output), dtype=dtype)
+    return written
+
+
+def _configured(source: str, to: str | None, output: str | None) -> Configured:
+    from meshwright.planner.framework_configs.configuration import (  # noqa: PLC0415 - one of many
+        NEED_NODES,
+        configuration,
+        in_the_script,
+        with_environment,
+    )
+
+    wanted = document.read(Plan, source)
+    graph = plan_model(wanted, source)
+    to = to or base_of(wanted.backend)
+    if to == "native":
+        raise DocumentError("to", "is missing: a native plan is launched; name a framework")
+    machine, environment, warnings = None, {}, []
+    try:
+        machine = machine_of(wanted.cluster, None)
+        check_devices(wanted, machine)
+        prediction = predict_plan(wanted, graph, machine)
+    except DocumentError as error:
+        if to in NEED_NODES:
+            raise
+        warnings = [f"whether it fits in memory was not checked: {error}"]
+    else:
+        environment = prediction.environment
+        misfit = [f"it does not fit in the memory of {wanted.cluster}"] * (not prediction.fits)
+        warnings = [*misfit, *prediction.notes]
+    text = with_environment(configuration(wanted, graph, to, machine), environment)
+    if output is not None:
+        document.write_text(text, output)
+    return Configured(
+        framework=to,
+        text=text,
+        in_the_script=in_the_script(wanted, graph, to, machine),
+        file=output,
+        environment=environment,
+        warnings=tuple(warnings),
+    )
+
+
+def profile(
+    model: str,
+    cluster: str = "local",
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    output: str | None = None,
+    cluster_output: str | None = None,
+    nodes: int | None = None,
+    node: int | None = None,
+    rendezvous: str | None = None,
+    budget: str | None = None,
+    fresh: bool = False,
+    trust_code: bool = False,
+    quiet: bool = False,
+) -> Profile:
+    """Measure a model's layers and the links of these machines.
+
+    `budget` is about how long it may take (`5min`); what is most valuable to a plan is measured
+    first.  What was measured before of the same model, software and machines is not measured again
+    unless `fresh`, and a profile that was cut short goes on.
+
+    On several nodes it is called once on each, with the same arguments; which of them this is say
+    `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
+    Node 0 writes `output`, and to `cluster_output` the cluster with its links as measured.
+
+    A user's file that a model document names is run only if it has the digest that the document
+    says, or with `trust_code`.
+    """
+    need_torch("measuring a machine")
+    from meshwright.profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
+    from meshwright.profiler.profile import profile as measure  # noqa: PLC0415
+    from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415 - starts ranks
+
+    graph, script = model_and_script(model, seq_len=seq_len)
+    if trust_code and is_factory(graph.source or "") and not is_factory(model):
+        graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
+    check_code(graph, "")
+    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    found = measure(
+        graph,
+        cluster,
+        _measured_job(graph, script, seq_len, global_batch, precision),
+        script=None if script is None else (script.source, script.files),
+        budget_s=BUDGET_S if budget is None else duration_s(budget),
+        fresh=fresh,
+        node_rank=node_rank,
+        quiet=quiet,
+    )
+    measured: Profile = found.profile
+    if node_rank.node == 0:
+        if output is not None:
+            document.write(measured, output)
+        if cluster_output is not None:
+            document.write(found.cluster, cluster_output)
+    return measured
+
+
+def _measured_job(
+    graph: ModelGraph,
+    script: OwnScript | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    precision: Precision | None,
+) -> Callable[[ClusterSpec], Job]:
+    """Return what makes the job to measure for, once the machine is known."""
+    samples = script.samples if script is not None and not global_batch else global_batch
+
+    def job(machine: ClusterSpec) -> Job:
+        return Request.of(
+            graph, machine, seq_len=seq_len, global_batch=samples, precision=precision
+        ).job
+
+    return job
+
+
+def profile_agenda(
+    model: str,
+    cluster: str = "local",
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    nodes: int | None = None,
+    node: int | None = None,
+    rendezvous: str | None = None,
+    budget: str | None = None,
+) -> Intended:
+    """Return what `profile` would measure, in its order, and measure nothing."""
+    from meshwright.profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
+    from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415
+
+    graph, script = model_and_script(model, seq_len=seq_len)
+    found: Intended = intended(
+        graph,
+        cluster,
+        _measured_job(graph, script, seq_len, global_batch, precision),
+        budget_s=BUDGET_S if budget is None else duration_s(budget),
+        node_rank=node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
+    )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A plan beside its prediction, and where the pictures were written."""
+
+    plan: Plan
+    prediction: Prediction
+    html: str | None
+    trace: str | None
+
+
+def show(
+    plan_path: str,
+    *,
+    cluster: str | None = None,
+    profile: str | None = None,
+    html: str | None = None,
+    trace: str | None = None,
+    certificate: Certificate | None = None,
+    rows: Sequence[Comparison] = (),
+) -> Shown:
+    """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too.
+
+    The page has the proof and the alternatives of a search for the plan's job, which is made again
+    unless its `certificate` is given.
+    """
+    wanted = document.read(Plan, plan_path)
+    graph = plan_model(wanted, plan_path)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster or wanted.cluster, measured)
+    prediction = _with_caveats(wanted, graph, machine, measured)
+    if html is not None:
+        from meshwright.planner.report.html import page as report_page  # noqa: PLC0415 - loads jinja2
+
+        choices: tuple[Alternative, ...] = ()
+        why = ""
+        if certificate is None:
+            certificate, choices, why = _searched_again(wanted, graph, machine, prediction)
+        page = report_page(
+            wanted,
+            prediction,
+            cluster=machine,
+            timeline=plan_timeline(wanted, graph, machine, measured),
+            certificate=certificate,
+            choices=choices,
+            why=why,
+            measured=[comparison_cells(row) for row in rows],
+        )
+        document.write_text(page, html)
+    if trace is not None:
+        from meshwright.planner.report.trace import trace_json  # noqa: PLC0415
+
+        document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
+    return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)
+
+
+def _searched_again(
+    wanted: Plan, graph: ModelGraph, machine: ClusterSpec, prediction: Prediction
+) -> tuple[Certificate | None, tuple[Alternative, ...], str]:
+    """Return proof, alternatives and reason of a search for a plan's job.
+
+    Where there is none, the reason says why.
+    """
+    from meshwright.planner.report.text import why_shown  # noqa: PLC0415 - loads rich
+
+    request = replace(Request.of_plan(wanted, graph, machine), called=wanted.cluster)
+    try:
+        answer = answer_to(request, "fastest")
+    except MeshwrightError as error:
+        return None, (), f"not proven: {error}"
+    mine = compared("this plan", wanted, prediction, answer.prediction)
+    others = [choice for choice in answer.choices if choice.what != "chosen"]
+    return answer.certificate, (mine, *others), why_shown(mine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedProblem:
+    """A partition problem and its best split, or why there is none."""
+
+    problem: Problem
+    result: GraphSolution | Infeasible | Fathomed | Unfinished
+
+
+def solve(problem: str, *, solver: str = "exact") -> SolvedProblem:
+    """Solve a bare partition problem; docs/problem.md has its format."""
+    from meshwright.planner.solver import ilp  # noqa: PLC0415 - plans need no bare problems
+    from meshwright.planner.solver import solve as exact  # noqa: PLC0415
+    from meshwright.planner.solver.problem_document import Problem  # noqa: PLC0415
+
+    stated = document.read(Problem, problem)
+    if solver == "exact":
+        return SolvedProblem(problem=stated, result=exact.solve(stated.graph()))
+    if solver == "ilp":
+        return SolvedProblem(problem=stated, result=ilp.solve_graph(stated.graph()))
+    raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
+
+
+def validate(
+    table: str,
+    *,
+    html: str | None = None,
+    rows: str | None = None,
+    progress: Progress | None = None,
+) -> Validation:
+    """Predict every run of a table of real ones and score the predictions."""
+    from meshwright.planner.calibration.scores.validate import rows_csv  # noqa: PLC0415 - loads the rules of every framework
+    from meshwright.planner.calibration.scores.validate import validate as validate_table  # noqa: PLC0415
+
+    result = validate_table(Path(table), told=progress)
+    if rows is not None:
+        document.write_text(rows_csv(result), rows)
+    if html is not None:
+        from meshwright.planner.report.validation import page as validation_page  # noqa: PLC0415 - loads jinja2
+
+        document.write_text(validation_page(result), html)
+    return result
+
+
+def plugins() -> list[dict[str, str]]:
+    """Return what installed packages add, as rows; none of it is loaded."""
+    return [
+        {
+            "kind": plugin.kind,
+            "name": plugin.name,
+            "package": f"{plugin.package} {plugin.version}",
+            "is": plugin.value,
+        }
+        for kind in installed.GROUPS
+        for plugin in installed.plugins(kind).values()
+    ]
+
+
+def catalog(shelf: str) -> list[dict[str, str | float | None]]:
+    """Return one list of the catalogue as rows."""
+    if shelf == "accelerators":
+        return [
+            {
+                "name": name,
+                "memory": bytes_text(entry.memory_bytes),
+                "bf16 TFLOP/s": entry.peak_flops.get("bf16", 0) / 1e12 or None,
+                "memory GB/s": entry.memory_bytes_per_s / 1e9,
+                "TDP W": entry.tdp_w,
+                "matmul reaches": f"{100 * entry.curve.matmul:.0f} %",
+                "provenance": entry.curve.provenance,
+            }
+            for name, entry in shelves.accelerators().items()
+        ]
+    if shelf == "nodes":
+        return [
+            {
+                "name": name,
+                "devices": entry.devices_per_node,
+                "accelerator": entry.accelerator,
+                "network GB/s per device": (
+                    entry.network.bytes_per_s / 1e9 if entry.network else None
+                ),
+            }
+            for name, entry in shelves.nodes().items()
+        ]
+    if shelf == "models":
+        graphs = [(name, resolve_model(name)) for name in shelves.models()]
+        return [
+            {
+                "name": name,
+                "parameters": count_text(graph.parameters),
+                "layers": graph.architecture.layers if graph.architecture else None,
+                "hidden": graph.architecture.hidden_size if graph.architecture else None,
+                "attention": graph.architecture.attention if graph.architecture else None,
+            }
+            for name, graph in graphs
+        ]
+    if shelf == "stacks":
+        return [
+            {
+                "name": name,
+                "trains": stack.summary,
+                "searched": "yes" if stack.space else "no",
+                "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
+                or None,
+                "also called": ", ".join(stack.aliases) or None,
+            }
+            for name, stack in shelves.stacks().items()
+        ]
+    if shelf == "prices":
+        return [
+            {
+                "accelerator": rent.accelerator,
+                "provider": rent.provider,
+                "instance": rent.instance,
+                "on demand $/h": rent.on_demand_usd_per_device_hour,
+                "spot from $/h": rent.spot_usd_per_device_hour,
+                "reserved $/h": rent.reserved_usd_per_device_hour,
+                "months": rent.term_months,
+                "network between nodes": rent.fabric,
+                "date": rent.date,
+            }
+            for rent in shelves.rents()
+        ]
+    raise DocumentError(
+        "catalog", f"'{shelf}': ask for accelerators, nodes, models, stacks or prices"
+    )

@@ -1,0 +1,403 @@
+"""What `import meshwright` offers, as functions over documents instead of files.
+
+    plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", global_batch=64)
+    meshwright.predict(plan).step_time_s
+
+A model is text, as on the command line, or a function that builds a module of the caller's own.
+torch is imported only where a module is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api import commands
+from meshwright.api.inputs import need_torch
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.document import Document
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Certificate, Prediction
+from meshwright.planner.documents.profile import Profile
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.request import SURE_TO_FIT
+from meshwright.planner.search.answer import Alternative, Answer
+from meshwright.planner.search.plan_preference import Prefer
+from meshwright.planner.search.proof_budget import Prove
+from meshwright.planner.whatif.run_study import Result
+from meshwright.planner.whatif.study import Study
+from meshwright.studies import study_command as studies
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.planner.framework_configs.import_plan import Imported
+    from meshwright.runtime.checkpoint.weight_export import Exported
+    from meshwright.runtime.parallel.tensor_styles_search import TensorStyles
+
+DOCUMENTS: tuple[type[Document], ...] = (
+    Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Stack,
+)  # fmt: skip
+"""What `load` reads."""
+
+
+def plan(
+    model: str | Callable[[], nn.Module],
+    cluster: str = "local",
+    *,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    groups: Callable[[str, Any], Any] | None = None,
+    units: Sequence[str] | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    require: Sequence[str] = (),
+    backend: str = "native",
+    prefer: Prefer = "simplest",
+    fit_probability: float = SURE_TO_FIT,
+) -> Plan:
+    """Return the plan to train by; `search` also returns its prediction and proof.
+
+    `model` is a name of the catalogue, a config.json, a folder or `file.py:factory`; or a function
+    that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
+    and a count, and `inputs(batch)` what the module is given (runtime.engine.engine has all three).
+    `optimizer` and `groups` are as the Engine has them, and tried for the bytes of their state;
+    without them memory is that of AdamW.
+    Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
+    is planned in fp32 unless `precision` says otherwise, as a plain script trains.
+    Of plans within 1.5 % of the fastest the simplest is taken, unless the fastest is preferred.
+    `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload"; so is
+    `fit_probability`, with which the plan fits at least.
+
+    >>> import meshwright
+    >>> plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", seq_len=1024, global_batch=64)
+    >>> plan.mesh.devices, plan.global_batch
+    (8, 64)
+
+    Raises NoPlanFits, DocumentError where an argument does not say what it must, and for a module
+    RecordError and BatchError.
+    """
+    return search(
+        model,
+        cluster,
+        batch=batch,
+        loss=loss,
+        inputs=inputs,
+        optimizer=optimizer,
+        groups=groups,
+        units=units,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        profile=profile,
+        fix=fix,
+        allow=allow,
+        require=require,
+        backend=backend,
+        prefer=prefer,
+        fit_probability=fit_probability,
+    ).plan
+
+
+def search(
+    model: str | Callable[[], nn.Module],
+    cluster: str = "local",
+    *,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    groups: Callable[[str, Any], Any] | None = None,
+    units: Sequence[str] | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    require: Sequence[str] = (),
+    backend: str = "native",
+    prefer: Prefer = "simplest",
+    prove: Prove = "usual",
+    fit_probability: float = SURE_TO_FIT,
+    top: int = 1,
+) -> Answer:
+    """Return the fastest plan with its prediction and its certificate; arguments as of `plan`.
+
+    `top` asks for the best plans of other meshes too; `prove="simulated"` closes the certificate's
+    gap in simulated time, in up to two minutes.
+
+    >>> import meshwright
+    >>> found = meshwright.search("gpt2-small", "2xa100-sxm-80gb", seq_len=1024, global_batch=16)
+    >>> found.prediction.fits, found.certificate.gap < 0.01
+    (True, True)
+    """
+    if isinstance(model, str):
+        own = {"batch": batch, "loss": loss, "inputs": inputs, "optimizer": optimizer}
+        own |= {"groups": groups, "units": units}
+        said = next((name for name, value in own.items() if value is not None), None)
+        if said is not None:
+            raise DocumentError(said, "goes with a function that builds a module; leave it out")
+        trained: str | OwnScript = model
+    else:
+        need_torch("building a module")
+        from meshwright.runtime.engine.script_module import OwnScript  # noqa: PLC0415 - needs torch
+
+        trained = OwnScript(
+            build=model,
+            batch=batch,
+            loss=loss,
+            inputs=inputs,
+            optimizer=optimizer,
+            groups=groups,
+            units=units,
+        )
+    return commands.plan(
+        trained,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        profile=profile,
+        fix=fix,
+        allow=allow,
+        require=require,
+        top=top,
+        backend=backend,
+        prefer=prefer,
+        prove=prove,
+        fit_probability=fit_probability,
+    )
+
+
+def tensor_styles(
+    build: Callable[[], nn.Module],
+    *,
+    batch: Any,
+    inputs: Callable[[Any], Any] | None = None,
+    units: Sequence[str] | None = None,
+    ranks: int = 2,
+) -> TensorStyles:
+    """Return what of a module a tensor axis of `ranks` divides, and why the rest is whole.
+
+    Each unit is run whole and in parts on random numbers, and compared; arguments as of `plan`.
+
+    >>> import meshwright, torch
+    >>> from torch import nn
+    >>> build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 2))
+    >>> print(meshwright.tensor_styles(build, batch=torch.ones(2, 4), units=[""]))
+    over 2 ranks:
+      0  ColwiseParallel()
+      2  RowwiseParallel()
+    whole on each:
+      3  its output is not read by one product alone, nor its input made by one
+
+    Raises RecordError and BatchError, as `plan` does.
+    """
+    need_torch("building a module")
+    from meshwright.runtime.core.side_effects import untouched  # noqa: PLC0415
+    from meshwright.runtime.engine.module_graph import SAMPLES, few_samples  # noqa: PLC0415
+    from meshwright.runtime.engine.setup import built  # noqa: PLC0415
+    from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles, TensorStyles  # noqa: PLC0415 - needs torch
+    from meshwright.runtime.tracing.tracer import Recorder  # noqa: PLC0415
+
+    with untouched(build):
+        module, few = built(build, {}), few_samples(batch, SAMPLES)
+        recorder = Recorder.of(module, few, inputs, units=units)
+        return TensorStyles.of(DerivedStyles(module, recorder, few).of(ranks), ranks)
+
+
+def predict(
+    model_or_plan: Plan | str | Path,
+    cluster: str | None = None,
+    *,
+    layout: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    backend: str = "native",
+) -> Prediction:
+    """Say what a plan, or a layout of a model, will take in time and memory.
+
+    A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1".
+
+    >>> import meshwright
+    >>> a100 = "8xa100-sxm-80gb"
+    >>> predicted = meshwright.predict("gpt2-small", a100, layout="dp=8", global_batch=64)
+    >>> step_s = predicted.step_time_s
+    >>> predicted.fits, predicted.step_time_low_s <= step_s <= predicted.step_time_high_s
+    (True, True)
+    """
+    if not isinstance(model_or_plan, Plan):
+        return commands.predict(
+            str(model_or_plan),
+            cluster,
+            layout=layout,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision,
+            profile=profile,
+            backend=backend,
+        )
+    given = {"layout": layout, "seq_len": seq_len, "global_batch": global_batch}
+    for name, value in given.items():
+        if value is not None:
+            raise DocumentError(name, "a plan has its own already; give a model instead")
+    return commands.of_plan(model_or_plan, cluster, profile)
+
+
+def compare(
+    plans: Sequence[Plan | str | Path], cluster: str | None = None
+) -> tuple[Alternative, ...]:
+    """Say what plans take beside the fastest of them, each on its own cluster or on one.
+
+    >>> import meshwright
+    >>> plans = [
+    ...     meshwright.plan("gpt2-small", "2xa100-sxm-80gb", global_batch=16, fix=[degree])
+    ...     for degree in ("dp=2", "pp=2")
+    ... ]
+    >>> first, second = meshwright.compare(plans)
+    >>> first.more, second.more > 0, second.why != ""
+    (0.0, True, True)
+    """
+    return commands.compare(plans, cluster)
+
+
+def profile(
+    model: str,
+    cluster: str = "local",
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    budget: str | None = None,
+    fresh: bool = False,
+) -> Profile:
+    """Measure a model's layers and the links of these machines; the result is a document.
+
+    >>> import meshwright
+    >>> measured = meshwright.profile("gpt2-small", "local:2", budget="1min")  # doctest: +SKIP
+    >>> meshwright.save(measured, "profile.yaml")  # doctest: +SKIP
+    """
+    return commands.profile(
+        model,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        budget=budget,
+        fresh=fresh,
+        quiet=True,
+    )
+
+
+def whatif(study: Study | str | Path | None = None, **said: Any) -> Result:
+    """Compare clusters before they are bought or rented: time, cost, energy of the best plans.
+
+    A study, its file, or its words: `model`, `clusters`, `tokens`, `deadline_days`, `budget`, `by`.
+
+    >>> import meshwright
+    >>> found = meshwright.whatif(
+    ...     model="gpt2-small", clusters=["8xa100-sxm-80gb", "8xh100-sxm-80gb"], tokens=1e9
+    ... )
+    >>> found.best.accelerator, len(found.outcomes)
+    ('h100-sxm-80gb', 2)
+    """
+    if isinstance(study, Study):
+        from meshwright.planner.whatif.run_study import run  # noqa: PLC0415 - all of it is needed only here
+
+        if said:
+            raise DocumentError("study", f"is complete in itself; leave out {', '.join(said)}")
+        return run(study)
+    return studies.whatif(None if study is None else str(study), **said)
+
+
+def export(
+    source: str | Path, *, to: str | None = None, output: str | None = None
+) -> Exported | commands.Configured:
+    """Write a checkpoint in the form of another program, or a plan as its configuration.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", backend="megatron")
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
+    >>> meshwright.save(plan, file)
+    >>> "--bf16" in meshwright.export(file).text
+    True
+    """
+    return commands.export(str(source), to=to, output=output)
+
+
+def import_plan(
+    path: str | Path,
+    *,
+    of: str,
+    cluster: str,
+    model: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+) -> Imported:
+    """Read another framework's configuration as a plan; nothing in it is executed.
+
+    `of` is megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, nanotron,
+    fsdp, or slurm: a script that runs one of them.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "run.sh")
+    >>> _ = file.write_text("python pretrain_gpt.py --micro-batch-size 2 --bf16 --seq-length 1024")
+    >>> cluster = "2xa100-sxm-80gb"
+    >>> found = meshwright.import_plan(file, of="megatron", cluster=cluster, model="gpt2-small")
+    >>> found.plan.micro_batch, found.unknown
+    (2, ())
+
+    Raises DocumentError where a configuration is none, or none that can run there.
+    """
+    return commands.import_plan(
+        str(path), of=of, cluster=cluster, model=model, seq_len=seq_len, global_batch=global_batch
+    )
+
+
+def load(path: str | Path) -> Document:
+    """Read a document of any kind; it says itself which one it is.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
+    >>> meshwright.save(meshwright.plan("gpt2-small", "2xa100-sxm-80gb"), file)
+    >>> type(meshwright.load(file)).__name__
+    'Plan'
+
+    Raises DocumentError with the place in the file.
+    """
+    data = document.plain(document.read_text(path))
+    keys = set(data) if isinstance(data, dict) else set()
+    kind = max(DOCUMENTS, key=lambda one: _likeness(one, keys))
+    return document.read(kind, path)
+
+
+def save(written: Document, path: str | Path) -> None:
+    """Write a document as YAML; the file appears whole or not at all.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb")
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
+    >>> meshwright.save(plan, file)
+    >>> meshwright.load(file) == plan
+    True
+    """
+    document.write(written, path)
+
+
+def _likeness(kind: type[Document], keys: set[str]) -> tuple[int, int]:
+    """Tell how well keys fit a kind of document: required ones that are missing count first."""
+    required = {name for name, field in kind.model_fields.items() if field.is_required()}
+    return -len(required - keys), len(keys & set(kind.model_fields)) - len(keys)

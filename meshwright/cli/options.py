@@ -1,0 +1,182 @@
+"""Arguments and options that several commands share, with what their help says.
+
+A command that takes a record (`runtime.run.launch_options.LaunchRun`) has an option for each of its
+fields, named and described there: `with_records` makes them, `written` is the way back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic.fields import FieldInfo
+
+from meshwright.planner.documents.document import Part
+
+
+class Precision(StrEnum):
+    """Number formats of the arithmetic."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+
+class Solver(StrEnum):
+    """How the partition problem of each layout is solved."""
+
+    EXACT = "exact"
+    ILP = "ilp"
+
+
+class ProofLevel(StrEnum):
+    """How far the proof in simulated time is followed."""
+
+    USUAL = "usual"
+    SIMULATED = "simulated"
+
+
+class Preferred(StrEnum):
+    """Which of the plans near the fastest is taken."""
+
+    SIMPLEST = "simplest"
+    FASTEST = "fastest"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(help="A catalogue name, a config.json or its folder, file.py:factory"),
+]
+CLUSTERS = "8xh100-sxm-80gb, 16x8xh100-sxm-80gb, 4xp5.48xlarge, local:2, cluster.yaml"
+ClusterOption = Annotated[
+    str | None,
+    typer.Option("--cluster", help=f"{CLUSTERS}; default: MESHWRIGHT_CLUSTER, file of defaults"),
+]
+OfPlan = Annotated[
+    str | None, typer.Option("--cluster", help="Predict for this cluster instead of the plan's")
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option("--seq-len", help="Tokens per sample; default: 4096, or what the model takes"),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", help="Samples per step; default: about 4 million tokens"),
+]
+PrecisionOption = Annotated[
+    Precision | None,
+    typer.Option(
+        "--precision", help="Number format of the arithmetic; default: bf16 where devices have it"
+    ),
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Framework that trains: native (default), megatron, torchtitan, deepspeed, nanotron, "
+        "fsdp, accelerate; see 'catalog stacks'",
+    ),
+]
+SolverOption = Annotated[
+    Solver,
+    typer.Option(
+        "--solver", help="exact: dynamic programming; ilp: integer program, for comparison"
+    ),
+]
+Html = Annotated[str | None, typer.Option("--html", help="Write a page here")]
+Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
+    ),
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", help="Number of nodes; run the same command on each")
+]
+Node = Annotated[int | None, typer.Option("--node", help="Number of this node, from 0")]
+Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
+]
+Explain = Annotated[bool, typer.Option("--explain", help="Print details, proof and sources")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
+
+
+def flag(field: str) -> str:
+    """Return the option of a record's field.
+
+    >>> flag("checkpoint_every"), flag("evaluate_every")
+    ('--checkpoint-every', '--eval-every')
+    """
+    return "--" + field.replace("evaluate", "eval").replace("_", "-")
+
+
+def written(values: Mapping[str, object]) -> Iterator[str]:
+    """Yield the options that say these values of fields.
+
+    >>> list(written({"steps": 7, "resume": True, "data": None, "training": ("a=1", "b=2")}))
+    ['--steps', '7', '--resume', '--training', 'a=1', '--training', 'b=2']
+    """
+    for field, value in values.items():
+        if isinstance(value, bool):
+            yield from [flag(field)] if value else []
+        elif isinstance(value, tuple):
+            yield from (part for item in value for part in (flag(field), str(item)))
+        elif value is not None:
+            yield from (flag(field), str(value))
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has an option for each field of the records that it takes."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    records: dict[str, type[Part]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        if not (isinstance(hint, type) and issubclass(hint, Part)):
+            parameters.append(parameter.replace(annotation=hint))
+            continue
+        records[name] = hint
+        for field, info in hint.model_fields.items():
+            parameters.append(
+                inspect.Parameter(
+                    field,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=info.default,
+                    annotation=_option(field, info),
+                )
+            )
+
+    @functools.wraps(command)
+    def called(**values: Any) -> None:
+        for name, record in records.items():
+            values[name] = record(**{field: values.pop(field) for field in record.model_fields})
+        command(**values)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    return called
+
+
+def _option(field: str, info: FieldInfo) -> Any:
+    """Return the annotation by which typer reads a field."""
+    names = ("-o", flag(field)) if field == "output" else (flag(field),)
+    kind: Any = info.annotation
+    if kind == Path | None:
+        kind = str | None
+    elif kind == tuple[str, ...]:
+        kind = list[str]
+    return Annotated[kind, typer.Option(*names, help=info.description)]

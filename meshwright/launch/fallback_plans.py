@@ -1,0 +1,216 @@
+"""A book of plans: what a run goes on with when nodes or devices are lost, solved while it trains.
+
+One process of low priority solves for one, two, four and eight nodes fewer, or devices of a node
+that is alone, and of several nodes for one device fewer on each.  It writes each plan with its
+predicted seconds and bytes beside the checkpoints, where all nodes find it.  When something is lost
+its plan is looked up; only what the book lacks is solved then.
+
+    SAVED/book/with-6.json         what is known of the plan for six that are left
+    SAVED/book/with-8x7.json       of the plan for eight nodes with seven devices each
+    SAVED/book/plan-for-6.yaml     the plan itself, beside the cluster that it is for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from meshwright.launch.replan import for_fewer
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents import document
+from meshwright.planner.documents.document import Part, read_text
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.units import Amount, Positive, Text
+from meshwright.planner.errors import MeshwrightError
+from meshwright.planner.system.safe_files import folder_within, opened, replaced
+from meshwright.runtime.run.launch_options import LaunchRun
+
+if TYPE_CHECKING:
+    from meshwright.launch.launch import LaunchablePlan
+
+FEWER = (1, 2, 4, 8)
+"""How many are lost, for which plans are solved ahead."""
+NICE = 19
+"""The lowest priority there is: training does not wait for the book."""
+
+
+class BookEntry(Part):
+    """A plan of the book."""
+
+    wanted: Text
+    """Digest of the plan that it stands in for."""
+    left: Positive
+    """Nodes, or devices of one node."""
+    each: Positive | None = None
+    """Devices of each of several nodes, where one of them has lost some."""
+    path: Text
+    plan: Text
+    """Its digest."""
+    devices: Positive
+    step_s: Amount
+    memory_bytes: Amount
+    """Of the fullest rank."""
+
+
+class Book:
+    """The plans in a folder of checkpoints."""
+
+    def __init__(self, saved: Path) -> None:
+        self._saved = saved
+
+    def entry(self, wanted: Plan, left: int, each: int | None = None) -> BookEntry | None:
+        """Return what stands there for a plan of which so much is left; None if nothing does."""
+        try:
+            entry = BookEntry.model_validate_json(read_text(self._file(left, each)))
+            found = document.read(Plan, entry.path)
+        except (MeshwrightError, ValueError):
+            return None
+        said = entry.wanted, entry.left, entry.each, entry.plan
+        is_it = said == (wanted.digest, left, each, found.digest)
+        return entry if is_it else None
+
+    def solve(self, fit: LaunchablePlan, left: int, each: int | None = None) -> BookEntry:
+        """Solve for what is left, and write the plan down; LaunchError where no plan fits."""
+        folder = self._folder()
+        if each is not None:
+            folder = folder_within(folder, f"{left}x{each}")
+        path = for_fewer(
+            fit.movable(),
+            fit.graph,
+            fit.machine,
+            fit.measured,
+            left=left,
+            each=each,
+            folder=folder,
+        )
+        again = fit.at(str(path))
+        predicted = predict(again.plan, fit.graph, again.machine, fit.measured)
+        entry = BookEntry(
+            wanted=fit.plan.digest,
+            left=left,
+            each=each,
+            path=str(path),
+            plan=again.plan.digest,
+            devices=again.plan.mesh.devices,
+            step_s=predicted.step_time_s,
+            memory_bytes=max(stage.peak_memory_bytes for stage in predicted.stages),
+        )
+        replaced(document.json_line(entry), self._file(left, each))
+        return entry
+
+    def _folder(self) -> Path:
+        return folder_within(self._saved, "book")
+
+    def _file(self, left: int, each: int | None = None) -> Path:
+        return self._folder() / f"with-{sized(left, each)}.json"
+
+
+def sized(left: int, each: int | None = None) -> str:
+    """Return what is left as text.
+
+    >>> sized(6), sized(8, 7)
+    ('6', '8x7')
+    """
+    return str(left) if each is None else f"{left}x{each}"
+
+
+def sizes(fit: LaunchablePlan) -> list[tuple[int, int | None]]:
+    """Return of what is left when nodes are lost, or devices of one that is alone, or of each."""
+    if fit.nodes == 1:
+        whole = fit.plan.mesh.devices
+        return [(whole - fewer, None) for fewer in FEWER if fewer < whole]
+    each = fit.machine.groups[0].devices_per_node
+    fewer_nodes = [(fit.nodes - fewer, None) for fewer in FEWER if fewer < fit.nodes]
+    return [*fewer_nodes, *([(fit.nodes, each - 1)] if each > 1 else [])]
+
+
+class BookKeeper:
+    """The process that fills a run's book, while a `with` block lasts."""
+
+    def __init__(self, fit: LaunchablePlan, run: LaunchRun) -> None:
+        self._fit, self._run = fit, run
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> BookKeeper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def begin(self) -> None:
+        """Let plans be solved that the book lacks."""
+        from meshwright.runtime.launch.preflight import default_output  # noqa: PLC0415 - the runtime
+
+        assert self._run.checkpoint is not None
+        saved = self._run.checkpoint.absolute()
+        book = Book(saved)
+        lacking = [one for one in sizes(self._fit) if book.entry(self._fit.plan, *one) is None]
+        if self._process is not None or not lacking:
+            return
+        output = self._run.output or default_output(self._fit.plan)
+        log = folder_within(output, "logs") / "book.log"
+        profile = [] if self._fit.profile is None else [self._fit.profile]
+        with opened(log, within=output) as out:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "meshwright.launch.fallback_plans"),
+                    *(
+                        self._fit.path,
+                        str(saved),
+                        ",".join(sized(*one) for one in lacking),
+                        *profile,
+                    ),
+                ],
+                env={**os.environ, "MESHWRIGHT_LAUNCHER": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+def filled(
+    fit: LaunchablePlan, saved: Path, lefts: Iterable[tuple[int, int | None]]
+) -> list[BookEntry]:
+    """Solve for each of what may be left; what has no plan is said and passed over."""
+    found = []
+    for left, each in lefts:
+        with contextlib.suppress(MeshwrightError):
+            found.append(Book(saved).solve(fit, left, each))
+    return found
+
+
+def _read(text: str) -> tuple[int, int | None]:
+    left, _, each = text.partition("x")
+    return int(left), int(each) if each else None
+
+
+def main() -> int:
+    """Fill a book: PLAN, the folder of checkpoints, what may be left, and a profile."""
+    from meshwright.launch.launch import LaunchablePlan  # noqa: PLC0415 - it imports us
+    from meshwright.runtime.launch.rank_main import die_with_launcher  # noqa: PLC0415 - the runtime
+
+    die_with_launcher()
+    os.nice(NICE)
+    plan, saved, lefts, *profile = sys.argv[1:]
+    fit = LaunchablePlan.of(plan, profile[0] if profile else None)
+    for entry in filled(fit, Path(saved), map(_read, lefts.split(","))):
+        print(f"{sized(entry.left, entry.each)} left: {entry.step_s:.3g} s a step in {entry.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""`launch --survive` on several nodes: attempts one after another, each an epoch of the run."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.launch.fallback_plans import BookKeeper
+from meshwright.launch.launch import LaunchablePlan, Launched, decided, hand_over, launched
+from meshwright.launch.replan import leave_out
+from meshwright.launch.scale_up import Growth
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.events import Decision, Incident, Reaction
+from meshwright.planner.errors import HandedOver, LaunchError
+from meshwright.planner.errors.shown import lines
+from meshwright.planner.system.safe_files import folder_within
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed
+from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.preflight import (
+    LocalRanks,
+    cuda_devices,
+    default_output,
+    ranks_of_node,
+)
+from meshwright.runtime.resilience.membership import Agent, Epoch, LostDevice, Proposal
+from meshwright.runtime.resilience.node_agent import NodeAgent, RunOver, agent_of
+from meshwright.runtime.resilience.replication import KeptCopies, Pairing, partner_places
+from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.run.authenticated_channel import without_secret
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.locks_and_signals import signals_kept
+from meshwright.runtime.run.node_rank import NodeRank
+from meshwright.runtime.run.recovery_policy import RankEnd, Verdict, verdict
+from meshwright.runtime.run.rendezvous import NodeLeft
+from meshwright.runtime.run.run_folder import Device, append_record, events_file
+
+MOST_SAID = 500
+"""Characters of what a launcher says of an end, which go to all agents twice a second."""
+
+
+def on_nodes(
+    fit: LaunchablePlan,
+    run: LaunchRun,
+    node_rank: NodeRank,
+    shrunk: Decision | None,
+    *,
+    quiet: bool,
+) -> Launched | None:
+    """Train on the nodes that are there, one epoch after another; what the lead has is returned.
+
+    Nodes beyond those of the plan are spares.  `shrunk` is why its plan is not the given one.
+    """
+    assert run.checkpoint is not None
+    folder = run.checkpoint.absolute()
+    output = (run.output or default_output(fit.plan)).absolute()
+    members = min(fit.nodes, node_rank.nodes)
+    with (
+        signals_kept() as signals,
+        Zygote() as zygote,
+        Slots() as slots,
+        agent_of(node_rank, folder, members=members, output=str(output)) as agent,
+        agent.copies(slots) as copies,
+    ):
+        run = run.model_copy(
+            update={"checkpoint": folder, "output": Path(agent.epoch.output)},
+        )
+        with BookKeeper(fit, run) as keeper:
+            means = Means(agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper)
+            return Epochs(fit, run, means, signals, quiet=quiet).run(shrunk)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a node has for as long as a run lives."""
+
+    agent: NodeAgent
+    copies: KeptCopies
+    zygote: Zygote
+    slots: Slots
+    keeper: BookKeeper
+
+
+class Epochs:
+    """The epochs of a run, as one of its nodes lives through them."""
+
+    def __init__(
+        self,
+        fit: LaunchablePlan,
+        run: LaunchRun,
+        means: Means,
+        signals: list[int],
+        *,
+        quiet: bool,
+    ) -> None:
+        self._planned = self._fit = fit
+        self._run, self._means, self._agent = run, means, means.agent
+        self._signals, self._quiet = signals, quiet
+        self._hidden = 0
+        """Devices of this node that ranks do not see any more."""
+        self._again = False
+        """Ranks of this command ran before."""
+
+    def run(self, shrunk: Decision | None) -> Launched | None:
+        """Train until the run is over; the first epoch has `shrunk` before it."""
+        while True:
+            try:
+                self._wait_as_spare()
+            except RunOver as over:
+                self._say(f"this node was a spare: {over}")
+                return None
+            epoch = self._agent.epoch
+            self.take(epoch)
+            self._pair(epoch)
+            self._growth = Growth(self._planned, self._fit, self._run, self._agent)
+            self._agent.begin()
+            try:
+                asked = Launch(
+                    self._fit.path,
+                    self._run,
+                    quiet=self._quiet,
+                    node_rank=self._agent.node_rank(),
+                    survive=True,
+                    agent=self._agent,
+                    zygote=self._means.zygote,
+                    slots=self._means.slots,
+                    begun=self._means.keeper.begin,
+                    meanwhile=self._growth.look,
+                    before=shrunk,
+                    again=self._again,
+                )
+                return launched(self._fit, asked, epoch.ends)
+            except (RankFailed, NodeLeft) as failed:
+                print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
+                self._regroup(failed)
+            shrunk, self._again = None, True
+            goes_on = {"resume": True, "or_start": True}
+            self._run = self._run.model_copy(update=goes_on)
+
+    def take(self, epoch: Epoch) -> None:
+        """Go by an epoch's plan, on the devices that are left."""
+        self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+        if self._fit.machine.devices == self._planned.machine.devices:
+            self._planned = self._fit  # with less memory, from here on
+        self._hide_lost(epoch)
+
+    def _hide_lost(self, epoch: Epoch) -> None:
+        """Let ranks that start from now on not see the devices that this node has lost."""
+        start = self._agent.roster.agent.start
+        lost = [one for one in epoch.lost_devices if one.start == start]
+        group = self._planned.machine.groups[0]
+        for one in lost[self._hidden :]:
+            if group.accelerator.kind != "cpu":
+                leave_out(one.device, group.devices_per_node - self._hidden)
+            self._hidden += 1
+
+    def _pair(self, epoch: Epoch) -> None:
+        """Find the partner that keeps this node's copies, and the ward whose copies it keeps."""
+        members, own = epoch.members, self._agent.roster.agent
+        nodes = domain_nodes(self._planned.machine)
+        partners = partner_places([one.node // nodes for one in members])
+        place = [one.start for one in members].index(own.start)
+        ward = partners.index(place)
+        alone = len(members) == 1
+        pairing = Pairing(
+            run=epoch.run,
+            epoch=epoch.number,
+            own=own,
+            partner=None if alone else members[partners[place]],
+            ward=None if alone else members[ward],
+        )
+        wards = 0 if alone else len(self._ranks(ward))
+        self._means.slots.begin(epoch=epoch.number, wards=wards, has_partner=not alone)
+        self._means.copies.begin(pairing)
+
+    def _wait_as_spare(self) -> None:
+        """Wait for an epoch that has this node."""
+        agent = self._agent
+        if agent.roster.is_member:
+            return
+        self._say(f"node {agent.roster.agent.node} waits as a spare")
+        self._warm()
+        agent.wait_as_spare(self._end_spare)
+        self._run = self._run.model_copy(update={"resume": True, "or_start": True})
+
+    def _warm(self) -> None:
+        """Have torch imported before this node is wanted."""
+        assert self._run.output is not None
+        folder = folder_within(self._run.output, f"spare-{self._agent.roster.agent.start}")
+        logs = folder_within(folder, "logs")
+        device: Device = "cuda" if cuda_devices() else "cpu"
+        ranks = {rank: place for place, rank in enumerate(self._ranks(0))}
+        local = LocalRanks(self._fit.plan.mesh.devices, device, ranks)
+        environment = {**without_secret(os.environ), **local.environment(min(ranks))}
+        self._means.zygote.warm(environment, log=logs / "rank-00000.log")
+
+    def _end_spare(self) -> None:
+        if self._signals:
+            raise HandedOver("a notice came while this node was a spare")
+
+    def _regroup(self, failed: RankFailed | NodeLeft) -> None:
+        """Take part in the next epoch, or raise how this one ended."""
+        end = failed.end if isinstance(failed, RankFailed) else None
+        if end is not None:
+            end = end.model_copy(update={"said": lines(str(failed))[:MOST_SAID]})
+        begin_s = time.time()
+        self._agent.regroup(
+            end,
+            failed,
+            lambda proposal: self.next(proposal, failed, begin_s),
+            lambda: hand_over(self._signals, failed),
+        )
+
+    def next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
+        """Decide the next epoch by the table, and write down what and why."""
+        last = proposal.epoch
+        assert self._run.checkpoint is not None and self._run.output is not None
+        saved = checkpoint.newest(self._run.checkpoint)
+        stored = checkpoint.progress(saved).step if saved is not None else 0
+        if self._growth.asked and not proposal.lost and not proposal.ends:
+            return self._grown(proposal, stored)
+        end = self._end_of(proposal, stored)
+        ends = (*last.ends, end)
+        found = verdict(ends, devices=self._fit.plan.mesh.devices)
+        if found is None or found.reaction == "stop":
+            if found is not None:
+                decided(self._run.output, found, self._fit, quiet=self._quiet)
+            raise failed
+        without = None
+        if found.reaction == "shrink" and end.cause != "node":
+            without = self._node_of(end.rank, last)
+            proposal, without = self._without_device(proposal, without, end)
+        members = proposal.members(self._planned.nodes, without=without)
+        if not members:
+            raise failed
+        self._write_incident(end, proposal, failed, at_unix_s)
+        excluded = (*last.excluded, *([] if without is None else [without.start]))
+        epoch = self._decided(proposal, members, found, stored, end)
+        return epoch.model_copy(update={"ends": ends, "excluded": excluded})
+
+    def _without_device(
+        self, proposal: Proposal, node: Agent, end: RankEnd
+    ) -> tuple[Proposal, Agent | None]:
+        """Return what the run goes on with, and without which node, where a device is lost.
+
+        All nodes train on one device fewer then, where that is faster than on one node fewer.
+        """
+        epoch = proposal.epoch
+        place = [one.start for one in epoch.members].index(node.start)
+        device = LostDevice(start=node.start, device=self._local_ranks(place)[end.rank])
+        fewer = epoch.model_copy(update={"lost_devices": (*epoch.lost_devices, device)})
+        with_all = proposal.members(self._planned.nodes)
+        instead = proposal.members(self._planned.nodes, without=node)
+        if self._predicted_s(fewer, with_all) >= self._predicted_s(epoch, instead):
+            return proposal, node
+        return replace(proposal, epoch=fewer), None
+
+    def _size(self, epoch: Epoch, members: Sequence[Agent]) -> tuple[int, int | None]:
+        """Return nodes, and devices of each if these are fewer than there were."""
+        lost = epoch.most_lost(members)
+        each = self._planned.machine.groups[0].devices_per_node - lost
+        return len(members), each if lost else None
+
+    def _predicted_s(self, epoch: Epoch, members: Sequence[Agent]) -> float:
+        """Return what a step is predicted to take on some nodes; infinite where no plan fits."""
+        nodes, each = self._size(epoch, members)
+        if not nodes or each == 0:
+            return math.inf
+        if nodes == self._planned.nodes and each is None:
+            return 0.0  # with a spare, nothing is lost
+        try:
+            return self._planned.booked(nodes, self._run, each=each)[0].step_s
+        except LaunchError:
+            return math.inf
+
+    def _grown(self, proposal: Proposal, stored: int) -> Epoch:
+        """Return the next epoch where nothing went wrong: of the nodes that are there now."""
+        members = proposal.members(self._growth.nodes)
+        grows = Verdict(causes=frozenset(), reaction="grow", why=self._growth.why)
+        return self._decided(proposal, members, grows, stored)
+
+    def _decided(
+        self,
+        proposal: Proposal,
+        members: tuple[Agent, ...],
+        found: Verdict,
+        stored: int,
+        end: RankEnd | None = None,
+    ) -> Epoch:
+        """Return the next epoch with its plan, once what is done is written down."""
+        last, before = proposal.epoch, self._fit.machine.devices
+        if found.reaction == "replan" and end is not None:
+            self._fit = self._fit.with_less_memory(end, self._run, quiet=self._quiet)
+            plan: str | None = self._fit.path
+        elif (size := self._size(last, members)) != (self._planned.nodes, None):
+            nodes, each = size
+            self._fit = self._planned.again(nodes, self._run, each=each, quiet=self._quiet)
+            plan = self._fit.path
+        else:
+            self._fit = self._planned
+            plan = last.plan if last.plan == self._planned.path else None
+        fewer = self._fit.machine.devices < before
+        done = _named(found, last.members, members, fewer=fewer)
+        assert self._run.output is not None
+        decided(self._run.output, done, self._fit, quiet=self._quiet)
+        stays = [one.start for one in members] == [one.start for one in last.members]
+        return last.model_copy(
+            update={
+                "number": last.number + 1,
+                "members": members,
+                "plan": plan,
+                "state": proposal.state(stored),
+                "reaction": done.reaction,
+                "why": done.why,
+                "changed_unix_s": last.changed_unix_s if stays else time.time(),
+            }
+        )
+
+    def _write_incident(
+        self, end: RankEnd, proposal: Proposal, failed: LaunchError, at_unix_s: float
+    ) -> None:
+        """Write down what ended the epoch, unless the launch here has."""
+        led = proposal.epoch.members[0].start == self._agent.roster.agent.start
+        if led and isinstance(failed, RankFailed) and failed.end is not None:
+            return
+        lost = proposal.lost[0].node if proposal.lost else None
+        evidence = end.said or str(failed)
+        if len(proposal.lost) > 1:
+            named = ", ".join(str(one.node) for one in proposal.lost)
+            evidence = f"nodes {named} are gone; {evidence}"
+        incident = Incident(
+            at_unix_s=at_unix_s,
+            cause=end.cause,
+            rank=None if end.cause == "node" else end.rank,
+            node=lost,
+            after_step=end.after_step,
+            evidence=evidence[:MOST_EVIDENCE],
+        )
+        assert self._run.output is not None
+        append_record(incident, events_file(self._run.output))
+
+    def _end_of(self, proposal: Proposal, stored: int) -> RankEnd:
+        """Return what ended the epoch: a node that is lost, before ranks that may follow it."""
+        if proposal.lost or not proposal.ends:
+            places = [one.start for one in proposal.epoch.members]
+            lost = proposal.lost[0].start if proposal.lost else places[0]
+            rank = min(self._ranks(places.index(lost)))
+            return RankEnd(cause="node", rank=rank, after_step=proposal.state(stored).step)
+        return proposal.ends[0]
+
+    def _node_of(self, rank: int, epoch: Epoch) -> Agent:
+        return next(one for i, one in enumerate(epoch.members) if rank in self._ranks(i))
+
+    def _ranks(self, place: int) -> list[int]:
+        return list(self._local_ranks(place))
+
+    def _local_ranks(self, place: int) -> dict[int, int]:
+        """Return the ranks of a member, each with its device there."""
+        groups = self._fit.machine.groups
+        devices = [group.devices_per_node for group in groups for _ in range(group.nodes)]
+        return ranks_of_node(self._fit.plan, place, devices)
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+
+def domain_nodes(machine: ClusterSpec) -> int:
+    """Return how many neighbouring nodes may be lost together: those of a rack, where it has some.
+
+    >>> from meshwright.api.inputs import machine_of
+    >>> domain_nodes(machine_of("16xh100-sxm-80gb", None))
+    1
+    """
+    a_node = machine.groups[0].devices_per_node
+    racks = [one.devices for one in machine.tiers if a_node < one.devices < machine.devices]
+    return racks[-1] // a_node if racks else 1
+
+
+def _named(
+    found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...], *, fewer: bool
+) -> Verdict:
+    """Return a verdict by what becomes of the members, which may have `fewer` devices each."""
+    reaction: Reaction = "restart" if members == before else "spare"
+    if members == before and fewer:
+        reaction = "shrink"
+    if members == before and found.reaction == "replan":
+        reaction = "replan"
+    if len(members) != len(before):
+        reaction = "shrink" if len(members) < len(before) else "grow"
+    return Verdict(causes=found.causes, reaction=reaction, why=found.why)

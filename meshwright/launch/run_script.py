@@ -1,0 +1,171 @@
+"""The command `run`: a user's own script on the ranks of a plan, beside what was predicted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.api.inputs import machine_of, need_torch, plan_model, profile_for
+from meshwright.cli.options import written
+from meshwright.launch.schedulers import Command, Submission, submit
+from meshwright.planner.costs.predict import predict as predict_plan
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.profile import Profiles
+from meshwright.planner.documents.units import file_name
+from meshwright.planner.errors import DocumentError, LaunchError, MeshwrightError
+from meshwright.planner.errors.shown import lines
+from meshwright.runtime.run.launch_options import HERE, Where
+
+if TYPE_CHECKING:
+    from meshwright.runtime.launch.script_run import ScriptRun
+    from meshwright.runtime.run.run_report import Comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A script's finished run, beside its prediction where the plan says enough for one."""
+
+    run: ScriptRun
+    rows: list[Comparison]
+
+
+def run_script(
+    plan_path: str,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    output: str | None = None,
+    restarts: int = 0,
+    profile: str | None = None,
+    where: Where = HERE,
+    dry_run: bool = False,
+    quiet: bool = False,
+) -> Ran | Submission | None:
+    """Run a script on the plan's ranks; return what it did and what was predicted.
+
+    The script makes a meshwright.Engine without naming a plan.  Where a rank fails, all are started
+    again up to `restarts` times, and a script that calls `engine.resume` goes on where it saved.
+    A `profile` of its layers makes the prediction.
+    On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
+    Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
+    On `where.hosts` it is started from here, and the answer is printed as they give it.
+
+    Raises LaunchError where the ranks failed for good.
+    """
+    wanted = document.read(Plan, plan_path)
+    folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
+    if where.on != "local":
+        if profile is not None:
+            raise DocumentError("profile", "is of these machines, where no job runs; leave it out")
+        machine = machine_of(wanted.cluster, None)
+        command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
+        return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)
+    where.refuse_job()
+    if where.hosts is not None:
+        machine = machine_of(wanted.cluster, None)
+        command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
+        _on_hosts(plan_path, machine, command, where, profile=profile, dry_run=dry_run)
+        return None
+    if dry_run:
+        raise DocumentError(
+            "dry-run",
+            "goes with --on slurm or kubernetes, and --hosts; add one, or leave this out",
+        )
+    measured = None
+    if profile is not None:
+        measured = profile_for(plan_model(wanted, plan_path), profile)
+    need_torch("running a script")
+    from meshwright.runtime.launch import script_run  # noqa: PLC0415 - the runtime
+
+    node_rank = where.node_rank()
+    devices = _devices(wanted) if node_rank.nodes > 1 else []
+    if node_rank.nodes > 1 and node_rank.nodes != len(devices):
+        planned = "1 node" if len(devices) == 1 else f"{len(devices)} nodes"
+        raise LaunchError(
+            f"the plan is for {planned} ({wanted.cluster}), and {node_rank.source} says that there "
+            f"are {node_rank.nodes}; plan again for what is there"
+        )
+    done = script_run.run_script(
+        Path(plan_path),
+        Path(script),
+        arguments,
+        output=folder,
+        restarts=restarts,
+        node_rank=node_rank,
+        nodes=devices,
+        say=lambda text: None if quiet else print(f"meshwright: {lines(text)}", file=sys.stderr),
+    )
+    return None if done is None else Ran(run=done, rows=_compared(wanted, done, measured))
+
+
+def _on_hosts(
+    plan_path: str,
+    machine: ClusterSpec,
+    command: Command,
+    where: Where,
+    *,
+    profile: str | None,
+    dry_run: bool,
+) -> None:
+    """Run a script on hosts over ssh."""
+    from meshwright.launch.ssh import HostCommand, hosts_of, on_hosts  # noqa: PLC0415 - one way needs it
+
+    started = HostCommand.of(
+        machine,
+        command.words(plan_path, *written({"profile": profile})),
+        (plan_path, *command.files),
+        spares=False,
+        rendezvous=where.rendezvous,
+    )
+    on_hosts(hosts_of(where.told_hosts), started, dry_run=dry_run)
+
+
+def _devices(wanted: Plan) -> list[int]:
+    """Return the devices of each node that a plan is for."""
+    groups = machine_of(wanted.cluster, None).groups
+    return [group.devices_per_node for group in groups for _ in range(group.nodes)]
+
+
+def _command(
+    wanted: Plan,
+    plan_path: str,
+    machine: ClusterSpec,
+    script: str,
+    arguments: Sequence[str],
+    output: str | None,
+    restarts: int,
+) -> Command:
+    """Return what a job starts on every node."""
+    if machine.devices < wanted.mesh.devices:
+        raise LaunchError(
+            f"{plan_path}: takes {wanted.mesh.devices} ranks, and {machine.name} has "
+            f"{machine.devices} devices; plan again for this cluster"
+        )
+    # A path from / may be one of the image.
+    if not Path(script).is_absolute() and not document.is_file(script):
+        raise LaunchError(f"{script}: is no file; name the script that trains")
+    return Command(
+        before=("run", "--plan"),
+        options=tuple(written({"restarts": restarts or None, "output": output})),
+        after=(script, *arguments),
+        files=(script,),
+        goes_on=restarts > 0,
+        handed_over=restarts > 0,
+    )
+
+
+def _compared(wanted: Plan, done: ScriptRun, measured: Profiles) -> list[Comparison]:
+    """Compare with the prediction of a plan that has its module's figures."""
+    if wanted.model.graph is None:
+        return []
+    try:
+        machine = machine_of(wanted.cluster, measured)
+        prediction = predict_plan(wanted, wanted.model.graph, machine, measured)
+    except MeshwrightError:
+        return []  # the cluster's file is not where the script runs
+    return done.comparison(prediction)

@@ -1,0 +1,323 @@
+"""`--hosts a,b[0-63]`: one launcher on each host over ssh, after all hosts were looked at together.
+
+Each host has the same folder, files and installation, at the same paths; what is wrong where is
+said before anything starts.  Hosts beyond the plan's nodes are spares under `--survive`, also in
+the place of hosts that do not answer.  What hosts say on stderr has their name before it; the
+results come from the one that leads.  `meshwright.launch.ssh_remote` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import itertools
+import json
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.ssh_remote import CHUNK_BYTES, MARK, version
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.errors import DocumentError, HandedOver, LaunchError
+from meshwright.planner.errors.shown import lines
+from meshwright.runtime.core import checksums
+from meshwright.runtime.run.authenticated_channel import new_secret
+from meshwright.runtime.run.node_rank import PORT
+from meshwright.runtime.run.preemption import SIGNALS
+
+SSH = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
+REMOTE = "-P -m meshwright.launch.ssh_remote"
+"""What Python runs on a host."""
+ANSWER_S = 60.0
+"""How long hosts have to answer."""
+MOST_HOSTS = 16_384
+MOST_NAMED = 8
+LAST_LINES = 12
+_HOST = re.compile(r"(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9.:][A-Za-z0-9.:_-]*")
+_PART = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+
+def hosts_of(text: str) -> list[str]:
+    """Return the hosts of a list as Slurm writes them; DocumentError for what is none.
+
+    >>> hosts_of("a,b[0-1,07]"), hosts_of("user@rack[1-2]-n[8-9]")[-1]
+    (['a', 'b0', 'b1', 'b07'], 'user@rack2-n9')
+    """
+    found = [host for word in re.split(r",(?![^\[]*\])", text) for host in _hosts_of_word(word)]
+    for host in found:
+        if not _HOST.fullmatch(host):
+            raise DocumentError("hosts", f"{host!a} is no name of a host; write a,b[0-63]")
+    double = [host for host, count in collections.Counter(found).items() if count > 1]
+    if double:
+        raise DocumentError("hosts", f"{double[0]} is named twice; one launcher runs on each")
+    return found
+
+
+def _hosts_of_word(word: str) -> list[str]:
+    numbers = [_numbers(inside) for inside in _PART.findall(word)]
+    count = 1
+    for one in numbers:
+        count *= len(one)
+    if count > MOST_HOSTS:
+        raise DocumentError("hosts", f"{word!a} are more than {MOST_HOSTS} hosts; write fewer")
+    between = _PART.sub("\0", word).split("\0")
+    return [
+        "".join(part for pair in zip(between, (*chosen, ""), strict=True) for part in pair)
+        for chosen in itertools.product(*numbers)
+    ]
+
+
+def _numbers(text: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if not 0 <= int(last) - int(first) < MOST_HOSTS:
+            raise DocumentError("hosts", f"[{text}] is no list of numbers; write [0-63] or [1,4]")
+        found += [f"{one:0{len(first)}}" for one in range(int(first), int(last) + 1)]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCommand:
+    """What is started on hosts."""
+
+    arguments: tuple[str, ...]
+    """Of `meshwright`, without which node it is."""
+    files: tuple[str, ...]
+    """That each host must have."""
+    devices: int
+    """That each needs."""
+    nodes: int
+    """Hosts that have to answer."""
+    spares: bool
+    """Whether more of them are of use, and the command goes on where we are gone."""
+    rendezvous: str | None = None
+    """HOST:PORT, where the first host's own name does not do."""
+
+    @classmethod
+    def of(
+        cls,
+        machine: ClusterSpec,
+        arguments: Iterable[str],
+        files: Iterable[str],
+        *,
+        spares: bool,
+        rendezvous: str | None,
+    ) -> HostCommand:
+        """Return a command for a launcher on each node of a machine."""
+        groups = machine.groups
+        on_cpu = groups[0].accelerator.kind == "cpu"
+        return cls(
+            arguments=tuple(arguments),
+            files=tuple(files),
+            devices=0 if on_cpu else min(group.devices_per_node for group in groups),
+            nodes=sum(group.nodes for group in groups),
+            spares=spares,
+            rendezvous=rendezvous,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _SshHost:
+    """One host, and what it says."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    last: collections.deque[str]
+    """Its last lines."""
+    node: int | None = None
+    """None before it is started."""
+    has_results: bool = False
+    code: int | None = None
+    follows: bool = False
+    """Whether it was asked to end since another had failed."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """Send it a line."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, RuntimeError):
+            self.process.stdin.write(json.dumps(told).encode() + b"\n")
+
+    @property
+    def why(self) -> str:
+        """What it said last, in one line; of ours where it was."""
+        ours = [line for line in self.last if line.startswith("meshwright: ")]
+        return next(reversed(ours or self.last), f"ended with status {self.code}")
+
+
+def on_hosts(hosts: Sequence[str], command: HostCommand, *, dry_run: bool = False) -> None:
+    """Run a command on hosts until it has ended on all of them.
+
+    Raises HandedOver where a notice ended it, LaunchError where hosts are not as they have to be
+    and where it failed.
+    """
+    ssh = shutil.which("ssh")
+    if len(hosts) < command.nodes or (len(hosts) > command.nodes and not command.spares):
+        more = "; hosts beyond them are of use with --survive" if len(hosts) > command.nodes else ""
+        raise LaunchError(
+            f"hosts: are {len(hosts)}, and the plan is for {command.nodes} nodes{more}"
+        )
+    if dry_run:
+        for node, host in enumerate(hosts):
+            words = shlex.join(["meshwright", *_arguments(command, hosts, node)])
+            print(lines(f"{shlex.join(['ssh', *SSH, host])} {words}"))
+        return
+    if ssh is None:
+        raise LaunchError("hosts: ssh is not on this machine; install an OpenSSH client")
+    asyncio.run(_SshHosts(ssh, hosts, command).run())
+
+
+def _arguments(command: HostCommand, hosts: Sequence[str], node: int) -> list[str]:
+    if len(hosts) == 1:
+        return list(command.arguments)
+    first = hosts[0].rpartition("@")[2]
+    usual = f"[{first}]:{PORT}" if ":" in first else f"{first}:{PORT}"
+    where = ["--nodes", str(len(hosts)), "--node", str(node)]
+    return [*command.arguments, *where, "--rendezvous", command.rendezvous or usual]
+
+
+class _SshHosts:
+    """All hosts of one command."""
+
+    def __init__(self, ssh: str, names: Sequence[str], command: HostCommand) -> None:
+        self._ssh, self._names, self._command = ssh, names, command
+        self._hosts: list[_SshHost] = []
+        self._signalled = 0
+
+    async def run(self) -> None:
+        """Look at all hosts, start the command on them, and wait for its end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, *SIGNALS):
+            loop.add_signal_handler(number, self._notice)
+        try:
+            self._hosts = await asyncio.gather(*map(self._reached, self._names))
+            ready = self._ready(await asyncio.gather(*map(self._answer, self._hosts)))
+            secret = new_secret()
+            names = [host.name for host in ready]
+            for node, host in enumerate(ready):
+                host.node = node
+                arguments = _arguments(self._command, names, node)
+                stays = self._command.spares
+                host.tell({"secret": secret, "arguments": arguments, "stays": stays})
+            await asyncio.gather(*(self._results(host) for host in ready))
+            self._judge(ready)
+        finally:
+            for host in self._hosts:
+                if host.process.returncode is None:
+                    host.process.kill()
+                    await host.process.wait()
+                for task in host.tasks:
+                    await task
+
+    def _notice(self) -> None:
+        """Hand a signal on: the first is a notice, the next ends all at once."""
+        self._signalled += 1
+        started = [host for host in self._hosts if host.node is not None]
+        for host in started:
+            host.tell({"signal": "SIGTERM" if self._signalled == 1 else "SIGINT"})
+        if not started:
+            for host in self._hosts:
+                host.process.kill()
+
+    async def _reached(self, name: str) -> _SshHost:
+        """Connect to a host, and ask what is there."""
+        folder, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
+        remote = f"cd {folder} && exec {python} {REMOTE}"
+        process = await asyncio.create_subprocess_exec(
+            *(self._ssh, *SSH, "--", name, remote),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=2**20,
+            start_new_session=True,
+        )
+        host = _SshHost(name, process, collections.deque(maxlen=LAST_LINES))
+        host.tasks.append(asyncio.create_task(self._complaints(host)))
+        files = {file: checksums.of_file(Path(file).resolve()) for file in self._command.files}
+        host.tell({"version": version(), "files": files, "devices": self._command.devices})
+        return host
+
+    async def _answer(self, host: _SshHost) -> list[str]:
+        """Return what is wrong on a host."""
+        assert host.process.stdout is not None
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while line := await host.process.stdout.readline():
+                    if line.startswith(MARK.encode()):
+                        return [str(one) for one in json.loads(line[len(MARK) :])["wrong"]]
+                host.code = await host.process.wait()
+                await asyncio.gather(*host.tasks)
+        except TimeoutError:
+            return [f"did not answer within {ANSWER_S:g} s"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return ["does not answer as a meshwright of this version does"]
+        return [host.why]
+
+    def _ready(self, wrong: Iterable[Sequence[str]]) -> list[_SshHost]:
+        """Return the hosts that are as they have to be; LaunchError where they are too few."""
+        if self._signalled:
+            raise LaunchError("interrupted before the command was started; give it again")
+        pairs = list(zip(self._hosts, wrong, strict=True))
+        said = [f"{host.name}: {'; '.join(found)}" for host, found in pairs if found]
+        ready = [host for host, found in pairs if not found]
+        if len(ready) < self._command.nodes:
+            more = f"; {len(said) - MOST_NAMED} more" if len(said) > MOST_NAMED else ""
+            raise LaunchError(f"hosts: {'; '.join(said[:MOST_NAMED])}{more}")
+        for one in said:
+            print(f"meshwright: left out {lines(one)}", file=sys.stderr)
+        return ready
+
+    async def _complaints(self, host: _SshHost) -> None:
+        """Hand on what a host says on stderr, by lines."""
+        assert host.process.stderr is not None
+        rest = b""
+        while chunk := await host.process.stderr.read(CHUNK_BYTES):
+            *whole, rest = (rest + chunk).split(b"\n")
+            rest = rest[-CHUNK_BYTES:]
+            self._say(host, whole)
+        self._say(host, [rest] if rest else [])
+
+    def _say(self, host: _SshHost, said: Iterable[bytes]) -> None:
+        for one in said:
+            text = lines(one.decode(errors="replace").rstrip("\r"))
+            host.last.append(text)
+            if host.node is not None:
+                print(f"{host.name}: {text}", file=sys.stderr, flush=True)
+
+    async def _results(self, host: _SshHost) -> None:
+        """Hand on what a host says on stdout, until it has ended."""
+        assert host.process.stdout is not None
+        while chunk := await host.process.stdout.read(CHUNK_BYTES):
+            host.has_results = True
+            sys.stdout.write(chunk.decode(errors="replace"))
+            sys.stdout.flush()
+        host.code = await host.process.wait()
+        if host.code and not self._command.spares:  # nodes end together, whatever ends one of them
+            for other in self._hosts:
+                if other.node is not None and other.code is None:
+                    other.follows = True
+                    other.tell({"signal": "SIGTERM"})
+
+    def _judge(self, hosts: Sequence[_SshHost]) -> None:
+        """Raise how the command ended, unless well: the host that leads has results.
+
+        How hosts ended that were asked to does not count: it says nothing of why.
+        """
+        if any(host.code == 0 and host.has_results for host in hosts):
+            return
+        causes = [host for host in hosts if not host.follows]
+        if any(host.code == HandedOver.status for host in causes):
+            raise HandedOver("a notice ended the run; start it again with --resume")
+        failed = [host for host in causes if host.code] or list(hosts)
+        said = "; ".join(f"{host.name}: {host.why}" for host in failed[:MOST_NAMED])
+        raise LaunchError(f"hosts: {said}")

@@ -1,0 +1,395 @@
+"""The command `watch`: a run's folder as a table, a page or JSON, and one incident as a report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from meshwright.planner.documents import document
+from meshwright.planner.documents.document import MAX_BYTES, read_bytes
+from meshwright.planner.documents.events import Paced
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.units import bytes_text, seconds_text
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.report.facts import Fact, Summary, plain_table
+from meshwright.planner.report.redaction import shared
+from meshwright.planner.report.run_page import RunReading, RunTable
+from meshwright.planner.whatif.run_status import IncidentCase, RunView, viewed
+from meshwright.render.text import LEAST_S
+from meshwright.runtime.run.run_folder import (
+    RankOrders,
+    events,
+    events_file,
+    evidence_folder,
+    orders_file,
+    plan_file,
+    prediction_file,
+)
+
+SILENT_STEPS, SILENT_S = 5, 30.0
+"""A run that says nothing for this number of steps, and seconds, is said to be silent."""
+MOST_SHOWN = 12
+"""Incidents in a terminal, the newest."""
+EVERY_S = 2.0
+"""Between two looks at a run that lives."""
+MOST_FILES = 64
+"""Of what ranks left behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A run as its folder tells it."""
+
+    folder: Path
+    view: RunView
+    plan: Plan | None
+    steps: int | None
+    """That were asked for."""
+    prediction: Prediction | None
+    at_unix_s: float
+    """When it was read."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its last attempt ended as it should."""
+        return self.view.ended is not None
+
+    @property
+    def state(self) -> str:
+        """What it does, in words."""
+        view, ago_s = self.view, max(0.0, self.at_unix_s - self.view.at_unix_s)
+        if view.ended is not None:
+            return f"ended after step {view.ended.after_step} ({view.ended.stopped})"
+        if not view.seconds.attempts:
+            return "has not begun"
+        waits = view.cases and view.cases[-1].lost_s is None
+        reactions = [one.reaction for one in view.cases[-1].decisions] if waits else []
+        if "stop" in reactions:
+            return f"stopped after step {view.last.step if view.last else 0}"
+        allowed_s = max(SILENT_S, SILENT_STEPS * (view.step_s or view.predicted_step_s or 0.0))
+        if ago_s > allowed_s:
+            return f"silent for {seconds_text(ago_s)}"
+        return "starting again" if reactions else "running"
+
+
+def watched(folder: str | Path) -> Watched:
+    """Read a run's folder; DocumentError where it is none, or damaged."""
+    output = Path(folder)
+    if not events_file(output).exists():
+        raise DocumentError(
+            "",
+            "has no events.jsonl; name the folder of a run, as launch -o has it",
+            file=str(output),
+        )
+    orders = _read(RankOrders, orders_file(output))
+    return Watched(
+        folder=output,
+        view=viewed(events(output)),
+        plan=_read(Plan, plan_file(output)),
+        steps=None if orders is None else orders.steps,
+        prediction=_read(Prediction, prediction_file(output)),
+        at_unix_s=time.time(),
+    )
+
+
+def _read(kind: type[Any], path: Path) -> Any:
+    """Return a document of a run; None where there is none yet."""
+    return document.read(kind, path) if path.exists() else None
+
+
+def reading_of(found: Watched, incident: int | None) -> RunReading:
+    """Return what is said of a run, or of one of its incidents by its number."""
+    return run_reading(found) if incident is None else incident_reading(found, incident)
+
+
+def run_reading(found: Watched) -> RunReading:
+    """Return what a terminal or a page says of a run."""
+    view = found.view
+    incidents = RunTable(
+        title="Incidents",
+        head=("no.", "after step", "cause", "where", "done", "lost"),
+        rows=tuple(_incident_row(case) for case in view.cases),
+    )
+    changes = RunTable(
+        title="Pace",
+        head=("after step", "what"),
+        rows=tuple((str(drift.after_step), drift.text) for drift in view.drifts),
+    )
+    ranks = RunTable(
+        title="Slowest ranks",
+        head=("rank", "stage", "reads a batch", "works", "step"),
+        rows=_rank_rows(view.paced),
+    )
+    seconds = RunTable(
+        title="Seconds", head=("part", "predicted", "measured"), rows=tuple(_second_rows(view))
+    )
+    tables = (incidents, changes, ranks, seconds)
+    return RunReading(
+        title=found.folder.name or str(found.folder),
+        facts=tuple(_facts(found)),
+        tables=tuple(table for table in tables if table.rows),
+        curve=view.curve,
+    )
+
+
+def _facts(found: Watched) -> Iterator[Fact]:
+    view = found.view
+    if found.plan is not None:
+        ranks = f"{view.devices or found.plan.mesh.devices} devices"
+        yield Fact(
+            label="run", text=f"{found.plan.model.name}, {ranks}, {found.plan.layout.text()}"
+        )
+    yield Fact(label="state", text=found.state)
+    if view.last is not None:
+        of = f" of {found.steps}" if found.steps else ""
+        yield Fact(label="step", text=f"{view.last.step}{of}, loss {view.last.loss:.4f}")
+    if view.step_s is not None:
+        yield Fact(label="pace", text=_pace_text(found, view.step_s))
+    if view.seconds.trained_s:
+        text = f"{100 * view.seconds.goodput:.1f} %"
+        if view.expected is not None and view.expected.is_of_training:
+            low, high = 100 * view.expected.goodput_low, 100 * view.expected.goodput_high
+            text += f", {100 * view.expected.goodput:.1f} % predicted ({low:.1f} to {high:.1f})"
+        yield Fact(label="goodput", text=text)
+    if view.saved is not None:
+        blocked = seconds_text(view.saved.blocked_s)
+        yield Fact(label="saved", text=f"step {view.saved.step}; training waited {blocked}")
+    if view.save_failed is not None:
+        yield Fact(label="not saved", text=view.save_failed.text)
+    lost = view.seconds.steps_lost
+    if view.seconds.incidents:
+        counts = ", ".join(f"{count} {_word(c)}" for c, count in view.seconds.incidents.items())
+        yield Fact(label="incidents", text=f"{counts}; {lost} steps done again")
+    for row in _rank_rows(view.paced)[:1]:
+        rank, stage, reads, works, _ = row
+        text = f"rank {rank} (stage {stage}): reads a batch in {reads}, works {works}"
+        yield Fact(label="slowest", text=text)
+    for drift in view.drifts[-1:]:
+        yield Fact(label="drift", text=drift.text, style="yellow")
+
+
+def _pace_text(found: Watched, step_s: float) -> str:
+    predicted_s, known = found.view.predicted_step_s, found.prediction
+    text = f"{seconds_text(step_s)} a step"
+    if predicted_s is None:
+        return text
+    text += f", {seconds_text(predicted_s)} predicted"
+    if known is not None:
+        low, high = seconds_text(known.step_time_low_s), seconds_text(known.step_time_high_s)
+        text += f" ({low} to {high})"
+    return text
+
+
+def _incident_row(case: IncidentCase) -> tuple[str, ...]:
+    done = " then ".join(dict.fromkeys(one.reaction for one in case.decisions)) or "-"
+    again = f", {case.steps_lost} steps again" if case.steps_lost else ""
+    lost = "-" if case.lost_s is None else f"{seconds_text(case.lost_s)}{again}"
+    incident = case.incident
+    return (
+        str(case.number),
+        str(incident.after_step),
+        _word(incident.cause),
+        _where(incident.rank, incident.node),
+        done,
+        lost,
+    )
+
+
+def _where(rank: int | None, node: int | None) -> str:
+    parts = [f"{name} {at}" for name, at in (("rank", rank), ("node", node)) if at is not None]
+    return ", ".join(parts) or "-"
+
+
+def _word(cause: str) -> str:
+    return cause.replace("_", " ")
+
+
+def _rank_rows(paced: Paced | None) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        (
+            str(one.rank),
+            str(one.stage),
+            seconds_text(one.data_s),
+            "-" if one.work_s is None else seconds_text(one.work_s),
+            seconds_text(one.step_s),
+        )
+        for one in (paced.ranks if paced is not None else ())
+    )
+
+
+def _second_rows(view: RunView) -> Iterator[tuple[str, str, str]]:
+    before = view.expected.seconds if view.expected is not None else None
+    if view.seconds.trained_s:
+        for name, measured in view.seconds.parts_s.items():
+            expected = 0.0 if before is None else before.get(name, 0.0)
+            if max(expected, measured) >= LEAST_S:
+                predicted = "-" if before is None else seconds_text(expected)
+                yield name, predicted, seconds_text(measured)
+
+
+def case_of(found: Watched, number: int) -> IncidentCase:
+    """Return an incident by its number; DocumentError where there is none."""
+    for case in found.view.cases:
+        if case.number == number:
+            return case
+    known = ", ".join(str(case.number) for case in found.view.cases) or "none"
+    raise DocumentError("incident", f"is {number}; those of this run are {known}")
+
+
+def incident_reading(found: Watched, number: int) -> RunReading:
+    """Return the report of an incident: evidence, decision, what was lost, what is to do."""
+    case = case_of(found, number)
+    incident = case.incident
+    facts = [
+        Fact(label="when", text=f"{_when(incident.at_unix_s)}, after step {incident.after_step}"),
+        Fact(label="cause", text=_word(incident.cause)),
+        Fact(label="where", text=_where(incident.rank, incident.node)),
+        Fact(label="evidence", text=incident.evidence, lines=12),
+    ]
+    for decision in case.decisions:
+        facts.append(Fact(label="done", text=f"{decision.reaction}, because {decision.why}"))
+        if decision.predicted_s is not None:
+            text = f"training should go on in {seconds_text(decision.predicted_s)}"
+            facts.append(Fact(label="predicted", text=text))
+    lost = "training has not gone on yet"
+    if case.lost_s is not None:
+        lost = f"{seconds_text(case.lost_s)}, with {case.steps_lost} steps done again"
+    facts += [Fact(label="lost", text=lost), Fact(label="to do", text=case.advice)]
+    tables = [
+        RunTable(
+            title="Phases until training went on",
+            head=("phase", "predicted", "measured"),
+            rows=tuple(
+                (
+                    one.phase,
+                    "-" if one.predicted_s is None else seconds_text(one.predicted_s),
+                    seconds_text(one.measured_s),
+                )
+                for one in case.phases
+            ),
+        ),
+        RunTable(
+            title="Pace before",
+            head=("after step", "what"),
+            rows=tuple(
+                (str(drift.after_step), drift.text)
+                for drift in found.view.drifts
+                if drift.at_unix_s <= incident.at_unix_s
+            ),
+        ),
+        _memory_table(found),
+    ]
+    return RunReading(
+        title=f"Incident {case.number} of {found.folder.name}",
+        facts=tuple(facts),
+        tables=tuple(table for table in tables if table.rows),
+        texts=tuple(_left_behind(evidence_folder(found.folder, case.attempt))),
+    )
+
+
+def _when(at_unix_s: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_unix_s))
+    except (OverflowError, ValueError, OSError):  # no date that a calendar has
+        return f"{at_unix_s:g} s"
+
+
+def _memory_table(found: Watched) -> RunTable:
+    """Return memory and seconds of the plan as predicted, beside what is known of rank 0."""
+    rows: list[tuple[str, str, str]] = []
+    if found.prediction is not None:
+        measured = "-" if found.view.step_s is None else seconds_text(found.view.step_s)
+        rows.append(("step", seconds_text(found.prediction.step_time_s), measured))
+        for stage, one in enumerate(found.prediction.stages):
+            peak = found.view.last.peak_memory_bytes if found.view.last and not stage else None
+            parts = ", ".join(
+                f"{name} {bytes_text(size)}" for name, size in one.memory_parts.items() if size
+            )
+            rows.append(
+                (
+                    f"memory of stage {stage}",
+                    f"{bytes_text(one.peak_memory_bytes)} ({parts})",
+                    "-" if peak is None else bytes_text(peak),
+                )
+            )
+    return RunTable(
+        title="Predicted and measured", head=("what", "predicted", "measured"), rows=tuple(rows)
+    )
+
+
+def _left_behind(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield stacks and ends of logs that were stored with an incident."""
+    if not folder.is_dir():
+        return
+    for file in sorted(folder.glob("rank-*"))[:MOST_FILES]:
+        rank, _, kind = file.name.removeprefix("rank-").partition(".")
+        if rank.isdigit() and kind in ("stack", "log"):
+            text = read_bytes(file, most=MAX_BYTES).decode(errors="replace")
+            title = "Stack" if kind == "stack" else "End of the log"
+            yield f"{title} of rank {int(rank)}", text
+
+
+def without_names(reading: RunReading) -> RunReading:
+    """Return the same without hosts, addresses, paths and the user's name."""
+    user = os.environ.get("USER", "")
+
+    def told(text: str) -> str:
+        return shared(text, [user])
+
+    return replace(
+        reading,
+        title=told(reading.title),
+        facts=tuple(replace(fact, text=told(fact.text)) for fact in reading.facts),
+        tables=tuple(
+            replace(table, rows=tuple(tuple(map(told, row)) for row in table.rows))
+            for table in reading.tables
+        ),
+        texts=tuple((told(title), told(text)) for title, text in reading.texts),
+    )
+
+
+def reading_json(reading: RunReading, found: Watched) -> dict[str, Any]:
+    """Return what `watch --json` prints: the same, with figures as numbers."""
+    view = found.view
+    told: dict[str, Any] = {
+        "title": reading.title,
+        "state": found.state,
+        "step": view.last.step if view.last else 0,
+        "steps": found.steps,
+        "loss": view.last.loss if view.last else None,
+        "step_s": view.step_s,
+        "predicted_step_s": view.predicted_step_s,
+        "goodput": view.seconds.goodput if view.seconds.trained_s else None,
+        "predicted_goodput": view.expected.goodput if view.expected else None,
+        "seconds": view.seconds.parts_s,
+        "steps_lost": view.seconds.steps_lost,
+        "failures": view.seconds.failures,
+        "facts": [{"label": fact.label, "text": fact.text} for fact in reading.facts],
+    }
+    told["tables"] = {
+        table.title: [dict(zip(table.head, row, strict=True)) for row in table.rows]
+        for table in reading.tables
+    }
+    told["texts"] = dict(reading.texts)
+    return told
+
+
+def reading_parts(reading: RunReading) -> Iterator[RenderableType]:
+    """Yield the same for a terminal: facts, and the newest rows of each table."""
+    yield Summary(reading.title, reading.facts, whole=True)
+    for table in reading.tables:
+        shown = plain_table(*table.head)
+        for row in table.rows[-MOST_SHOWN:]:
+            shown.add_row(*row)
+        left_out = len(table.rows) - MOST_SHOWN
+        yield f"\n{table.title}" + (f", without the first {left_out}" if left_out > 0 else "")
+        yield shown
+    for title, text in reading.texts:
+        yield f"\n{title}\n{text}"

@@ -1,0 +1,1 @@
+"""Studies of hardware and the server of their pages."""

@@ -1,0 +1,311 @@
+"""The command `whatif`: hardware compared before it is bought or rented."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.planner.catalog.imports import Rents, imported
+from meshwright.planner.documents import document
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import cell
+from meshwright.planner.whatif.pricing.queueing import load, wait_h
+from meshwright.planner.whatif.run_study import Progress, Result, run
+from meshwright.planner.whatif.study import Order, Sizing, Study, Tuning
+from meshwright.planner.whatif.uncertain_value import Span
+
+if TYPE_CHECKING:
+    from meshwright.studies.page_server import PageServer
+
+
+def _ends(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+RANGED = (
+    "hours",
+    "lead_days",
+    "usd",
+    "usd_per_device_hour",
+    "watts",
+    "energy_kwh",
+    "carbon_kg",
+    "outlay_usd",
+)
+"""Figures of an outcome whose ranges a table has."""
+COLUMNS = (
+    "model",
+    "candidate",
+    "accelerator",
+    "devices",
+    "fits",
+    "stack",
+    "layout",
+    "step_time_s",
+    "step_time_low_s",
+    "step_time_high_s",
+    "native_step_time_s",
+    "tokens_per_s",
+    "mfu",
+    "goodput",
+    *_ends("hours"),
+    *_ends("lead_days"),
+    *_ends("usd"),
+    *_ends("usd_per_device_hour"),
+    *_ends("watts"),
+    *_ends("energy_kwh"),
+    *_ends("carbon_kg"),
+    "headroom_bytes",
+    "host_bytes",
+    "capital_usd",
+    *_ends("outlay_usd"),
+    "tokens_in_budget",
+    "hours_used_share",
+    "mean_wait_hours",
+    "misses",
+    "probability",
+    "probability_cheapest",
+    "probability_fastest",
+    "binding",
+    "price",
+)
+
+FLAGS = {
+    "models[0]": "model",
+    "work.seq_len": "seq-len",
+    "work.global_batch": "global-batch",
+    "goal.tokens": "tokens",
+    "goal.deadline_days": "deadline-days",
+    "goal.budget_usd": "budget",
+    "goal.power_cap_w": "power-cap",
+    "goal.confidence": "confidence",
+    "work.precision": "precision",
+    "assumptions.electricity_usd_per_kwh": "electricity",
+    "assumptions.utilisation": "utilisation",
+    "assumptions.years": "years",
+}
+"""What places of a study in few words are called on the command line."""
+
+
+def whatif(
+    study: str | None = None,
+    *,
+    prices: str | None = None,
+    html: str | None = None,
+    table: str | None = None,
+    write: str | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+    **said: Any,
+) -> Result:
+    """Compare clusters for some training: the best plan on each, its time, cost, energy, limits.
+
+    `said` is a study in few words instead of a document: see `study_of`.  `write` writes it as a
+    document to edit.
+    """
+    given = {name: value for name, value in said.items() if value not in (None, [], ())}
+    if processes is not None and processes < 1:
+        raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
+    if study is not None and (given or write):
+        flags = ", ".join("--" + name.replace("_", "-") for name in given) or "--write"
+        raise DocumentError("study", f"is complete in itself; leave out {flags}")
+    question = document.read(Study, study) if study is not None else study_of(**given)
+    if write:
+        document.write_text(question.dump(defaults=False), write)
+    offers = document.read(Rents, prices).rents if prices else None
+    result = run(question, processes=processes, progress=progress, offers=offers)
+    if html:
+        from meshwright.planner.report.whatif_html import study_page  # noqa: PLC0415 - loads jinja2
+
+        document.write_text(study_page(result), html)
+    if table:
+        document.write_text(table_text(result), table)
+    return result
+
+
+def serve(found: Result, *, prices: str | None = None, processes: int | None = None) -> PageServer:
+    """Return a server of a study's page that plans changed studies; it does not run yet."""
+    from meshwright.studies.page_server import PageServer, Planning  # noqa: PLC0415 - loads jinja2
+
+    offers = document.read(Rents, prices).rents if prices else None
+
+    def again(study: Study, progress: Progress) -> Result:
+        return run(study, processes=processes, progress=progress, offers=offers)
+
+    return PageServer(Planning(result=found, run=again))
+
+
+def study_of(
+    *,
+    model: str | None = None,
+    clusters: Sequence[str] = (),
+    owned: Sequence[str] = (),
+    reserved: Sequence[str] = (),
+    buy: Sequence[str] = (),
+    solve: Sizing | None = None,
+    tokens: float | None = None,
+    deadline_days: float | None = None,
+    budget: float | None = None,
+    power_cap: float | None = None,
+    confidence: float | None = None,
+    by: Order = "cost",
+    day_usd: float | None = None,
+    tuning: Tuning = "pretrain",
+    backend: str | None = None,
+    precision: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    electricity: float | None = None,
+    utilisation: float | None = None,
+    years: float | None = None,
+) -> Study:
+    """Return the study that compares clusters for one model.
+
+    `clusters` are rented at the catalogue's offers; hardware of `owned` ones costs nothing more;
+    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a
+    term in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands
+    in a cluster, `solve` finds it.
+    """
+    offers: list[dict[str, Any]] = [
+        *({"cluster": cluster, "solve": _solve(cluster, solve)} for cluster in clusters),
+        *({"name": f"own {one}", "cluster": one, "owned": True} for one in owned),
+        *map(_reserved, reserved),
+        *map(_bought, buy),
+    ]
+    if model is None or not offers:
+        raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
+    work = {
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "tuning": tuning,
+        "backend": backend,
+        "precision": precision,
+    }
+    goal = {
+        "tokens": tokens,
+        "deadline_days": deadline_days,
+        "budget_usd": budget,
+        "power_cap_w": power_cap,
+        "confidence": confidence,
+        "by": by,
+        "day_usd": day_usd,
+    }
+    assumptions = {
+        "electricity_usd_per_kwh": electricity,
+        "utilisation": utilisation,
+        "years": years,
+    }
+    said = {
+        "name": f"{model} on {', '.join(offer['cluster'] for offer in offers)}"[:200],
+        "models": [model],
+        "work": _given(work),
+        "goal": _given(goal),
+        "offers": [_given(offer) for offer in offers],
+        "assumptions": _given(assumptions),
+    }
+    try:
+        return Study.of(said)
+    except DocumentError as error:
+        raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
+
+
+def _given(said: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _solve(cluster: str, solve: Sizing | None) -> Sizing | None:
+    return solve if "{n}" in cluster else None
+
+
+def _reserved(text: str) -> dict[str, Any]:
+    """Read a quote, as in 8x8xh100-sxm-80gb=2.10/36."""
+    cluster, _, terms = text.partition("=")
+    price, _, months = terms.partition("/")
+    try:
+        rent = {"usd_per_device_hour": float(price), "term_months": float(months)}
+    except ValueError as error:
+        raise DocumentError(
+            "reserved",
+            f"is '{text:.60}'; write a quote as in 8x8xh100-sxm-80gb=2.10/36, dollars per device "
+            "and hour and months",
+        ) from error
+    quoted = {"commitment": "reserved", **_today()}
+    return {"name": f"{cluster} reserved", "cluster": cluster, "rent": {**rent, **quoted}}
+
+
+def _bought(text: str) -> dict[str, Any]:
+    """Read a purchase, as in 8x8xh200-sxm=38000 or 8x8xh200-sxm."""
+    cluster, given, price = text.partition("=")
+    try:
+        buying = {"usd_per_device": float(price), **_today()} if given else {}
+    except ValueError as error:
+        raise DocumentError(
+            "buy", f"is '{text:.60}'; write a price as in 8x8xh200-sxm=38000, dollars per device"
+        ) from error
+    return {"name": f"{cluster} bought", "cluster": cluster, "buy": buying}
+
+
+def _today() -> dict[str, str]:
+    return {"date": datetime.date.today().isoformat(), "source": "the command line"}
+
+
+def table_text(result: Result) -> str:
+    """Return all outcomes as CSV."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS)
+    writer.writeheader()
+    ranks = {id(rank.outcome): rank for of_model in result.ranks.values() for rank in of_model}
+    for outcome in result.outcomes:
+        step, tokens = outcome.step_s, outcome.tokens_in_budget
+        ranges: dict[str, float] = {}
+        for name in RANGED:
+            span: Span | None = getattr(outcome, name)
+            if span is not None:
+                ends = (span.value, span.low, span.high)
+                ranges |= dict(zip(_ends(name), ends, strict=True))
+        first = ranks[id(outcome)].first if id(outcome) in ranks else {}
+        writer.writerow(
+            {
+                "model": cell(outcome.model),
+                "candidate": cell(outcome.candidate),
+                "accelerator": cell(outcome.accelerator),
+                "devices": outcome.devices,
+                "fits": int(outcome.fits),
+                "stack": outcome.stack,
+                "layout": outcome.layout,
+                "step_time_s": step.value if step else "",
+                "step_time_low_s": step.low if step else "",
+                "step_time_high_s": step.high if step else "",
+                "native_step_time_s": outcome.native_step_s or "",
+                "tokens_per_s": outcome.tokens_per_s.value if outcome.tokens_per_s else "",
+                "mfu": outcome.mfu if outcome.fits else "",
+                "goodput": outcome.goodput.value if outcome.goodput else "",
+                "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
+                "host_bytes": outcome.host_bytes if outcome.fits else "",
+                "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
+                "tokens_in_budget": "" if tokens is None else tokens,
+                **ranges,
+                "hours_used_share": load(outcome.arrivals) if outcome.jobs else "",
+                "mean_wait_hours": (wait_h(outcome.arrivals) or "") if outcome.jobs else "",
+                "misses": cell("; ".join(outcome.misses)),
+                "probability": outcome.chance if outcome.chances else "",
+                "probability_cheapest": first.get("cost", ""),
+                "probability_fastest": first.get("time", ""),
+                "binding": cell(outcome.binding),
+                "price": cell(outcome.price),
+            }
+        )
+    return out.getvalue()
+
+
+def import_prices(path: str, *, provider: str, date: str, output: str) -> Rents:
+    """Read a price list of SkyPilot's or gpuhunt's and write it as dated rents."""
+    if Path(output).suffix not in (".yaml", ".yml"):
+        raise DocumentError("output", f"is {output}; rents are YAML, as in rents.yaml")
+    rents = imported(path, provider=provider, date=date)
+    document.write(rents, output)
+    return rents

@@ -1,0 +1,1 @@
+"""Trials of plans and the command that tunes."""

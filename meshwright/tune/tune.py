@@ -1,0 +1,764 @@
+"""The command `tune`: plan, try what prediction cannot tell apart, answer with what was measured.
+
+    FOLDER/
+    ├── profile.yaml      what was measured of the machine before them, if that paid
+    ├── subject.json      what the trials are of
+    ├── trials.jsonl      a line for each finished trial
+    ├── constants.yaml    the cluster's constants as trials show them: a profile
+    ├── cluster.yaml      the cluster with them, for `plan` and `whatif`
+    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with `--on` the
+                          model with fewer layers
+
+The plan so far is written after every trial, so that whenever this ends it is one that ran.  With
+the same arguments it goes on behind the last finished trial.
+
+With `--on` trials are of plans in small on fewer devices (`planner.tuning.scaled_down_trials`);
+what is believed of the plans themselves follows from those, and the answer is not measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from meshwright.api.calibration import profile_of_any_model
+from meshwright.api.commands import answer_to
+from meshwright.api.commands import profile as measure
+from meshwright.api.inputs import (
+    is_plan,
+    machine_of,
+    model_of,
+    need_torch,
+    plan_model,
+    profile_for,
+)
+from meshwright.planner.calibration.fitting.fitted_constants import calibrated
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.costs.slowdown import pace_of
+from meshwright.planner.documents import document
+from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.profile import Calibration, Profile, Profiles
+from meshwright.planner.documents.stack import base_of
+from meshwright.planner.documents.units import duration_s, whole_number
+from meshwright.planner.errors import DocumentError, LaunchError, NoPlanFits
+from meshwright.planner.framework_configs.configuration import configuration
+from meshwright.planner.framework_configs.logs import READERS, LoggedWork
+from meshwright.planner.requests.pins import read_pins
+from meshwright.planner.requests.request import SURE_TO_FIT, Request
+from meshwright.planner.search.answer import Answer, Progress
+from meshwright.planner.search.search import search
+from meshwright.planner.system.safe_files import folder_within
+from meshwright.planner.tuning.candidates import TrialCandidate, candidates
+from meshwright.planner.tuning.constants import as_measured, calibration
+from meshwright.planner.tuning.next_trial import START_S, Outcome, Tuner
+from meshwright.planner.tuning.record import (
+    SUBJECT,
+    Subject,
+    Trial,
+    append,
+    differences,
+    read_trials,
+)
+from meshwright.planner.tuning.scaled_down_trials import (
+    InSmall,
+    SmallTrial,
+    check_smaller,
+    in_small,
+)
+from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
+from meshwright.runtime.run.run_report import WARM_UP_STEPS
+from meshwright.tune.trial import USUAL, Measured, Trialled, launch_words, trial, words_of
+
+DEFAULT_TRIALS = 8
+CONSTANTS_FILE, CLUSTER_FILE, PROFILE_FILE = "constants.yaml", "cluster.yaml", "profile.yaml"
+LONGEST_START_S = 600.0
+"""Of a trial, before its first step, after which it is given up."""
+SUFFIXES = {
+    "accelerate": ".yaml",
+    "deepspeed": ".json",
+    "fsdp": ".py",
+    "megatron": ".args",
+    "torchtitan": ".py",
+}
+"""Of configurations, as their frameworks read them."""
+INTERRUPTED = "interrupted; the same command goes on from here"
+PATIENCE = 5.0
+"""Times its believed seconds after which a trial is ended."""
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialBudget:
+    """What trials may take."""
+
+    trials: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> TrialBudget:
+        """Read `8 trials` or a duration.
+
+        >>> TrialBudget.read("8 trials").trials, TrialBudget.read("20min").seconds
+        (8, 1200.0)
+        """
+        words = text.split()
+        if len(words) == 2 and words[1] in ("trial", "trials"):
+            count = whole_number(words[0])
+            if not count:
+                raise DocumentError("budget", f"'{text:.40}': write 8 trials, or 20min")
+            return cls(trials=count)
+        return cls(seconds=duration_s(text))
+
+    def left(self, trials: Sequence[Trial], next_s: float) -> bool:
+        """Whether another trial of these seconds is within it; the first one always is."""
+        if not trials:
+            return True
+        if self.trials is not None:
+            return len(trials) < self.trials
+        return sum(one.seconds for one in trials) + next_s <= (self.seconds or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewedProof:
+    """What a search proves with the constants of its trials."""
+
+    chosen_s: float
+    """What the answer is predicted to take with them."""
+    lower_bound_s: float
+    """No plan of the space takes less."""
+    layout: str
+    """The plan that is predicted fastest with them,"""
+    step_s: float
+    """what it takes,"""
+    known: bool
+    """and whether it was among those that could be tried."""
+
+    @property
+    def gap(self) -> float:
+        """By which share of the answer's step a plan may be faster at most."""
+        return max(0.0, 1 - self.lower_bound_s / self.chosen_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What trials came to."""
+
+    candidates: tuple[TrialCandidate, ...]
+    trials: tuple[Trial, ...]
+    tuner: Tuner
+    devices: int
+    planned_s: float
+    """CPU seconds of the search."""
+    stopped: str
+    """Why there are no more trials."""
+    plan_file: str | None = None
+    folder: Path | None = None
+    queue: tuple[int, ...] = field(default=())
+    """What a dry run would try, as far as that is known before the first trial."""
+    small: InSmall | None = None
+    """What is tried instead of the candidates."""
+    on: str | None = None
+    """The smaller cluster on which it is."""
+    proof: RenewedProof | None = None
+
+    @property
+    def tried(self) -> tuple[TrialCandidate, ...]:
+        """What an option of the tuner is."""
+        return (*self.candidates, *_stood_in(self.small))
+
+    @property
+    def chosen(self) -> TrialCandidate:
+        """The answer."""
+        return self.candidates[self.tuner.answer]
+
+    @property
+    def step_s(self) -> float | None:
+        """The answer's measured step."""
+        answer = self.tuner.answer
+        return self.tuner.measured(answer).step_s if answer in self.tuner.ran else None
+
+    @property
+    def first_s(self) -> float | None:
+        """The measured step of the plan that was predicted fastest."""
+        return self.tuner.measured(0).step_s if 0 in self.tuner.ran else None
+
+    @property
+    def device_seconds(self) -> float:
+        """What all trials took of all devices."""
+        return self.devices * sum(one.seconds for one in self.trials)
+
+
+def _stood_in(small: InSmall | None) -> tuple[TrialCandidate, ...]:
+    """Return what is tried in small."""
+    return tuple(one.candidate for one in small.stand_ins) if small else ()
+
+
+def tune(
+    model: str,
+    cluster: str,
+    *,
+    on: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    backend: str = "native",
+    budget: str | None = None,
+    run: str | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    trust_code: bool = False,
+    trials: str | None = None,
+    output: str = "plan.yaml",
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    told: Told = lambda text: None,
+) -> Tuned:
+    """Measure what prediction cannot tell apart, and return the plan that is fastest measured.
+
+    `model` may be a plan, as `meshwright.plan` saves one of a script's own module: its job and
+    training settings are kept.
+    Trials go on until no other plan is more than 2 % faster with 95 % probability, or `budget`
+    (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
+    {plan}, {config} (the plan as its backend's configuration) and {output} (a folder): another
+    framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
+    Without a `profile` this machine is measured first where that tells more for each second than a
+    trial.
+    `on` is a smaller cluster of the same devices: plans are tried there in small, with fewer stages
+    and layers, and the answer is believed and not measured.
+    `trials` names the folder of trials, by default beside the plan; a profile with the cluster's
+    constants as the trials show them lies in it.
+
+    Raises LaunchError where no plan of the space ran.
+    """
+    allowed = TrialBudget(trials=DEFAULT_TRIALS) if budget is None else TrialBudget.read(budget)
+    started = time.process_time()
+    folder = Path(trials) if trials else _folder(output)
+    if profile is None and document.is_file(folder / PROFILE_FILE):
+        profile = str(folder / PROFILE_FILE)
+    mine = document.read(Plan, model) if is_plan(model) else None
+    if mine is None:
+        graph = model_of(model, seq_len=seq_len)
+        measured = profile_for(graph, profile)
+        request = Request.of(
+            graph,
+            machine_of(cluster, measured),
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision,
+            pins=read_pins(fix, allow),
+            profile=measured,
+            stack=backend,
+            called=cluster,
+            fit_probability=SURE_TO_FIT,
+        )
+    else:
+        _refuse_job(seq_len=seq_len, global_batch=global_batch, precision=precision)
+        graph = plan_model(mine, model)
+        measured = profile_for(graph, profile)
+        request = replace(
+            Request.of_plan(mine, graph, machine_of(cluster, measured), measured),
+            pins=read_pins(fix, allow),
+            called=cluster,
+            fit_probability=SURE_TO_FIT,
+        )
+    if run is None and base_of(request.stack.name) != "native":
+        raise DocumentError(
+            "run",
+            f"is missing; say how {request.stack.name} trains, as in --run 'torchrun ... "
+            "{config}'",
+        )
+    fewer = None if on is None else machine_of(on, measured)
+    if fewer is not None:
+        check_smaller(fewer, request.cluster)
+    answer = answer_to(request, "simplest", progress=progress)
+    every = tuple(
+        one if mine is None else _trained_as(one, mine)
+        for one in _runnable(request, answer, run, progress)
+    )
+    small = None if fewer is None or on is None else in_small(request, every, fewer, on)
+    tuning = Tuning(
+        request=request,
+        candidates=every if small is None else small.candidates,
+        small=small,
+        machine=machine_of(cluster, _without_pace(measured)),
+        on=None if on is None else machine_of(on, _without_pace(measured)),
+        folder=folder,
+        output=output,
+        budget=allowed,
+        run=run,
+        options=_options(data, tokenizer, trust_code=trust_code),
+        told=told,
+        planned_s=time.process_time() - started,
+    )
+    if dry_run:
+        return tuning.intended()
+    if run is None:
+        need_torch("launching a trial")
+        ours = cluster.partition(":")[0] == "local" and mine is None
+        if ours and profile is None and tuning.profile_pays():
+            told("measuring this machine first, which tells more for each second than a trial")
+            _profile(model, cluster, request, folder_within(folder.parent, folder.name))
+            return tune(
+                model,
+                cluster,
+                on=on,
+                seq_len=seq_len,
+                global_batch=global_batch,
+                precision=precision,
+                fix=fix,
+                allow=allow,
+                backend=backend,
+                budget=budget,
+                data=data,
+                tokenizer=tokenizer,
+                trust_code=trust_code,
+                trials=str(folder),
+                output=output,
+                progress=progress,
+                told=told,
+            )
+    with signals_interrupt():
+        return tuning.done()
+
+
+def _profile(model: str, cluster: str, request: Request, folder: Path) -> None:
+    """Measure this machine for the job of a request."""
+    job = request.job
+    measure(
+        model,
+        cluster,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        precision=job.precision,
+        output=str(folder / PROFILE_FILE),
+        quiet=True,
+    )
+
+
+def _without_pace(measured: Profiles) -> Profiles:
+    """Return a profile of which the pace is not known; where devices differ none has one."""
+    if not isinstance(measured, Profile) or measured.calibration is None:
+        return measured
+    plain = measured.calibration.model_copy(update={"pace": None})
+    return measured.model_copy(update={"calibration": plain})
+
+
+def _refuse_job(**asked: object) -> None:
+    """Refuse what a plan says already."""
+    given = [name.replace("_", "-") for name, value in asked.items() if value is not None]
+    if given:
+        raise DocumentError(given[0], "a plan has its job already; give a model instead")
+
+
+def _trained_as(one: TrialCandidate, mine: Plan) -> TrialCandidate:
+    """Return a candidate with the settings of training that a plan has."""
+    return replace(one, plan=one.plan.model_copy(update={"training": mine.training}))
+
+
+def _folder(output: str) -> Path:
+    """Return the folder of trials beside a plan.
+
+    >>> str(_folder("runs/plan.yaml"))
+    'runs/plan-trials'
+    """
+    path = Path(output)
+    return path.with_name(f"{path.stem}-trials")
+
+
+def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tuple[str, ...]:
+    """Return options of `launch`, the paths as they are from anywhere."""
+    named = {"--data": data, "--tokenizer": tokenizer}
+    found = [
+        word
+        for option, path in named.items()
+        if path is not None
+        for word in (option, str(Path(path).resolve()))
+    ]
+    return (*found, *(("--trust-code",) if trust_code else ()))
+
+
+def _runnable(
+    request: Request, answer: Answer, run: str | None, progress: Progress | None
+) -> tuple[TrialCandidate, ...]:
+    """Return the candidates, of another framework those that its configuration can say."""
+    every = candidates(request, answer, progress)
+    if run is None or "{config}" not in run:
+        return every
+    found = []
+    for one in every:
+        try:
+            configuration(one.plan, request.model, base_of(request.stack.name), request.cluster)
+        except DocumentError:
+            continue
+        found.append(one)
+    if not found:
+        raise LaunchError(f"no plan can be written as a configuration of {request.stack.name}")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Trials as they are asked for."""
+
+    request: Request
+    candidates: tuple[TrialCandidate, ...]
+    small: InSmall | None
+    machine: ClusterSpec
+    """The request's cluster without a pace that an earlier profile has."""
+    on: ClusterSpec | None
+    """The smaller cluster on which those are tried in small, without pace too; None: they are tried
+    themselves."""
+    folder: Path
+    output: str
+    budget: TrialBudget
+    run: str | None
+    options: tuple[str, ...]
+    told: Told
+    planned_s: float
+
+    @property
+    def _subject(self) -> Subject:
+        job = self.request.job
+        return Subject(
+            model_digest=self.request.model.digest,
+            cluster=self.request.cluster_name,
+            backend=self.request.stack.name,
+            seq_len=job.seq_len,
+            global_batch=job.global_batch,
+            precision=job.precision,
+            on=self._called_on,
+            run=self.run,
+        )
+
+    @property
+    def _called_on(self) -> str | None:
+        return None if self.small is None else self.small.stand_ins[0].request.cluster_name
+
+    @property
+    def _every(self) -> tuple[TrialCandidate, ...]:
+        """What options are of: plans, then what is tried in small."""
+        return (*self.candidates, *_stood_in(self.small))
+
+    def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
+        """Return what is known after finished trials."""
+        tries = [one for one in trials if one.step_s is not None]
+        beside = [one.seconds - (WARM_UP_STEPS + one.steps) * (one.step_s or 0.0) for one in tries]
+        start_s = max(0.0, sum(beside) / len(beside)) if beside else START_S
+        at = {one.plan.digest: place for place, one in enumerate(self._every)}
+        outcomes = [
+            _outcome(at[one.plan_digest], one)
+            for one in trials
+            if one.plan_digest in at and one.ended != "failed"
+        ]
+        return Tuner(
+            [one.option for one in self._every],
+            outcomes,
+            stand_ins=len(_stood_in(self.small)),
+            start_s=start_s,
+            steps=WARM_UP_STEPS + USUAL,
+        )
+
+    def profile_pays(self) -> bool:
+        """Whether a profile tells more for each second than any trial, and none was made."""
+        from meshwright.profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
+
+        return not read_trials(self.folder) and self._start().profile_pays(BUDGET_S)
+
+    def intended(self) -> Tuned:
+        """Return what would be tried if every step took what is predicted; nothing is run."""
+        tuner, queue = self._start(), list[int]()
+        while not tuner.done and (option := tuner.next_trial()) is not None:
+            next_s = tuner.trial_s(option)
+            spent = [self._expected(tuner, one) for one in queue]
+            if not self.budget.left(spent, next_s):
+                break
+            queue.append(option)
+            tuner = tuner.after(
+                Outcome(option=option, step_s=self._every[option].prediction.step_time_s)
+            )
+        return self._tuned(self._start(), (), "a dry run: nothing was tried", tuple(queue))
+
+    def _expected(self, tuner: Tuner, option: int) -> Trial:
+        one = self._every[option]
+        return Trial(
+            trial=1,
+            plan_digest=one.plan.digest,
+            layout=one.prediction.layout,
+            ended="ran",
+            predicted_s=one.prediction.step_time_s,
+            believed_s=one.prediction.step_time_s,
+            seconds=tuner.trial_s(option),
+            answer=one.prediction.layout,
+            sure=0.0,
+        )
+
+    def done(self) -> Tuned:
+        """Run trials until enough is known; an interrupt ends them with what is known so far."""
+        with alone_in(self.folder):
+            self._check_subject()
+            trials = read_trials(self.folder)
+            tuner = self._start(trials)
+            self._keep(tuner)
+            stopped = ""
+            try:
+                while not stopped:
+                    stopped = self._stop(tuner, trials)
+                    if stopped:
+                        break
+                    failed = self._failed(trials)
+                    option = tuner.next_trial(skip=failed)
+                    assert option is not None
+                    found = self._tried(tuner, option, trials)
+                    append(found, self.folder)
+                    trials = [*trials, found]
+                    tuner = self._start(trials)
+                    self._keep(tuner)
+            except KeyboardInterrupt:
+                stopped = INTERRUPTED
+        if not tuner.ran:
+            if not trials:
+                raise LaunchError(f"no trial ran: {stopped}")
+            raise LaunchError(
+                f"none of {len(trials)} trials ran ({stopped}): "
+                + "; ".join(f"{one.layout}: {one.why or one.ended}" for one in trials[-2:])
+            )
+        proof = None if stopped == INTERRUPTED else self._proof(tuner)
+        return replace(self._tuned(tuner, tuple(trials), stopped), proof=proof)
+
+    def _proof(self, tuner: Tuner) -> RenewedProof | None:
+        """Search again with the constants of the trials; None where nothing fits then."""
+        constants = self._constants(tuner)
+        request = replace(
+            self.request,
+            cluster=calibrated(self.machine, constants.calibration),
+            profile=self._used(constants),
+        )
+        chosen = self.candidates[tuner.answer].plan
+        try:
+            answer = search(request)
+        except NoPlanFits:
+            return None
+        known = {one.plan.layout for one in self.candidates}
+        return RenewedProof(
+            chosen_s=predict(chosen, request.model, request.cluster, request.profile).step_time_s,
+            lower_bound_s=answer.certificate.lower_bound_s,
+            layout=answer.prediction.layout,
+            step_s=answer.prediction.step_time_s,
+            known=answer.plan.layout in known,
+        )
+
+    def _check_subject(self) -> None:
+        """Refuse a folder with trials of something else."""
+        path = self.folder / SUBJECT
+        if not document.is_file(path):
+            document.write(self._subject, path)
+            return
+        other = differences(self._subject, document.read(Subject, path))
+        if other:
+            raise DocumentError(
+                "",
+                f"has trials with another {', '.join(other)}; name another folder with --trials",
+                file=str(self.folder),
+            )
+
+    def _failed(self, trials: Sequence[Trial]) -> frozenset[int]:
+        """Return candidates whose trial failed for another reason than memory."""
+        failed = {one.plan_digest for one in trials if one.ended == "failed"}
+        return frozenset(at for at, one in enumerate(self._every) if one.plan.digest in failed)
+
+    def _stop(self, tuner: Tuner, trials: Sequence[Trial]) -> str:
+        """Return why there are no more trials; empty: there are."""
+        if tuner.done:
+            return "no other plan is likely to be more than 2 % faster"
+        option = tuner.next_trial(skip=self._failed(trials))
+        if option is None:
+            return "all plans that may be faster were tried"
+        if not self.budget.left(trials, tuner.trial_s(option)):
+            return "the budget is used"
+        return ""
+
+    def _tried(self, tuner: Tuner, option: int, trials: Sequence[Trial]) -> Trial:
+        """Run one trial."""
+        number, one = len(trials) + 1, self._every[option]
+        believed_s, low_s, high_s = tuner.posterior.seconds(option)
+        self.told(
+            f"trial {number}: {one.prediction.layout}, expected {low_s:.3g} to {high_s:.3g} s a "
+            "step"
+        )
+        measured = trial(
+            self._command(folder_within(self.folder, f"{number:02}"), option),
+            best=None if self.small else tuner.best,
+            steadiness=tuner.steadiness,
+            most_s=LONGEST_START_S + PATIENCE * tuner.trial_s(option),
+        )
+        found = self._trial(number, one, believed_s, measured)
+        after = self._start([*trials, found])
+        seen = f"{found.step_s:.4g} s" if found.step_s is not None else found.why or ""
+        self.told(f"trial {number}: {found.ended} {seen}".rstrip())
+        return found.model_copy(
+            update={
+                "answer": self.candidates[after.answer].prediction.layout,
+                "sure": after.sure if after.ran else 0.0,
+            }
+        )
+
+    def _trial(self, number: int, one: TrialCandidate, believed_s: float, seen: Measured) -> Trial:
+        ratio = seen.peak_bytes / one.peak_bytes if seen.peak_bytes and one.peak_bytes else None
+        return Trial(
+            trial=number,
+            plan_digest=one.plan.digest,
+            layout=one.prediction.layout,
+            ended=seen.ended,
+            predicted_s=one.prediction.step_time_s,
+            believed_s=believed_s,
+            step_s=seen.step_s,
+            noise=seen.noise,
+            steps=seen.steps,
+            memory_ratio=ratio,
+            seconds=seen.seconds,
+            answer=one.prediction.layout,
+            sure=0.0,
+            why=seen.why or None,
+        )
+
+    def _command(self, folder: Path, option: int) -> Trialled:
+        """Write a trial's files, and return what runs it."""
+        plan, path = self._every[option].plan, folder / "plan.yaml"
+        request = self.request
+        if self.small is not None:
+            stand_in = self.small.stand_ins[option - len(self.candidates)]
+            request = stand_in.request
+            _write_model(stand_in, folder)
+        work = LoggedWork(job=plan.job, devices=plan.mesh.devices)
+        document.write(plan, path)
+        if self.run is None:
+            words = launch_words(path, folder, self.options)
+            return Trialled(words=words, folder=folder, ranks=plan.mesh.devices, work=work)
+        base = base_of(request.stack.name)
+        config = folder / f"config{SUFFIXES.get(base, '')}"
+        if "{config}" in self.run and base != "native":
+            text = configuration(plan, request.model, base, request.cluster)
+            document.write_text(text, config)
+        words = words_of(
+            self.run,
+            config=str(config if base != "native" else path),
+            plan=str(path),
+            output=folder,
+        )
+        reader = None
+        if base != "native":
+            if base not in READERS:
+                raise DocumentError(
+                    "backend", f"is {base}, whose logs are not read; {', '.join(READERS)} are"
+                )
+            reader = READERS[base]
+        return Trialled(
+            words=words, folder=folder, ranks=plan.mesh.devices, work=work, reader=reader
+        )
+
+    def _keep(self, tuner: Tuner) -> None:
+        """Write the plan so far, and the constants of the cluster."""
+        document.write(self.candidates[tuner.answer].plan, self.output)
+        if tuner.ran:
+            told = self._constants(tuner)
+            document.write(told, self.folder / CONSTANTS_FILE)
+            machine = calibrated(self.machine, told.calibration)
+            document.write(machine, self.folder / CLUSTER_FILE)
+
+    def _constants(self, tuner: Tuner) -> Profile:
+        """Return the cluster's constants as a profile that is valid for any model."""
+        request, now = self.request, datetime.datetime.now().isoformat(timespec="seconds")
+        told = calibration(
+            self.machine,
+            tuner.posterior,
+            request.stack.host,
+            pace=pace_of(None if request.profile is None else request.only_profile),
+            runs=len(tuner.ran),
+            source=f"tune of {now}, {len(tuner.ran)} trials of {request.model.name}"[:200],
+            seen=self.on,
+        )
+        runs = sorted(tuner.ran, key=lambda option: float(tuner.posterior.mean[option]))
+        found = as_measured(
+            told,
+            [tuner.measured(option).step_s for option in runs],
+            lambda constants, run: self._with(constants, runs[run]),
+        )
+        return self._profile(found)
+
+    def _with(self, constants: Calibration, option: int) -> float:
+        """Return what an option is predicted to take with some constants."""
+        request = self._request_of(option)
+        return predict(
+            self._every[option].plan,
+            request.model,
+            calibrated(self.machine if self.on is None else self.on, constants),
+            self._used(self._profile(constants)),
+        ).step_time_s
+
+    def _used(self, profile: Profile) -> Profile | None:
+        """Return a profile as predictions of the request's framework use it."""
+        return None if base_of(self.request.stack.name) != "native" else profile
+
+    def _request_of(self, option: int) -> Request:
+        """Return what an option is a plan of: the request, or one in small."""
+        if self.small is None:
+            return self.request
+        return self.small.stand_ins[option - len(self.candidates)].request
+
+    def _profile(self, found: Calibration) -> Profile:
+        """Return constants beside what was measured of the machine before, if anything was."""
+        request, today = self.request, datetime.date.today().isoformat()
+        if request.profile is not None and request.only_profile is not None:
+            return request.only_profile.model_copy(update={"calibration": found})
+        return profile_of_any_model(
+            found,
+            command=f"meshwright tune {request.model.name}",
+            today=today,
+            ranks=(self.on or request.cluster).devices,
+        )
+
+    def _tuned(
+        self,
+        tuner: Tuner,
+        trials: tuple[Trial, ...],
+        stopped: str,
+        queue: tuple[int, ...] = (),
+    ) -> Tuned:
+        return Tuned(
+            candidates=self.candidates,
+            trials=trials,
+            tuner=tuner,
+            devices=(self.on or self.request.cluster).devices,
+            planned_s=self.planned_s,
+            stopped=stopped,
+            plan_file=None if queue else self.output,
+            folder=self.folder,
+            queue=queue,
+            small=self.small,
+            on=self._called_on,
+        )
+
+
+def _write_model(stand_in: SmallTrial, folder: Path) -> None:
+    """Write the configuration of a model with fewer layers beside the plan that names it."""
+    if stand_in.config is not None:
+        where = folder_within(folder, stand_in.request.model.name)
+        document.write_text(json.dumps(stand_in.config, indent=2), where / "config.json")
+
+
+def _outcome(option: int, one: Trial) -> Outcome:
+    return Outcome(
+        option=option,
+        step_s=one.step_s,
+        noise=one.noise or 0.0,
+        steps=one.steps,
+        memory_ratio=one.memory_ratio,
+    )

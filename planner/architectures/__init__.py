@@ -1,0 +1,1 @@
+"""Architectures of models: configurations, families, parameters."""

@@ -1,0 +1,462 @@
+"""A row of a table of real runs, read as what was run: model, cluster, framework and layout.
+
+The table is CSV with a header; cells that are not known are empty and other
+columns are ignored.  What a row leaves open is filled in by stated conventions (`Setup.assumed`
+lists them); a row that lacks what no convention can give becomes a `Skipped` with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.architectures.architecture import graph_of
+from meshwright.planner.calibration.tables import cells
+from meshwright.planner.calibration.tables.cells import (
+    Row,
+    degree,
+    flag,
+    number,
+    optional,
+    seen,
+    word,
+)
+from meshwright.planner.calibration.tables.figures import architecture_of_row
+from meshwright.planner.calibration.tables.machines import cluster_of_row
+from meshwright.planner.calibration.tables.options import RunOptions, options_of_row
+from meshwright.planner.catalog import stack_name, stacks
+from meshwright.planner.documents.cluster import EIGHT_BITS, Precision
+from meshwright.planner.documents.document import read_table
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.documents.stack import Stack, usual_of_release, with_options, without_source
+from meshwright.planner.documents.stack_space import EVERYTHING, Facts, condition_of
+from meshwright.planner.documents.training import Lora
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.setup import Setup
+from meshwright.planner.schedules import PLAIN
+from meshwright.planner.schedules import interleaved as looped
+
+NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""What has adapters where a stack gives them to attention alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """What was seen of a run, and on which of it a prediction may be judged."""
+
+    id: str
+    source: str
+    model: str
+    accelerator: str
+    framework: str
+    step_time_s: float | None
+    peak_memory_gib: float | None
+    memory_kind: str
+    memory_rank: str
+    out_of_memory: bool | None
+    complete: bool
+    """Everything needed to predict the run is known (inputs tier A)."""
+    judge_time: bool
+    judge_memory: bool
+    judge_rank: bool
+    sweep: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A row that cannot be predicted."""
+
+    reason: str
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a table; DocumentError where its header lacks what every run needs."""
+    header, rows = read_table(path)
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        raise DocumentError(
+            "header",
+            f"lacks {', '.join(missing)}; a table of runs has the columns {', '.join(NEEDED)}, ...",
+            file=str(path),
+        )
+    return list(rows)
+
+
+def measured_of(row: Row) -> MeasuredRun:
+    """Return what a row says was seen."""
+    out_of_memory = flag(row, "out_of_memory")
+    step_time_s = seen(row, "step_time_s")
+    memory = seen(row, "peak_memory_gib")
+
+    def judged(column: str, default: bool) -> bool:
+        told = flag(row, column)
+        return default if told is None else told
+
+    failed = bool(out_of_memory)
+    return MeasuredRun(
+        id=row["id"],
+        source=row["source"],
+        model=row.get("model", ""),
+        accelerator=row.get("accelerator", ""),
+        framework=row.get("framework", ""),
+        step_time_s=None if failed else step_time_s,
+        peak_memory_gib=None if failed else memory,
+        memory_kind=word(row.get("memory_kind", "")) or "unknown",
+        memory_rank=word(row.get("memory_rank", "")) or "unknown",
+        out_of_memory=out_of_memory,
+        complete=row.get("inputs_tier", "A") in ("", "A"),
+        judge_time=judged("judge_time", step_time_s is not None),
+        judge_memory=judged("judge_memory", memory is not None),
+        judge_rank=judged("judge_rank", bool(row.get("sweep"))),
+        sweep=row.get("sweep", ""),
+    )
+
+
+def setup_of(
+    row: Row, *, unknown: Collection[str] = (), left_out: Collection[str] = ()
+) -> Setup | Skipped:
+    """Return what a row ran, or why it cannot be determined.
+
+    `unknown` names stacks that are left out: what they trained is read as an unknown framework's.
+    `left_out` names all sources of its table: what rests on the row's own is left out.
+    """
+    try:
+        return _setup(row, unknown, left_out)
+    except DocumentError as error:
+        return Skipped(reason=str(error))
+    except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
+        return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
+
+
+def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Setup:
+    assumed: list[str] = []
+    architecture = architecture_of_row(row, assumed)
+    tensor, pipeline, context = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
+    devices = _devices(row, tensor * pipeline * context)
+    data = _data_degree(row, devices, tensor * pipeline * context)
+    micro_batch, micro_batches, global_batch = _batches(row, data, assumed)
+    expert, expert_tensor = _expert_degrees(row, tensor * context * data, assumed)
+    precision, quantised = _told(row, "precision", cells.precision, ("bf16", False), None)
+    if word(row.get("precision", "")) in cells.EMPTY:
+        assumed.append("precision bf16")
+    had = options_of_row(row)
+    recompute = _told(row, "recompute", cells.recomputed, None, assumed)
+    if recompute in (None, "partial") and had.recompute is not None:
+        recompute = had.recompute
+    assumed += [f"option '{each[:40]}' taken as not known" for each in had.unread]
+    if "options" in row and not had.said:
+        assumed.append("options as usual of its framework and release")
+    zero = _told(row, "zero_stage", cells.zero_stage, None, assumed)
+    task = _told(row, "task", cells.task, "pretrain", None)
+    memory_gb = number(row, "accelerator_memory_gb")
+    network = number(row, "inter_gb_per_s_per_device")
+    cluster, of_cluster = cluster_of_row(
+        row.get("accelerator", ""),
+        devices,
+        optional(row, "devices_per_node") or 8,
+        memory_gb=memory_gb or None,
+        intra_link=row.get("intra_link", ""),
+        network_bytes_per_s=network * 1e9 if network else None,
+    )
+    assumed += of_cluster
+    framework = row.get("framework", "").lower()
+    fused = flag(row, "flash_attention")
+    stack, known = stack_of_framework(
+        framework,
+        zero=zero,
+        alone=task != "pretrain" and tensor * pipeline == 1,
+        fused=fused,
+        precision=precision,
+        unknown=unknown,
+    )
+    if left_out:
+        stack = _without(stack.name, row["source"], frozenset(left_out))
+    if not known:
+        framework = "" if framework and _own_stack(framework) else framework
+        assumed.append(f"framework '{framework}' priced as stack {stack.name}")
+    divided = flag(row, "sequence_parallel")
+    zero = stack.sharding.zero if zero is None else zero
+    shard = data if zero else 1
+    if zero and any(part in word(row.get("zero_stage", "")) for part in ("hsdp", "hybrid")):
+        in_node = max(1, cluster.groups[0].devices_per_node // (tensor * pipeline))
+        shard = max(1, math.gcd(data * context, in_node) // context)
+    virtual = _chunks(row, architecture.layers, pipeline, micro_batches, assumed)
+    on_host = cells.offloaded(row.get("offload", "")) | had.offload
+    if had.offloaded_blocks:
+        on_host |= {"activations"}
+    job = Job(
+        seq_len=architecture.max_positions,
+        global_batch=global_batch,
+        precision=precision,
+        lora=_adapters(task, stack, had, quantised=quantised),
+    )
+    space = stack.space or EVERYTHING
+    scales = (had.scales or stack.eight_bit.scales) if precision == "fp8" else "tensorwise"
+    compiled = bool(flag(row, "compiled"))
+    as_graph = compiled and "block" in space.compile
+    asynchronous = "async" in space.tensor_overlaps
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        data_shard=shard,
+        data_replicate=data // shard,
+        zero=zero,
+        schedule=looped.INTERLEAVED.name if virtual > 1 else PLAIN,
+        virtual_stages=virtual,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        offload="parameters"
+        if "params" in on_host
+        else "optimizer"
+        if "optimizer" in on_host
+        else "none",
+        sequence_parallel=stack.tensor.sequence_parallel if divided is None else divided,
+        scales=scales,
+        weight_wire=space.usual_wire(precision, scales) if zero == 3 else "full",
+        compile="block" if as_graph else "none",
+        loss=had.loss,
+        tensor_overlap="async"
+        if "tp-overlap" in had.stack and tensor > 1 and asynchronous
+        else "none",
+    )
+    facts = Facts(_graph(architecture), cluster, job, layout)
+    further = _options_of_run(row, stack, facts, had, assumed)
+    return Setup(
+        request=Request(
+            facts.model,
+            cluster,
+            job,
+            stack=_with_options(stack, fused, compiled=compiled and not as_graph, further=further),
+        ),
+        layout=layout,
+        recompute=recompute,
+        recomputed_blocks=had.recomputed_blocks,
+        offloaded_blocks=had.offloaded_blocks,
+        activations="offload" if "activations" in on_host else "keep",
+        known=known,
+        assumed=tuple(assumed),
+    )
+
+
+def _adapters(task: str, stack: Stack, had: RunOptions, *, quantised: bool) -> Lora | None:
+    """Return the adapters of a task; rank and matrices are the stack's where a row says none."""
+    if task not in ("lora", "qlora"):
+        return None
+    of_attention = (had.adapters or stack.kernels.adapters) == "attention"
+    return Lora(
+        rank=had.adapter_rank or stack.kernels.adapter_rank,
+        targets=ATTENTION if of_attention else stack.kernels.adapter_targets,
+        quantised=quantised or task == "qlora",
+    )
+
+
+def _options_of_run(
+    row: Row, stack: Stack, facts: Facts, had: RunOptions, assumed: list[str]
+) -> tuple[str, ...]:
+    """Return the options of a run's stack: as known of its runs and its release, and as it says.
+
+    What comes later changes what came before.
+    """
+    options = [
+        *_runs_with(stack, facts),
+        *usual_of_release(stack, row.get("release", "")),
+        *had.stack,
+    ]
+    accelerator = facts.cluster.groups[0].accelerator if facts.cluster else None
+    measured = accelerator.kernels.eight_bit_attention if accelerator else {}
+    if "fp8-attention" in options and facts.job.precision not in measured:
+        options.remove("fp8-attention")
+        assumed.append(f"attention in 16 bits, since no rate in {facts.job.precision} is measured")
+    return tuple(options)
+
+
+def stack_of_framework(
+    framework: str,
+    *,
+    zero: int | None,
+    alone: bool,
+    fused: bool | None = None,
+    precision: Precision = "bf16",
+    unknown: Collection[str] = (),
+) -> tuple[Stack, bool]:
+    """Return the stack of a framework, and whether it is its own.
+
+    Attention that is not `fused` tells of releases before 2022, where those have a stack.
+    An unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
+    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  Of
+    fine-tuning in 8 bits, in which the former does not train, kernels are Transformer Engine's:
+    `megatron`.
+    """
+    own = _own_stack(framework)
+    if own is not None and fused is False and own.versions and own.versions.earlier:
+        own = stacks()[own.versions.earlier]
+    if own is not None and own.name not in unknown:
+        return own, True
+    close = stacks()["transformers" if alone else "fsdp" if zero == 3 else "unknown"]
+    trains_in = close.space.precisions if close.space else None
+    if trains_in is not None and precision in EIGHT_BITS and precision not in trains_in:
+        return stacks()["megatron" if alone else "unknown"], False
+    return close, False
+
+
+def _runs_with(stack: Stack, facts: Facts) -> tuple[str, ...]:
+    """Return the options that runs of a stack had as far as is known; its name will tell them."""
+    return tuple(
+        option
+        for known in stack.accuracy.runs_with
+        if all(condition_of(text).holds(facts) for text in known.when)
+        for option in known.options
+    )
+
+
+def _own_stack(framework: str) -> Stack | None:
+    """Return the stack that a framework's name or alias stands for; None for an unknown one."""
+    try:
+        found = stacks()[stack_name(framework.partition("+")[0])]
+    except DocumentError:
+        return None
+    return None if found.name == "unknown" else found
+
+
+@lru_cache(maxsize=256)
+def _without(name: str, source: str, sources: frozenset[str]) -> Stack:
+    """Return a stack without what rests on one of a table's sources."""
+    return without_source(stacks()[name], source, sources, stacks()["unknown"])
+
+
+_KNOWN: dict[tuple[int, tuple[str, ...]], tuple[Stack, Stack]] = {}
+"""By a stack's id, which stays alive so that the id stays its own, and options."""
+
+
+def _with_options(
+    stack: Stack, flash_attention: bool | None, *, compiled: bool, further: tuple[str, ...]
+) -> Stack:
+    """Return a stack with what a row says of its kernels, and `further` options that its runs had.
+
+    Rows alike share one.  `native` has no kernels to choose.
+    """
+    if stack.name == "native":
+        return stack
+    options = [] if flash_attention is None else ["flash" if flash_attention else "eager-attention"]
+    options += [*(["compiled"] if compiled else []), *further]
+    key = id(stack), tuple(options)
+    if key not in _KNOWN:
+        _KNOWN[key] = stack, with_options(stack, options)
+    return _KNOWN[key][1]
+
+
+@lru_cache(maxsize=1024)
+def _graph(architecture: Architecture) -> ModelGraph:
+    return graph_of(architecture, name="model")
+
+
+def _told(
+    row: Row, column: str, read: Callable[[str], Any], default: Any, assumed: list[str] | None
+) -> Any:
+    """Return what a word means; the default where it is empty, and where it says nothing known.
+
+    Without a list of assumptions a word that is not known is an error.
+    """
+    cell = row.get(column, "")
+    if word(cell) in cells.EMPTY:
+        return default
+    found = read(cell)
+    if found is not None:
+        return found
+    if assumed is None:
+        raise DocumentError("", f"{column} '{cell[:40]}' is not known")
+    assumed.append(f"{column} '{cell[:40]}' taken as not known")
+    return default
+
+
+MOST_CHUNKS = 6
+
+
+def _chunks(row: Row, layers: int, pipeline: int, micro_batches: int, assumed: list[str]) -> int:
+    """Return model chunks per rank.
+
+    Megatron-LM runs that do not say are interleaved, if their micro-batches go through in rounds.
+    """
+    known = optional(row, "vpp")
+    each = max(1, layers // pipeline)
+    most = -(-(layers + 2) // pipeline)  # embedding and loss may count as layers
+    if known is not None and known > most:
+        assumed.append(f"{most} chunks on each pipeline rank")
+        return most
+    rounds = pipeline > 1 and micro_batches % pipeline == 0
+    if known is not None or not rounds or word(row.get("framework", "")) != "megatron":
+        return max(1, known or 1)
+    chunks = next(n for n in range(min(MOST_CHUNKS, each), 0, -1) if each % n == 0)
+    assumed.append(f"{chunks} chunks on each pipeline rank")
+    return chunks
+
+
+def _devices(row: Row, others: int) -> int:
+    """Return the devices of the job: as the row says, or what its degrees multiply to."""
+    devices = optional(row, "n_devices")
+    if devices is None and optional(row, "dp"):
+        devices = others * (optional(row, "dp") or 1)
+    if devices is None:
+        raise DocumentError("", "n_devices is not known")
+    if devices == 0:
+        raise ValueError("n_devices is 0")
+    return devices
+
+
+def _data_degree(row: Row, devices: int, others: int) -> int:
+    """Return how many replicas the samples are divided among."""
+    data = optional(row, "dp")
+    if data is not None and data * others == devices:
+        return data
+    if devices % others:
+        raise DocumentError("", "tp x pp x cp does not divide n_devices")
+    return devices // others
+
+
+def _expert_degrees(row: Row, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    """Return the degrees that divide experts and each of them, among the ranks of one stage."""
+    expert, expert_tensor = degree(row, "ep"), degree(row, "etp")
+    if ranks % (expert * expert_tensor):
+        expert_tensor = math.gcd(expert_tensor, ranks)
+        expert = math.gcd(expert, ranks // expert_tensor)
+        assumed.append(f"experts divided among {expert} x {expert_tensor} ranks")
+    return expert, expert_tensor
+
+
+def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
+    """Return micro-batch, micro-batches and global batch; one sample where neither is known.
+
+    A last micro-batch with fewer samples counts as a whole one.
+    """
+    micro_batch, cell = optional(row, "micro_batch_size"), number(row, "global_batch_size")
+    if not micro_batch:
+        assumed.append("micro_batch 1")
+        micro_batch = 1
+    if not cell:
+        assumed.append("one micro-batch a step")
+        return micro_batch, 1, micro_batch * data
+    global_batch = max(1, round(cell))
+    share = -(-global_batch // data)
+    micro_batch = min(micro_batch, share)
+    count = -(-share // micro_batch)
+    if count * micro_batch * data != global_batch:
+        assumed.append(f"{count} whole micro-batches on each of {data} ranks")
+    return micro_batch, count, global_batch
+
+
+def each(
+    rows: list[Row], *, unknown: Collection[str] = (), left_out: Collection[str] = ()
+) -> Iterator[tuple[MeasuredRun, Setup | Skipped]]:
+    """Yield what was seen and what was run, row by row."""
+    for row in rows:
+        yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out)

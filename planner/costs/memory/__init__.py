@@ -1,0 +1,1 @@
+"""Bytes of a rank: states, the caching allocator, host memory, the peak."""

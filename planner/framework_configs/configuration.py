@@ -1,0 +1,151 @@
+"""A plan as the configuration of a framework, or why that cannot run it.
+
+What is written asks for the plan's parallel degrees, batches, schedule, recomputation, sharding,
+precision, optimizer and learning rates; model, data and number of steps are the other's own.  A
+plan that uses what a framework does not support is refused, and what a framework sets in its
+training script is named: nothing is left out silently.  Which releases read what is written, and
+what they make of it, is measured in `docs/exports.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.plugins import loaded, plugins
+from meshwright.planner.documents.stack import base_of
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs import (
+    accelerate,
+    deepspeed,
+    fsdp,
+    megatron,
+    megatron_bridge,
+    nanotron,
+    torchtitan,
+    torchtitan_toml,
+    transformers,
+)
+from meshwright.planner.framework_configs.exportable_plan import FrameworkPlan, for_all, own_text
+from meshwright.planner.frameworks.executable import rules_of
+from meshwright.planner.requests.request import Request
+
+
+class Written(NamedTuple):
+    """How plans are written for a framework."""
+
+    obstacles: Callable[[FrameworkPlan], Iterator[str]]
+    """What stands against a plan."""
+    text: Callable[[FrameworkPlan], str]
+    outside: Callable[[FrameworkPlan], Iterator[str]]
+    """What is set elsewhere."""
+    says: frozenset[str] = frozenset()
+    """Fields of a plan that it says and most others do not."""
+
+
+def configuration(
+    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+) -> str:
+    """Return the text of a framework's configuration; DocumentError names what it cannot do.
+
+    Frameworks of NEED_NODES get the cluster's nodes too.
+    """
+    if not is_written(to):
+        known = [*FRAMEWORKS, *plugins("exporters")]
+        raise DocumentError("to", f"is '{to:.40}'; {nearest(to, known)}")
+    found = obstacles(plan, model, to, cluster)
+    if found:
+        raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(found)}")
+    return _writer(to).text(FrameworkPlan(plan=plan, model=model, cluster=cluster))
+
+
+def is_written(to: str) -> bool:
+    """Tell whether plans are written for a framework, by us or by an installed package."""
+    return to in FRAMEWORKS or to in plugins("exporters")
+
+
+def _writer(to: str) -> Written:
+    """Return how plans are written for a framework; our own go before those of packages."""
+    if to in FRAMEWORKS:
+        return FRAMEWORKS[to]
+    found = loaded("exporters", to)
+    if not isinstance(found, Written):
+        raise DocumentError(
+            "to",
+            f"{plugins('exporters')[to].value} is no "
+            "meshwright.planner.framework_configs.configuration.Written; "
+            "return one from the plugin",
+        )
+    return found
+
+
+def obstacles(
+    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+) -> list[str]:
+    """Return what of a plan a framework does not do."""
+    wanted, how = FrameworkPlan(plan=plan, model=model, cluster=cluster), _writer(to)
+    return [*for_all(wanted, how.says), *how.obstacles(wanted)]
+
+
+def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Say why the backend of a plan does not run it: by its configuration, or by its space.
+
+    A plan has figures all the same: those of the backend, were it to run the plan.
+    """
+    backend, layout = base_of(plan.backend), plan.layout
+    request = Request.of_plan(plan, model, cluster)
+    found = rules_of(request.stack)(model, cluster, plan.job, layout)
+    reasons = [] if found is None else [found.removeprefix(f"{request.stack.name}: ")]
+    if is_written(backend):
+        reasons += obstacles(plan, model, backend, cluster)
+    told = "; ".join(dict.fromkeys(reasons))
+    return (f"{plan.backend} cannot run this plan: {told}",) if told else ()
+
+
+def with_environment(text: str, environment: Mapping[str, str]) -> str:
+    """Return a configuration headed by a comment with what its ranks are started with.
+
+    JSON has no comments, and is returned as it is.
+    """
+    if not environment or text.startswith("{"):
+        return text
+    pairs = " ".join(f"{name}={value}" for name, value in environment.items())
+    return f"# start ranks with {pairs}\n{text}"
+
+
+def in_the_script(
+    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+) -> list[str]:
+    """Return what of a plan is set elsewhere: in the training script, or where it is started."""
+    wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster)
+    return [*_writer(to).outside(wanted), *own_text(wanted)]
+
+
+FRAMEWORKS = {
+    "megatron": Written(megatron.obstacles, megatron.text, megatron.outside, megatron.SAYS),
+    "torchtitan": Written(
+        torchtitan.obstacles, torchtitan.text, torchtitan.outside, torchtitan.SAYS
+    ),
+    "torchtitan@0.2": Written(
+        torchtitan_toml.obstacles, torchtitan_toml.text, torchtitan_toml.outside, torchtitan.SAYS
+    ),
+    "megatron-bridge": Written(
+        megatron_bridge.obstacles, megatron_bridge.text, megatron_bridge.outside, megatron.SAYS
+    ),
+    "transformers": Written(transformers.obstacles, transformers.text, transformers.outside),
+    "deepspeed": Written(deepspeed.obstacles, deepspeed.text, deepspeed.outside),
+    "accelerate": Written(accelerate.obstacles, accelerate.text, accelerate.outside),
+    "nanotron": Written(nanotron.obstacles, nanotron.text, nanotron.outside),
+    "fsdp": Written(fsdp.obstacles, fsdp.text, fsdp.outside),
+    "megatron-deepspeed": Written(
+        megatron.deepspeed_obstacles, megatron.deepspeed_text, megatron.outside
+    ),
+}
+"""By the name of their stack; torchtitan@0.2 is its last release that reads TOML."""
+
+NEED_NODES = ("accelerate",)
+"""Frameworks whose configuration counts nodes."""

@@ -1,0 +1,385 @@
+"""A configuration of another framework as a plan: what it says, and what had to be assumed.
+
+What a configuration says is taken over; what it leaves open is what that framework does
+then, or what is assumed, which is named.  Its layers are divided among stages by the framework's
+own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.planner.catalog import models
+from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents.axes import AXIS_NAMES
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.document import first_error, nearest
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.training import Training
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.readers import (
+    accelerate,
+    deepspeed,
+    fsdp,
+    megatron,
+    megatron_bridge,
+    nanotron,
+    torchtitan,
+    transformers,
+)
+from meshwright.planner.framework_configs.readers import batch_script as script
+from meshwright.planner.framework_configs.readers.parsed_config import Told
+from meshwright.planner.framework_configs.torchtitan import REGISTERED
+from meshwright.planner.frameworks.stage_rules import by_products, ends_of
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import PLAIN
+from meshwright.planner.schedules.schedule import obstacle
+
+READERS: dict[str, Callable[[str], Told]] = {
+    "megatron": megatron.read,
+    "megatron-bridge": megatron_bridge.read,
+    "torchtitan": torchtitan.read,
+    "torchtitan@0.2": torchtitan.read,
+    "deepspeed": deepspeed.read,
+    "accelerate": accelerate.read,
+    "transformers": transformers.read,
+    "nanotron": nanotron.read,
+    "fsdp": fsdp.read,
+    "slurm": script.read,
+}
+"""By the framework, or the kind of file, that is imported from."""
+_STACKS = {"megatron-bridge": "megatron"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A plan, and how far it is what the configuration says."""
+
+    plan: Plan
+    assumed: tuple[str, ...]
+    """What the configuration does not say, or says of what plans do not have."""
+    unknown: tuple[str, ...]
+    """Keys that were not understood, or that say nothing of how the model is trained."""
+
+
+def imported(
+    text: str,
+    of: str,
+    cluster: ClusterSpec,
+    *,
+    model: ModelGraph | None = None,
+    called: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+) -> Imported:
+    """Return the plan of a configuration's text; DocumentError says why there is none.
+
+    `model` is needed where the configuration names none of the catalogue.
+    """
+    if of not in READERS:
+        raise DocumentError("from", f"is '{of:.40}'; {nearest(of, list(READERS))}")
+    told = READERS[of](text)
+    assumed = list(told.assumed)
+    graph = model if model is not None else _model(told, assumed)
+    _check_figures(told, graph)
+    request = Request.of(
+        graph,
+        cluster,
+        seq_len=seq_len or told.seq_len,
+        precision=cluster.precision_for(told.precision),  # type: ignore[arg-type]
+    )
+    if told.seq_len is None and seq_len is None:
+        assumed.append(f"{request.job.seq_len} tokens a sample (--seq-len)")
+    if told.precision is None:
+        assumed.append(f"precision {request.job.precision}")
+    replicate, shard, zero = _data(told, cluster, assumed)
+    data = replicate * shard
+    micro_batch, micro_batches = _batches(told, data, global_batch, request, assumed)
+    stages = _stages(told, graph, assumed)
+    pipelined = told.pipeline > 1
+    schedule = (told.schedule if pipelined else None) or PLAIN
+    virtual = told.virtual_stages if pipelined else 1
+    found = obstacle(
+        schedule, stages=len(stages), micro_batches=micro_batches, virtual_stages=virtual
+    )
+    if pipelined and found:
+        raise DocumentError(found[0], found[1])
+    training = _training(told)
+    stack = "+".join([_STACKS.get(told.framework, told.framework), *told.options])
+    try:
+        plan = Plan(
+            model=PlannedModel.of(graph),
+            cluster=called or cluster.name,
+            backend=stack,
+            seq_len=request.job.seq_len,
+            global_batch=micro_batch * micro_batches * data,
+            precision=request.job.precision,
+            mesh=Mesh(
+                tensor=told.tensor,
+                context=told.context,
+                data_shard=shard,
+                data_replicate=replicate,
+                pipeline=told.pipeline,
+                expert=told.expert,
+                expert_tensor=told.expert_tensor,
+                sequence_parallel=told.sequence_parallel or told.tensor == 1,
+            ),
+            zero=zero,
+            schedule=schedule,
+            virtual_stages=virtual,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            **{axis: getattr(told, axis) for axis in AXIS_NAMES if hasattr(told, axis)},
+            **told.axes,
+            training=training,
+            stages=stages,
+        )
+    except ValidationError as error:
+        raise first_error(error) from error
+    plan.check_model(graph)
+    return Imported(plan=plan, assumed=tuple(assumed), unknown=tuple(dict.fromkeys(told.unknown)))
+
+
+def _model(told: Told, assumed: list[str]) -> ModelGraph:
+    """Return the model of the catalogue that a configuration means, by its name or its figures."""
+    name = str(told.model.get("registered", ""))
+    by_function = [known for known, (_, function) in REGISTERED.items() if function == name]
+    if by_function:
+        return resolve_model(by_function[-1])
+    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
+    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
+        if plain.removesuffix(ending) in models():
+            return resolve_model(plain.removesuffix(ending))
+    figures = {key: told.model[key] for key in _FIGURES if key in told.model}
+    if {"layers", "hidden_size"} <= set(figures):
+        alike = [
+            graph
+            for graph in map(resolve_model, models())
+            if graph.architecture is not None and not _differences(figures, graph)
+        ]
+        if alike:
+            others = ", ".join(graph.name for graph in alike[1:])
+            also = f"; so have {others}" if others else ""
+            assumed.append(f"the model is {alike[0].name}, which has its figures{also} (--model)")
+            return alike[0]
+    said = ", ".join(f"{key} {value}" for key, value in figures.items())
+    raise DocumentError(
+        "model",
+        f"is not known from the configuration ({name or said or 'it names none'}); name it with "
+        "--model",
+    )
+
+
+_FIGURES = ("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab_size", "experts")
+
+
+def _figure(a: Architecture, name: str) -> int:
+    if name == "experts":
+        return a.experts.count if a.experts else 0
+    found: int = getattr(a, name)
+    return found
+
+
+def _other(a: Architecture, name: str, value: int) -> bool:
+    """Whether a figure is another model's; vocabularies are padded, experts have their own MLP."""
+    have = _figure(a, name)
+    if name == "vocab_size":
+        return not have <= value <= 1.02 * have + 1024
+    return have != value and not (name == "ffn_size" and a.experts is not None)
+
+
+def _differences(figures: dict[str, Any], graph: ModelGraph) -> list[str]:
+    a = graph.architecture
+    if a is None:
+        return []
+    return [
+        f"{name} {value}, and {graph.name} has {_figure(a, name)}"
+        for name, value in figures.items()
+        if _other(a, name, value)
+    ]
+
+
+def _check_figures(told: Told, graph: ModelGraph) -> None:
+    figures = {key: told.model[key] for key in _FIGURES if key in told.model}
+    found = _differences(figures, graph)
+    if found:
+        raise DocumentError("model", f"has {'; '.join(found)}; name its own with --model")
+
+
+def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, int, int]:
+    """Return data-parallel groups, ranks of each that shard, and the ZeRO stage."""
+    devices = told.devices or cluster.devices
+    others = told.tensor * told.pipeline * told.context
+    if devices % others and not cluster.devices % others:
+        assumed.append(f"all {cluster.devices} devices of the cluster: {devices} ranks are started")
+        devices = cluster.devices
+    if devices > cluster.devices:
+        raise DocumentError(
+            "cluster", f"has {cluster.devices} devices, and the configuration starts {devices}"
+        )
+    if devices % others:
+        raise DocumentError(
+            "mesh",
+            f"tensor {told.tensor} x pipeline {told.pipeline} x context {told.context} does not "
+            f"divide {devices} ranks; "
+            "change a degree, or the number of ranks",
+        )
+    data = devices // others
+    replicate, shard = told.data_replicate, told.data_shard
+    if shard == 0:
+        shard = cluster.groups[0].devices_per_node
+        replicate = None
+    if replicate is not None and shard == -1:
+        shard = max(1, data // replicate)
+    if shard is None:
+        shard = (data // (replicate or 1)) if told.zero else 1
+    replicate = replicate or max(1, data // shard)
+    if replicate * shard != data:
+        raise DocumentError(
+            "mesh",
+            f"data_replicate {replicate} x data_shard {shard} x {others} are not {devices} ranks; "
+            "change a degree, or the number of ranks",
+        )
+    zero = told.zero
+    if zero and shard * told.context == 1:
+        zero = 0
+        if data == 1 and told.framework not in ("torchtitan", "fsdp"):
+            assumed.append("ZeRO without data parallelism shards nothing")
+    if not zero:
+        replicate, shard = data, 1
+    return replicate, shard, zero
+
+
+def _batches(
+    told: Told, data: int, wanted: int | None, request: Request, assumed: list[str]
+) -> tuple[int, int]:
+    """Return samples of a forward, and forwards of a rank and step."""
+    micro_batch, count = told.micro_batch, told.micro_batches
+    whole = told.global_batch or wanted
+    if micro_batch is None and whole and count:
+        micro_batch = max(1, whole // (data * count))
+    if micro_batch is None:
+        micro_batch = 1
+        assumed.append("1 sample a micro-batch")
+    if whole is None:
+        if count is None and told.framework in ("megatron", "megatron-bridge", "torchtitan"):
+            count = told.pipeline if told.framework == "torchtitan" else 1
+        if count is None:
+            whole = request.job.global_batch
+            count = max(1, whole // (micro_batch * data))
+            assumed.append(f"{micro_batch * count * data} samples a step (--global-batch)")
+        return micro_batch, count
+    if whole % (micro_batch * data):
+        raise DocumentError(
+            "global_batch",
+            f"is {whole}, which {data} data-parallel ranks and micro-batches of {micro_batch} do "
+            "not divide; "
+            "change either",
+        )
+    found = whole // (micro_batch * data)
+    if count is not None and count != found:
+        raise DocumentError(
+            "global_batch",
+            f"is {whole}: {found} micro-batches of {micro_batch} on {data} ranks, and {count} are "
+            "accumulated; "
+            "change the batch, or what is accumulated",
+        )
+    return micro_batch, found
+
+
+def _stages(told: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, ...]:
+    """Return the stages with their layers, and which of those are recomputed."""
+    before, blocks, behind = ends_of(graph)
+    names = [name for name, _ in graph.chain]
+    counts = _blocks(told, graph, blocks)
+    if sum(counts) != blocks or min(counts) < 0:
+        raise DocumentError(
+            "stages", f"of {', '.join(map(str, counts))} blocks; {graph.name} has {blocks}"
+        )
+    sizes = list(counts)
+    sizes[0] += before
+    sizes[-1] += behind
+    cuts = [0, *accumulate(sizes)]
+    listed = told.model.get("recomputed_blocks")
+    again = set(range(blocks)) if listed is None else set(listed)
+    stages, block = [], 0
+    for stage, (first, last) in enumerate(pairwise(cuts)):
+        layers = []
+        seen = 0
+        for place in range(first, last):
+            inside = before <= place < before + blocks
+            chosen = told.recompute if inside and block in again else "none"
+            if inside and told.recomputed is not None and seen >= told.recomputed:
+                chosen = "none"
+            seen += inside
+            block += inside
+            layers.append(PlacedLayer(layer=names[place], recompute=chosen))
+        if not layers:
+            raise DocumentError(
+                "stages", f"stage {stage} has no layer; give it one, or name fewer stages"
+            )
+        stages.append(Stage(layers=tuple(layers)))
+    return tuple(stages)
+
+
+def _blocks(told: Told, graph: ModelGraph, blocks: int) -> list[int]:
+    """Return blocks of each stage, as the framework divides them."""
+    if told.pipeline == 1:
+        return [blocks]
+    if told.blocks is not None:
+        return told.blocks
+    if told.framework == "nanotron" and graph.architecture is not None:
+        return by_products(graph.architecture, told.pipeline)
+    first, last = told.lighter
+    per_stage = told.model.get("blocks_of_virtual_stage")
+    if per_stage:
+        told.virtual_stages = -(-(blocks + first + last) // (told.pipeline * per_stage))
+    each = told.model.get("blocks_of_stage")
+    if each:
+        told.virtual_stages = max(1, -(-(blocks + first + last) // each) // told.pipeline)
+    stages = told.pipeline * told.virtual_stages
+    if stages > blocks + len(told.ends):
+        raise DocumentError("stages", f"are {stages}; {graph.name} has {blocks} blocks")
+    if told.ends != (None, None):
+        return _with_ends(told, blocks, stages)
+    fewest, more = divmod(blocks + first + last, stages)
+    if more and told.framework.startswith("megatron"):
+        raise DocumentError(
+            "stages",
+            f"{stages} do not divide {blocks + first + last} blocks; change the number of stages",
+        )
+    counts = [fewest + (stage < more) for stage in range(stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    return counts
+
+
+def _with_ends(told: Told, blocks: int, stages: int) -> list[int]:
+    """Return blocks of stages where the first or the last has its own number."""
+    first, last = told.ends
+    inner = stages - (first is not None) - (last is not None)
+    left = blocks - (first or 0) - (last or 0)
+    if inner and left % inner:
+        raise DocumentError(
+            "stages",
+            f"{inner} do not divide {left} blocks between the ends; "
+            "change the number of stages, or of layers at the ends",
+        )
+    middle = [left // inner] * inner if inner else []
+    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+
+
+def _training(told: Told) -> Training:
+    """Return the optimizer's settings; what is not said is as plans have it."""
+    values: Sequence[tuple[str, Any]] = list(told.training.items())
+    try:
+        return Training.model_validate(dict(values))
+    except ValidationError as error:
+        found = first_error(error)
+        raise DocumentError(f"training.{found.path}", found.message) from error

@@ -1,0 +1,139 @@
+"""Megatron-Bridge 0.6, as overrides of a recipe (YAML)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.framework_configs import megatron
+from meshwright.planner.framework_configs.exportable_plan import FrameworkPlan, recompute_of
+
+
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield what of a plan it does not support: what Megatron-LM does not, and FSDP."""
+    yield from megatron.obstacles(wanted)
+    if wanted.plan.zero in (2, 3):
+        yield f"ZeRO-{wanted.plan.zero}"
+
+
+def text(wanted: FrameworkPlan) -> str:
+    """Return the overrides."""
+    plan, t = wanted.plan, wanted.plan.training
+    copies = wanted.data * plan.mesh.context > 1
+    told: dict[str, Any] = {
+        "model": _model(wanted),
+        "train": {
+            "micro_batch_size": plan.micro_batch,
+            "global_batch_size": plan.global_batch,
+        },
+        "dataset": {"seq_length": plan.seq_len},
+        "ddp": {
+            "use_distributed_optimizer": plan.zero > 0,
+            "overlap_grad_reduce": copies,
+            "overlap_param_gather": copies and plan.zero > 0,
+        },
+        "optimizer": {
+            "optimizer": "adam",
+            "lr": t.learning_rate,
+            "min_lr": t.floor * t.learning_rate if wanted.falls else t.learning_rate,
+            "adam_beta1": t.beta1,
+            "adam_beta2": t.beta2,
+            "adam_eps": t.epsilon,
+            "weight_decay": t.weight_decay,
+            "clip_grad": t.clip_norm,
+            "use_distributed_optimizer": plan.zero > 0,
+        },
+        "scheduler": _rates(wanted),
+        "mixed_precision": _PRECISIONS[_recipe(plan)],
+    }
+    found: str = yaml.safe_dump(told, sort_keys=False)
+    return found
+
+
+_PRECISIONS = {
+    "bf16": "bf16_mixed",
+    "fp16": "fp16_mixed",
+    "delayed": "bf16_with_fp8_delayed_scaling_mixed",
+    "tensorwise": "bf16_with_fp8_current_scaling_mixed",
+    "blockwise": "bf16_with_fp8_subchannel_scaling_mixed",
+    "mxfp8": "bf16_with_mxfp8_mixed",
+    "fp32": None,
+}
+
+
+def _recipe(plan: Plan) -> str:
+    """Return the precision, or in fp8 its scales."""
+    return plan.scales if plan.precision == "fp8" else plan.precision
+
+
+def _model(wanted: FrameworkPlan) -> dict[str, Any]:
+    """Return degrees, stages and recomputation."""
+    plan, mesh, blocks = wanted.plan, wanted.plan.mesh, wanted.blocks
+    told: dict[str, Any] = {
+        "seq_length": plan.seq_len,
+        "tensor_model_parallel_size": mesh.tensor,
+        "pipeline_model_parallel_size": mesh.pipeline,
+        "context_parallel_size": mesh.context,
+        "expert_model_parallel_size": mesh.expert,
+        "sequence_parallel": mesh.tensor > 1 and mesh.sequence_parallel,
+    }
+    if "fp8-attention" in plan.backend.split("+"):
+        told["fp8_dot_product_attention"] = True
+    if mesh.expert > 1:
+        told["expert_tensor_parallel_size"] = mesh.expert_tensor
+    layout = megatron.layout_of(wanted)
+    if layout is not None:
+        told["pipeline_model_parallel_layout"] = layout
+    elif plan.virtual_stages > 1:
+        told["virtual_pipeline_model_parallel_size"] = plan.virtual_stages
+        told["account_for_embedding_in_pipeline_split"] = blocks[0] < blocks[1]
+        told["account_for_loss_in_pipeline_split"] = blocks[-1] < blocks[1]
+    elif mesh.pipeline > 1 and len(set(blocks)) > 1:
+        told["num_layers_in_first_pipeline_stage"] = blocks[0]
+        told["num_layers_in_last_pipeline_stage"] = blocks[-1]
+    flags = dict(
+        line.removeprefix("--").split(maxsplit=1) for line in megatron.recompute_flags(wanted)
+    )
+    names = {"granularity": None, "method": None, "num-layers": None} | {
+        name.removeprefix("recompute-"): value for name, value in flags.items()
+    }
+    if recompute_of(wanted) != "none" or len(wanted.recomputes) > 1:
+        count = names["num-layers"]
+        told["recompute_granularity"] = names["granularity"]
+        told["recompute_method"] = names["method"]
+        told["recompute_num_layers"] = None if count is None else int(count)
+        if modules := names.get("modules"):
+            told["recompute_modules"] = modules.split()
+    else:
+        told["recompute_granularity"] = None
+    return told
+
+
+def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
+    """Return the learning rates."""
+    t = wanted.plan.training
+    told: dict[str, Any] = {
+        "lr_decay_style": {"wsd": "WSD"}.get(t.rate_schedule, t.rate_schedule),
+        "lr_warmup_iters": t.warmup_steps,
+        "lr_warmup_init": t.learning_rate / t.warmup_steps if t.warmup_steps else 0.0,
+    }
+    if wanted.falls:
+        told["lr_decay_iters"] = t.rate_steps
+    if t.rate_schedule == "wsd":
+        told |= {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": t.decay_steps}
+    return told
+
+
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield what of a plan is set elsewhere."""
+    plan = wanted.plan
+    yield "the recipe of the model, whose overrides these are (--config_file)"
+    if plan.precision == "fp8" and plan.scales == "tensorwise":
+        yield "first_last_layers_bf16: false, or the first and the last block stay in 16 bits"
+    steps = plan.training.warmup_steps
+    if steps > 1:
+        yield f"rates of the first {steps} steps lie below the plan's, by less than 1/{steps}"
+    yield from megatron.fused_instead(wanted)

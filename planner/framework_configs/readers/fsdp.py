@@ -1,0 +1,98 @@
+"""The Python module that a plan is written as for FSDP2; it is parsed, never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.planner.documents.model import MOST_LAYERS
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told
+
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
+    """Return what the module says."""
+    told = Told(framework="fsdp", precision="fp32")
+    values: dict[str, Any] = {}
+    settings: dict[str, str] = {}
+    again: ast.expr | None = None
+    for node in ast.walk(limits.module(text, "fsdp")):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=given)):
+                for name, value in zip(names, given, strict=False):
+                    if isinstance(name, ast.Name) and isinstance(value, ast.Constant):
+                        values[name.id] = limits.literal(value)
+            case ast.Assign(targets=[ast.Name(id="RECOMPUTED")], value=value):
+                again = value
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                if isinstance(value, ast.Constant):
+                    values[name] = limits.literal(value)
+            case ast.Dict(keys=keys, values=given):
+                for key, setting in zip(keys, given, strict=True):
+                    if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                        settings[key.value] = limits.source(setting)
+            case ast.Call(func=function, keywords=keywords) if limits.dotted(function)[-1:] == [
+                "AdamW"
+            ]:
+                _optimizer(keywords, told)
+    known = Settings(values)
+    told.data_replicate, told.data_shard = known.count("REPLICAS"), known.count("SHARDS")
+    if told.data_replicate is None or told.data_shard is None:
+        raise DocumentError("fsdp", "has no REPLICAS, SHARDS = 1, 8: export a plan to see the form")
+    told.devices = told.data_replicate * told.data_shard
+    told.micro_batch = known.count("MICRO_BATCH")
+    told.micro_batches = known.count("MICRO_BATCHES")
+    told.seq_len = known.count("SEQ_LEN")
+    told.trains(clip_norm=known.amount("CLIP_NORM"))
+    told.zero = 2 if settings.get("reshard_after_forward") == "False" else 3
+    policy = settings.get("mp_policy", "")
+    for kind, precision in _TYPES.items():
+        if policy.startswith(f"MixedPrecisionPolicy(torch.{kind}"):
+            told.precision = precision
+    if "CPUOffloadPolicy" in settings.get("offload_policy", ""):
+        told.offload = "parameters"
+    if again is not None and limits.source(again) != "()":
+        told.recompute = "full"
+        told.model["recomputed_blocks"] = _blocks(again)
+    return told
+
+
+def _blocks(node: ast.expr) -> list[int]:
+    """Return the blocks that are recomputed: `range(0, 4)` or `(0, 2)`."""
+    called = isinstance(node, ast.Call) and limits.dotted(node.func) == ["range"]
+    try:
+        if called and isinstance(node, ast.Call) and not node.keywords:
+            blocks: Sequence[object] = range(*(limits.literal(one) for one in node.args))
+        else:
+            value = limits.literal(node)
+            blocks = value if isinstance(value, tuple | list) else (value,)
+    except (TypeError, ValueError, DocumentError):
+        blocks = ()
+    numbered = [one for one in blocks[: MOST_LAYERS + 1] if type(one) is int]
+    if not 0 < len(numbered) <= MOST_LAYERS or len(numbered) != len(blocks):
+        raise DocumentError(
+            "fsdp", f"RECOMPUTED is {limits.source(node)}; it is range(0, 4) or (0, 2)"
+        )
+    return numbered
+
+
+def _optimizer(keywords: list[ast.keyword], told: Told) -> None:
+    said = {}
+    for keyword in keywords:
+        try:
+            said[str(keyword.arg)] = limits.literal(keyword.value)
+        except ValueError:
+            continue
+    values = Settings(said)
+    first, second = values.pair("betas")
+    told.trains(
+        learning_rate=values.amount("lr"),
+        beta1=first,
+        beta2=second,
+        epsilon=values.amount("eps"),
+        weight_decay=values.amount("weight_decay"),
+    )

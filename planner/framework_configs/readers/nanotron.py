@@ -1,0 +1,108 @@
+"""nanotron's configuration (YAML)."""
+
+from __future__ import annotations
+
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, under
+from meshwright.planner.schedules import PLAIN, schedule_of
+from meshwright.planner.schedules.one_stage import GPIPE
+
+_PLAIN = schedule_of(PLAIN).names["nanotron"]
+_ENGINES = {_PLAIN: PLAIN, "afab": GPIPE.name}
+
+
+def read(text: str) -> Told:
+    """Return what the configuration says."""
+    known = Settings(limits.settings(text, "nanotron"))
+    told = Told(framework="nanotron")
+    axes, tokens, model = (known.part(name) for name in ("parallelism", "tokens", "model"))
+    optimizer = known.part("optimizer")
+    data_ranks = axes.count("dp")
+    told.tensor, told.pipeline = axes.degree("tp"), axes.degree("pp")
+    told.context = axes.degree("context_parallel_size")
+    told.expert = axes.degree("expert_parallel_size")
+    told.sequence_parallel = (
+        axes.word("tp_mode") or "ALL_REDUCE"
+    ).upper() == "REDUCE_SCATTER" or told.tensor == 1
+    engine = axes.word("pp_engine") or _PLAIN
+    if engine not in _ENGINES:
+        raise DocumentError("parallelism.pp_engine", f"is '{engine:.40}'; it is 1f1b or afab")
+    told.schedule = _ENGINES[engine]
+    if axes.flag("recompute_layer"):
+        told.recompute = "full"
+    axes.take("tp_linear_async_communication")
+    told.micro_batch = tokens.count("micro_batch_size")
+    told.micro_batches = tokens.count("batch_accumulation_per_replica")
+    told.seq_len = tokens.number("sequence_length")
+    steps = tokens.number("train_steps")
+    told.precision = "bf16" if model.word("dtype") in (None, "bfloat16") else "fp32"
+    figures = model.part("model_config")
+    names = {
+        "layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "ffn_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+    }
+    for name, key in names.items():
+        value = figures.number(key)
+        if value is not None:
+            told.model[name] = value
+    told.zero = optimizer.number("zero_stage") or 0
+    factory = optimizer.part("optimizer_factory")
+    optimizer.take("accumulate_grad_in_fp32")
+    optimizer.take("weight_decay_exclude_named_params")
+    factory.take("torch_adam_is_fused")
+    kind = factory.word("name")
+    if kind not in (None, "adamW"):
+        told.assumed.append(f"optimizer_factory.name {kind!r:.40}: AdamW instead")
+    bound = optimizer.amount("clip_grad")
+    told.trains(
+        beta1=factory.amount("adam_beta1"),
+        beta2=factory.amount("adam_beta2"),
+        epsilon=factory.amount("adam_eps"),
+        weight_decay=optimizer.amount("weight_decay"),
+        clip_norm=bound or 0.0,
+    )
+    rates = optimizer.part("learning_rate_scheduler")
+    _rates(rates, told, steps)
+    if data_ranks:
+        told.devices = data_ranks * told.tensor * told.pipeline * told.context * told.expert
+    told.unknown = [*known.left]
+    for name, section in (
+        ("parallelism", axes),
+        ("tokens", tokens),
+        ("model", model),
+        ("model.model_config", figures),
+        ("optimizer", optimizer),
+        ("optimizer.optimizer_factory", factory),
+        ("optimizer.learning_rate_scheduler", rates),
+    ):
+        told.unknown += under(name, section)
+    return told
+
+
+def _rates(rates: Settings, told: Told, steps: int | None) -> None:
+    rate, least = rates.amount("learning_rate"), rates.amount("min_decay_lr")
+    warmup = rates.number("lr_warmup_steps") or 0
+    begin, fall = rates.number("lr_decay_starting_step"), rates.number("lr_decay_steps")
+    rates.take("lr_warmup_style")
+    style = rates.word("lr_decay_style")
+    told.trains(learning_rate=rate, warmup_steps=warmup)
+    if least is not None and least == rate:
+        return
+    begin = warmup if begin is None else begin
+    fall = steps - begin if fall is None and steps else fall
+    if not fall:
+        return
+    if begin > warmup:
+        told.trains(rate_schedule="wsd", decay_steps=fall)
+        if style not in (None, "linear"):
+            told.assumed.append(f"lr_decay_style {style!r:.40}: it falls linearly")
+    else:
+        told.trains(rate_schedule="cosine" if style == "cosine" else "linear")
+    told.trains(rate_steps=begin + fall)
+    if rate and least:
+        told.trains(floor=least / rate)

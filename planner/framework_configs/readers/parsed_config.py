@@ -1,0 +1,193 @@
+"""What a configuration says, in the words of a plan, and what of it was understood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules import SCHEDULES
+
+WORDS_OF_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class Settings:
+    """Settings by key, which remembers those that were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self._taken: set[str] = set()
+
+    def take(self, key: str, *others: str) -> Any:
+        """Return what a key says, or one of its other names; None if none of them is there."""
+        found = None
+        for name in (key, *others):
+            self._taken.add(name)
+            value = self._values.get(name)
+            found = value if found is None else found
+        return found
+
+    def word(self, key: str, *others: str) -> str | None:
+        """Return a word or number as text; DocumentError if it is a list or a section."""
+        value = self.take(key, *others)
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, bool | int | float):
+            raise DocumentError(key, f"is {value!r:.40}; it is one word")
+        return str(value)
+
+    def number(self, key: str, *others: str) -> int | None:
+        """Return a whole number; DocumentError if it is none."""
+        return _number(self.take(key, *others), key, whole=True)  # type: ignore[return-value]
+
+    def count(self, key: str, *others: str) -> int | None:
+        """Return a whole number from 1, None where nothing or 0 is said."""
+        found = self.number(key, *others)
+        if found is not None and found < 0:
+            raise DocumentError(key, f"is {found}; it is a whole number from 0")
+        return found or None
+
+    def degree(self, key: str, *others: str) -> int:
+        """Return a whole number from 1, which is 1 where nothing is said."""
+        found = self.number(key, *others)
+        if found is not None and found < 1:
+            raise DocumentError(key, f"is {found}; it is a whole number from 1")
+        return found or 1
+
+    def bound(self, key: str, *others: str) -> float | None:
+        """Return a number, which may be infinite; DocumentError if it is none."""
+        return _number(self.take(key, *others), key, whole=False)
+
+    def amount(self, key: str, *others: str) -> float | None:
+        """Return a finite number; DocumentError if it is none."""
+        found = self.bound(key, *others)
+        if found is not None and math.isinf(found):
+            raise DocumentError(key, "is infinite; it is a number")
+        return found
+
+    def share(self, key: str, *others: str) -> float | None:
+        """Return a number from 0 to 1; DocumentError if it is none."""
+        found = self.bound(key, *others)
+        if found is not None and not 0 <= found <= 1:
+            raise DocumentError(key, f"is {found:g}; it is a share from 0 to 1")
+        return found
+
+    def pair(self, key: str) -> tuple[float | None, float | None]:
+        """Return two numbers of a list; DocumentError if it says anything else."""
+        value = self.take(key)
+        if value is None or value == "auto":
+            return None, None
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise DocumentError(key, f"is {value!r:.40}; it is two numbers")
+        first, second = (_number(one, key, whole=False) for one in value)
+        return first, second
+
+    def words(self, key: str) -> list[str]:
+        """Return the words of a list, or of a text with commas; none where nothing is said."""
+        value = self.take(key)
+        if value is None:
+            return []
+        listed = value if isinstance(value, list | tuple) else str(value).split(",")
+        return [str(one) for one in listed]
+
+    def flag(self, key: str, *others: str) -> bool | None:
+        """Return whether a switch is on."""
+        value = self.take(key, *others)
+        if value is None or isinstance(value, bool):
+            return value
+        known = WORDS_OF_TRUTH.get(str(value).lower())
+        if known is None:
+            raise DocumentError(key, f"is {value!r:.40}; it is true or false")
+        return known
+
+    def part(self, key: str) -> Settings:
+        """Return the settings of a section; the caller puts what it leaves under `key`."""
+        value = self.take(key)
+        if value is None:
+            return Settings({})
+        if not isinstance(value, dict):
+            raise DocumentError(key, f"is {value!r:.40}; it is a section of settings")
+        return Settings(value)
+
+    @property
+    def left(self) -> list[str]:
+        """Keys that nobody asked for, in their order."""
+        return [key for key in self._values if key not in self._taken]
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+
+def _number(value: Any, key: str, *, whole: bool) -> float | None:
+    if value is None or value == "auto":
+        return None
+    try:
+        found = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = float("nan")
+    if math.isnan(found) or (whole and not (abs(found) < 1e15 and found == int(found))):
+        raise DocumentError(key, f"is {value!r:.40}; it is a {'whole ' * whole}number")
+    return int(found) if whole else found
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What a configuration says; None where it says nothing."""
+
+    framework: str
+    devices: int | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    data_replicate: int | None = None
+    data_shard: int | None = None
+    """-1: all that is left."""
+    zero: int = 0
+    sequence_parallel: bool = True
+    schedule: str | None = None
+    virtual_stages: int = 1
+    micro_batch: int | None = None
+    micro_batches: int | None = None
+    global_batch: int | None = None
+    seq_len: int | None = None
+    precision: str | None = None
+    offload: str = "none"
+    recompute: str = "none"
+    recomputed: int | None = None
+    """The number of blocks of each stage, from its first; None: all."""
+    blocks: list[int] | None = None
+    """Blocks of each stage in the model's order, where they are listed."""
+    ends: tuple[int | None, int | None] = (None, None)
+    """Blocks of the first and of the last stage."""
+    lighter: tuple[int, int] = (0, 0)
+    """Blocks that the first and the last stage have less than the others."""
+    compile: str = "none"
+    scales: str = "tensorwise"
+    axes: dict[str, Any] = field(default_factory=dict)
+    """Of other axes of a layout, by name, the values that are no usual ones."""
+    options: list[str] = field(default_factory=list)
+    """Of the stack: `deepep`."""
+    training: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    """Figures of the model: layers, hidden_size, heads, ffn_size; or its name."""
+    assumed: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def trains(self, **values: Any) -> None:
+        """Note settings of the optimizer, as far as they are said."""
+        self.training |= {name: value for name, value in values.items() if value is not None}
+
+
+def scheduled(framework: str, word: str) -> str | None:
+    """Return the schedule that a framework calls so."""
+    return next((s.name for s in SCHEDULES.values() if s.names.get(framework) == word), None)
+
+
+def under(section: str, settings: Settings) -> Iterator[str]:
+    """Yield the keys that are left in a section, with its name."""
+    for key in settings.left:
+        yield f"{section}.{key}"

@@ -1,0 +1,343 @@
+"""torchtitan's configuration: TOML, a Python module of its configurations, or a command's flags.
+
+Of Python the assignments to `config.SECTION.KEY` are read, and the keywords of the classes of
+sections (`ParallelismConfig(...)`), where they are plain values.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, under
+from meshwright.planner.schedules import SCHEDULES
+
+_CLASSES = {
+    "ParallelismConfig": "parallelism",
+    "TrainingConfig": "training",
+    "CompileConfig": "compile",
+    "FullAC": "activation_checkpoint",
+    "SelectiveAC": "activation_checkpoint",
+    "LRSchedulersContainer": "lr_scheduler",
+    "default_adamw": "optimizer",
+    "Parallelism": "parallelism",
+    "Training": "training",
+}
+_MODES = {"FullAC": "full", "SelectiveAC": "selective"}
+
+
+def read(text: str) -> Told:
+    """Return what a TOML or a Python configuration says."""
+    found = limits.toml_or_module(text, "torchtitan")
+    return of_sections(of_python(found) if isinstance(found, ast.Module) else found)
+
+
+def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for each form
+    """Return sections of settings that a module assigns or passes."""
+    sections: dict[str, Any] = {}
+    names: dict[str, ast.expr] = {}
+
+    def put(section: str, key: str, node: ast.expr) -> None:
+        try:
+            value = limits.literal(node)
+        except ValueError:
+            value = _infinite(node)
+            if value is None:
+                sections.setdefault("computed", {})[f"{section}.{key}"] = limits.source(node)
+                return
+        sections.setdefault(section, {})[key] = value
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                names[name] = value
+            case ast.Assign(
+                targets=[ast.Attribute(value=ast.Attribute(attr=section), attr=key)], value=value
+            ):
+                put(section, key, value)
+            case ast.Assign(targets=[ast.Attribute(attr="activation_checkpoint")], value=value):
+                if isinstance(value, ast.Constant) and value.value is None:
+                    sections["activation_checkpoint"] = {"mode": "none"}
+            case ast.Call(func=function, keywords=keywords):
+                chain = limits.dotted(function)
+                found = [part for part in chain if part in _CLASSES]
+                if found:
+                    for keyword in keywords:
+                        if keyword.arg:
+                            put(_CLASSES[found[-1]], keyword.arg, keyword.value)
+                    if found[-1] in _MODES:
+                        section = sections.setdefault("activation_checkpoint", {})
+                        section["mode"] = _MODES[found[-1]]
+                elif chain[-1:] == ["ParamGroupConfig"]:
+                    _group(keywords, names, sections)
+                elif any(part in _CONVERTERS for part in chain):
+                    _converter(next(p for p in chain if p in _CONVERTERS), keywords, sections)
+                elif chain[:1] == ["config_registry"] and len(chain) == 2:
+                    sections.setdefault("model", {})["registered"] = chain[1]
+            case ast.FunctionDef(name=name) if name not in ("planned", "configured"):
+                sections.setdefault("model", {}).setdefault("registered", name)
+    return sections
+
+
+_CONVERTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Float8LinearConverter": ("quantize.linear.float8", {"recipe_name": "rowwise"}),
+    "Float8GroupedExpertsConverter": ("quantize.grouped_mm.float8", {}),
+    "MXFP8LinearConverter": ("quantize.linear.mx", {"fqns": []}),
+    "MXFP8GroupedExpertsConverter": ("quantize.grouped_mm.mx", {}),
+}
+"""Converters by their names since 0.3: those before, and what they are by default."""
+
+
+def _converter(name: str, keywords: list[ast.keyword], sections: dict[str, Any]) -> None:
+    """Put a converter and its settings where a configuration of before 0.3 has them."""
+    known, usual = _CONVERTERS[name]
+    sections.setdefault("model", {}).setdefault("converters", []).append(known)
+    settings = dict(usual)
+    for keyword in keywords:
+        if keyword.arg not in (None, "model_compile_enabled"):
+            try:
+                settings[str(keyword.arg)] = limits.literal(keyword.value)
+            except ValueError:
+                settings[str(keyword.arg)] = limits.source(keyword.value)
+    _, first, second = known.split(".")
+    sections.setdefault("quantize", {}).setdefault(first, {})[second] = settings
+
+
+def _infinite(node: ast.expr) -> float | None:
+    """Return infinity where it is what `float("inf")` or `math.inf` say."""
+    return float("inf") if limits.source(node) in ("float('inf')", "math.inf") else None
+
+
+def _group(
+    keywords: list[ast.keyword], names: dict[str, ast.expr], sections: dict[str, Any]
+) -> None:
+    """Put the settings of a group of parameters; those of all others count."""
+    said = {keyword.arg: keyword.value for keyword in keywords}
+    pattern = said.get("pattern")
+    section = sections.setdefault("optimizer", {})
+    if isinstance(pattern, ast.Constant) and pattern.value != ".*":
+        return
+    given = said.get("optimizer_kwargs")
+    if isinstance(given, ast.Dict):
+        for key, value in zip(given.keys, given.values, strict=True):
+            inner = names.get(value.id) if key is None and isinstance(value, ast.Name) else None
+            try:
+                if isinstance(inner, ast.Dict):
+                    section |= {str(name): one for name, one in limits.literal(inner).items()}
+                elif isinstance(key, ast.Constant):
+                    section[str(key.value)] = limits.literal(value)
+            except ValueError:
+                continue
+
+
+def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
+    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say."""
+    sections: dict[str, Any] = {}
+    for name, value in flags.items():
+        section, dot, key = name.partition(".")
+        if dot:
+            sections.setdefault(section.replace("-", "_"), {})[key.replace("-", "_")] = value
+        elif name in ("module", "config"):
+            sections.setdefault("model", {})[{"config": "registered"}.get(name, name)] = value
+    return of_sections(sections)
+
+
+def of_sections(sections: dict[str, Any]) -> Told:
+    """Return what sections of settings say."""
+    known = Settings(sections)
+    told = Told(framework="torchtitan")
+    parts = {
+        name: known.part(name)
+        for name in (
+            "parallelism",
+            "training",
+            "optimizer",
+            "lr_scheduler",
+            "activation_checkpoint",
+            "compile",
+            "model",
+            "memory_estimation",
+            "quantize",
+        )
+    }
+    _degrees(parts["parallelism"], told)
+    _training(parts["training"], told)
+    _rates(parts["optimizer"], parts["lr_scheduler"], told)
+    mode = parts["activation_checkpoint"].word("mode")
+    told.recompute = {"full": "full", "none": "none"}.get(str(mode), "selective")
+    parts["activation_checkpoint"].take("selective_ac_option")
+    if parts["compile"].flag("enable", "model"):
+        told.compile = "block"
+    parts["compile"].take("components")
+    # Of its section `compile` since 0.3, and of `parallelism` before.
+    async_ = [
+        parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
+    ]
+    if any(async_) and told.tensor > 1 and told.compile == "block":
+        told.axes["tensor_overlap"] = "async"
+    _model(parts["model"], told)
+    _quantize(parts["model"], parts["quantize"], told)
+    told.unknown = [
+        *known.left,
+        *(key for name, section in parts.items() for key in under(name, section)),
+    ]
+    return told
+
+
+def _degrees(axes: Settings, told: Told) -> None:
+    told.data_replicate = axes.degree("data_parallel_replicate_degree")
+    shard = axes.number("data_parallel_shard_degree")
+    told.data_shard = -1 if shard is None else shard
+    told.tensor = axes.degree("tensor_parallel_degree")
+    told.context = axes.degree("context_parallel_degree")
+    told.pipeline = axes.degree("pipeline_parallel_degree")
+    told.expert = axes.degree("expert_parallel_degree")
+    divided = axes.flag("enable_sequence_parallel")
+    told.sequence_parallel = divided is not False or told.tensor == 1
+    each = axes.number("expert_tensor_parallel_degree")
+    if told.expert > 1 and each:
+        told.expert_tensor = each
+    again = axes.word("fsdp_reshard_after_forward") or "default"
+    default = "never" if told.pipeline > 1 else "always"
+    told.zero = 3 if (default if again == "default" else again) == "always" else 2
+    if told.pipeline == 1:
+        for key in ("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"):
+            axes.take(key)
+        return
+    name = axes.word("pipeline_parallel_schedule") or "1F1B"
+    found = [
+        one.name
+        for one in SCHEDULES.values()
+        if one.names.get("torchtitan", "").lower() == name.lower()
+    ]
+    if not found:
+        raise DocumentError(
+            "parallelism.pipeline_parallel_schedule",
+            f"'{name:.40}' is no schedule that is known; see `meshwright plan --help`",
+        )
+    told.schedule = found[0]
+    told.micro_batch = axes.count("pipeline_parallel_microbatch_size") or 1
+    axes.take("pipeline_parallel_expert_parallel_overlap")
+    parts = axes.take("module_fqns_per_model_part")
+    if isinstance(parts, list | tuple):
+        if not parts or not all(isinstance(part, list | tuple) for part in parts):
+            raise DocumentError(
+                "parallelism.module_fqns_per_model_part",
+                "is no list of the modules of each part; write a list of lists of names",
+            )
+        told.blocks = [sum(str(m).startswith("layers.") for m in part) for part in parts]
+        told.virtual_stages = max(1, len(parts) // told.pipeline)
+        return
+    first = axes.number("pipeline_parallel_first_stage_less_layers")
+    last = axes.number("pipeline_parallel_last_stage_less_layers")
+    told.lighter = (1 if first is None else first, 1 if last is None else last)
+    told.virtual_stages = SCHEDULES[told.schedule].stages_per_rank[0]
+    each_stage = axes.count("pipeline_parallel_layers_per_stage")
+    if each_stage:
+        told.model["blocks_of_stage"] = each_stage
+
+
+def _training(training: Settings, told: Told) -> None:
+    local = training.count("local_batch_size", "batch_size") or 8
+    told.global_batch = training.number("global_batch_size")
+    if told.global_batch is not None and told.global_batch < 0:
+        told.global_batch = None
+    if told.pipeline == 1:
+        told.micro_batch = local
+    told.micro_batches = None
+    if told.global_batch is None:
+        told.micro_batches = local // told.micro_batch if told.micro_batch else None
+    told.seq_len = training.number("seq_len") or 2048
+    working = training.word("mixed_precision_param") or "bfloat16"
+    told.precision = {"bfloat16": "bf16", "float32": "fp32"}.get(str(working), "bf16")
+    if training.flag("enable_cpu_offload"):
+        told.offload = "parameters"
+    training.take("disable_cuda_graphs")
+    bound = training.bound("max_norm")
+    if bound is not None:
+        told.trains(clip_norm=0.0 if bound == float("inf") else bound)
+    steps = training.number("steps")
+    if steps:
+        told.model["steps"] = steps
+
+
+def _rates(optimizer: Settings, rates: Settings, told: Told) -> None:
+    first, second = optimizer.pair("betas")
+    name = optimizer.word("name")
+    if name not in (None, "AdamW"):
+        told.assumed.append(f"optimizer.name {name!r:.40}: AdamW instead")
+    rate = optimizer.amount("lr")
+    told.trains(
+        learning_rate=rate,
+        beta1=optimizer.amount("beta1") if first is None else first,
+        beta2=optimizer.amount("beta2") if second is None else second,
+        epsilon=optimizer.amount("eps"),
+        weight_decay=optimizer.amount("weight_decay"),
+        warmup_steps=rates.number("warmup_steps"),
+    )
+    total = rates.number("total_steps") or told.model.pop("steps", None)
+    ratio, kind = rates.share("decay_ratio"), rates.word("decay_type") or "linear"
+    least = rates.amount("min_lr_factor")
+    if ratio == 0.0 or total is None:
+        return
+    if ratio is None:
+        told.trains(rate_schedule="cosine" if kind == "cosine" else "linear", rate_steps=total)
+    else:
+        told.trains(rate_schedule="wsd", rate_steps=total, decay_steps=round(ratio * total))
+        if kind != "linear":
+            told.assumed.append(f"lr_scheduler.decay_type {kind!r:.40}: it falls linearly")
+    if least:
+        told.trains(floor=least)
+
+
+def _model(model: Settings, told: Told) -> None:
+    registered = model.word("registered")
+    name, flavor = model.word("name", "module"), model.word("flavor")
+    if registered:
+        told.model["registered"] = registered
+    elif name and flavor:
+        told.model["registered"] = f"{name}_{flavor}".lower()
+
+
+_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def _quantize(model: Settings, quantize: Settings, told: Told) -> None:
+    """Read converters and their settings: scales, how weights travel, what stays in 16 bits."""
+    names = set(model.words("converters"))
+    float8 = bool(names & {"quantize.linear.float8", "float8"})
+    mx = "quantize.linear.mx" in names
+    linear, grouped = quantize.part("linear"), quantize.part("grouped_mm")
+    settings = {name: linear.part(name) for name in ("float8", "mx")}
+    for name in ("float8", "mx"):
+        experts = grouped.part(name)
+        for key in ("fqns", "recipe_name", "pad_multiple"):
+            experts.take(key)
+    if float8 or mx:
+        told.precision = "fp8" if float8 else "mxfp8"
+        if f"quantize.grouped_mm.{'float8' if float8 else 'mx'}" in names:
+            told.options.append("narrow-experts")
+    own = settings["float8" if float8 else "mx"]
+    recipe = own.word("recipe_name")
+    if float8:
+        told.scales = "tensorwise" if recipe is None else recipe
+        if told.scales not in _RECIPES:
+            raise DocumentError(
+                "quantize.linear.float8.recipe_name",
+                f"is {recipe!r:.40}; {' or '.join(_RECIPES)}",
+            )
+        if own.flag("enable_fsdp_float8_all_gather") and told.zero == 3:
+            told.axes["weight_wire"] = "fp8"
+        own.take("precompute_float8_dynamic_scale_for_fsdp")
+        own.take("force_recompute_fp8_weight_in_bwd")
+    own.take("mxfp8_dim1_cast_kernel_choice")
+    left, taken = set(own.words("filter_fqns")) - {""}, own.take("fqns")
+    if "auto_filter_small_kn" in left:
+        told.options.append("auto-filter")
+    others = sorted(left - {"lm_head", "output", "router.gate", "auto_filter_small_kn"})
+    if others:
+        told.assumed.append(f"filter_fqns: {', '.join(others[:4])[:80]} are in 8 bits too")
+    if taken == [] or (float8 and not left & {"lm_head", "output"}):
+        told.assumed.append("the output layer, which is converted too, stays in 16 bits")

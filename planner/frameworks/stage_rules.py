@@ -1,0 +1,108 @@
+"""How many of a model's blocks each stage of a pipeline may have, by the rule of a framework.
+
+    any             whatever a plan says
+    even            equal counts
+    even_but_ends   equal counts on all stages but the first and the last; where ranks have several
+                    stages, the embedding and the head may each count as a block there
+    by_products     as nanotron fills stages: by products, the output projection counted
+
+Embeddings and what precedes the first block lie on the first stage, heads on the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from meshwright.planner.architectures.architecture import block_kinds
+from meshwright.planner.documents.model import Architecture, ModelGraph
+from meshwright.planner.documents.stack_space import StageRule
+from meshwright.planner.documents.tolerances import SLACK
+
+Rows = tuple[tuple[tuple[int, int], ...], ...]
+"""Each the fewest and the most layers [rank], of which a split keeps one; empty: any will do."""
+
+
+def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int) -> Rows | None:
+    """Return the layers that ranks may hold; None if the rule has no split of the model.
+
+    Ranks of several stages have equal ones, under any rule but `any`; under `even_but_ends` the
+    first or the last or both have a block less.  Source: Megatron-LM, get_num_layers_to_build with
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split.
+    """
+    if rule == "any" or ranks == 1:
+        return ()
+    before, blocks, behind = ends_of(model)
+    if virtual_stages > 1:
+        # Blocks that differ are told apart by their place, which ranks of several stages share.
+        if len(set(model.chain_kinds[before : before + blocks])) > 1:
+            return None
+        lighter = ((0, 0), (1, 0), (0, 1), (1, 1)) if rule == "even_but_ends" else ((0, 0),)
+        found = []
+        for front, back in lighter:
+            each, left = divmod(blocks + front + back, ranks)
+            if not left and each % virtual_stages == 0:
+                sizes = [each - front, *[each] * (ranks - 2), each - back]
+                found.append(_fixed(sizes, before, behind))
+        return tuple(found) or None
+    match rule:
+        case "even":
+            each, left = divmod(blocks, ranks)
+            return None if left else (_fixed([each] * ranks, before, behind),)
+        case "even_but_ends":
+            most = (blocks - 2) // (ranks - 2) if ranks > 2 else 1
+            mean = blocks / ranks
+            return (
+                tuple(
+                    (
+                        (before + 1, before + blocks),
+                        *[(each, each)] * (ranks - 2),
+                        (1 + behind, blocks + behind),
+                    )
+                    for each in sorted(range(1, most + 1), key=lambda n: abs(n - mean))
+                )
+                or None
+            )
+        case "by_products":
+            assert model.architecture is not None, "stacks train language models"
+            sizes = by_products(model.architecture, ranks)
+            return (_fixed(sizes, before, behind),) if min(sizes) else None
+        case _:
+            assert_never(rule)
+
+
+def ends_of(model: ModelGraph) -> tuple[int, int, int]:
+    """Return how many layers of a chain lie before its blocks, are blocks, and lie behind them."""
+    if model.architecture is None:
+        return 0, len(model.chain), 0
+    blocks = set(block_kinds(model.architecture))
+    kinds = model.chain_kinds
+    before = next(at for at, kind in enumerate(kinds) if kind in blocks)
+    count = sum(kind in blocks for kind in kinds)
+    return before, count, len(kinds) - before - count
+
+
+def _fixed(blocks: Sequence[int], before: int, behind: int) -> tuple[tuple[int, int], ...]:
+    sizes = list(blocks)
+    sizes[0] += before
+    sizes[-1] += behind
+    return tuple((size, size) for size in sizes)
+
+
+def by_products(a: Architecture, stages: int) -> list[int]:
+    """Return blocks per stage as nanotron divides them.
+
+    Blocks and the output projection count by their products, the embedding nothing; a stage is full
+    once the running sum passes its share.  Source: nanotron, get_block_compute_costs and
+    init_on_device_and_dtype (parallel/pipeline_parallel).
+    """
+    gates = 3 if a.gated_mlp else 2
+    block_cost = 4 * a.heads * a.head_dim * a.hidden_size + gates * a.ffn_size * a.hidden_size
+    total = a.layers * block_cost + a.vocab_size * a.hidden_size
+    sizes, stage, sums = [0] * stages, 0, 0.0
+    for _ in range(a.layers):
+        sums += block_cost
+        sizes[stage] += 1
+        if stage < stages - 1 and sums >= total * (stage + 1) / stages * (1 - SLACK):
+            stage += 1
+    return sizes

@@ -1,0 +1,160 @@
+"""Kernels: which kernels a layer is made of under a stack, and which tensors they keep.
+
+A value of plain attributes, made once from a stack's document and a job, since tables of operators
+read it for every layer and setting.  Its defaults are the modules of `transformers` as PyTorch runs
+them one by one, with `meshwright.runtime.parallel.tensor_parallel` around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.stack import Loss, SelectiveRecompute, Stack
+
+Scores = Literal["module", "fused", "written"]
+"""Attention as a family's modules have it, as one kernel, or with its scores in memory."""
+Adapters = Literal["attention", "all"]
+"""Which products of a frozen block have adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSettings:
+    """What the operators of a layer depend on beside its figures and its division."""
+
+    fused_norm: bool = False
+    fused_gate: bool = False
+    fused_rotary: bool = False
+    fused_projections: bool = False
+    """Products of one input are one product; what is cut from its result keeps it whole."""
+    scores: Scores = "module"
+    fused_softmax: bool = True
+    """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
+    pads_values: bool = False
+    """Heads of values are as wide as those of queries in fused attention."""
+    dropout: bool = False
+    """Ungated models drop activations at random, which keeps masks."""
+    keeps_gathered: bool = True
+    """Products keep the gathered sequence, and not their own shard to gather it again."""
+    reorders: bool = True
+    """Several samples are brought into the order of positions around each collective."""
+    narrow: bool = False
+    """Products in 8 bits keep their inputs so."""
+    large_only: bool = False
+    """Only Linears whose sides are large are in 8 bits."""
+    peak_logit_bytes: float = 0.0
+    """Bytes per logit at the peak of a loss that is one operator; 0: the modules' own loss."""
+    divided_logit_bytes: float = 0.0
+    """The same of a rank's own logits; 0: as many."""
+    divided_loss: bool = True
+    """The loss works on a rank's share of the vocabulary."""
+    backward_traffic: float = 0.0
+    """Traffic of a memory-bound operator's backward over its forward's; 0: each its own."""
+    narrow_core: bool = False
+    """Fused attention is in 8 bits, between casts."""
+    core_traffic: bool = True
+    """Fused attention's reads and writes count beside its FLOPs."""
+    context: Literal["gather", "ring", "heads"] = "gather"
+    """How attention over a divided sequence gets its keys (planner.documents.stack.ContextRule)."""
+    balanced: bool = True
+    """Ranks of a divided sequence attend to as many keys each."""
+    selective: SelectiveRecompute = "outputs"
+    early_stop: bool = True
+    expert_moves: float = 0.0
+    """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
+    expert_share: float = 1.0
+    """Rate of grouped products over that of one product as large."""
+    expert_tile: float = 0.0
+    """Rows to which the tokens of each expert are filled up in grouped products."""
+    expert_skew: float = 1.1
+    """Busiest expert rank over the mean."""
+    expert_once: bool = False
+    """Tokens are sent once to every node and rank that has some of their experts."""
+    expert_narrow: bool = False
+    """Tokens sent to experts, and gradients, are in 8 bits."""
+    shared_divided: bool = False
+    """Experts that all tokens share are divided like a dense MLP beside experts on own ranks."""
+    frozen: Adapters | None = None
+    """Which products have adapters where weights are frozen; None: weights are trained."""
+    adapters_drop: bool = False
+    """Adapters' inputs are dropped at random, so that each keeps its own copy and a mask."""
+    restored_bytes: float = 0.0
+    """Traffic per weight of bringing it to 16 bits before each product."""
+    compiled: bool = False
+    """A block is one compiled graph, which keeps what its backward needs and nothing else."""
+
+    def adapts(self, *, adapted: bool) -> bool:
+        """Whether a product has an adapter; `adapted` ones do where only attention's have."""
+        return self.frozen == "all" or (self.frozen == "attention" and adapted)
+
+    def back(self, moved_bytes: float, own_bytes: float) -> float:
+        """Return the traffic of a backward, of forward's and what is counted of its own."""
+        return self.backward_traffic * moved_bytes if self.backward_traffic else own_bytes
+
+
+MODULES = KernelSettings()
+"""Modules of `transformers` one by one: those that the runtime trains."""
+
+
+@cache
+def compiled(kernels: KernelSettings) -> KernelSettings:
+    """Return the kernels of a block that is compiled: what lies between products is fused."""
+    return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
+
+
+def kernels_of(
+    stack: Stack,
+    precision: str,
+    *,
+    flash_attention: bool | None = None,
+    frozen: bool = False,
+    quantised: bool = False,
+) -> KernelSettings:
+    """Return a stack's kernels in a job; what a job does not say is as the stack has it."""
+    rule = stack.kernels
+    flash = rule.flash_attention if flash_attention is None else flash_attention
+    scores: Scores = "module" if rule.attention == "module" else "fused"
+    found = KernelSettings(
+        fused_norm=rule.norm == "fused",
+        fused_gate=rule.gate == "fused",
+        fused_rotary=rule.rotary == "fused",
+        fused_projections=rule.projections == "fused",
+        scores=scores if flash else "written",
+        fused_softmax=rule.softmax == "fused",
+        pads_values=rule.pads_values and flash,
+        dropout=rule.dropout and not flash,
+        keeps_gathered=stack.tensor.keeps_gathered,
+        reorders=stack.tensor.copies,
+        narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
+        large_only=precision in EIGHT_BITS and stack.eight_bit.eligible == "large",
+        peak_logit_bytes=_peak_logit_bytes(stack.loss),
+        divided_logit_bytes=stack.loss.divided_bytes,
+        divided_loss=stack.loss.divided,
+        backward_traffic=rule.backward_traffic,
+        narrow_core=precision in EIGHT_BITS and rule.eight_bit_attention,
+        core_traffic=rule.core_traffic,
+        context=stack.context.kind,
+        balanced=stack.context.balanced,
+        selective=stack.recompute.selective,
+        early_stop=stack.recompute.early_stop,
+        expert_moves=stack.experts.moves,
+        expert_share=stack.experts.grouped_share,
+        expert_tile=float(stack.experts.tile_rows),
+        expert_skew=stack.experts.skew,
+        expert_once=stack.experts.sends == "once",
+        expert_narrow=precision in EIGHT_BITS and stack.experts.narrow_sends,
+        shared_divided=stack.experts.shared == "divided",
+        frozen=rule.adapters if frozen and rule.adapters != "none" else None,
+        adapters_drop=frozen and rule.adapter_dropout,
+        restored_bytes=rule.restored_bytes if quantised else 0.0,
+    )
+    return MODULES if found == MODULES else found
+
+
+def _peak_logit_bytes(loss: Loss) -> float:
+    """Return bytes per logit of a loss that is one operator; 0 of torch's own, written out."""
+    if loss.kind == "module":
+        return 0.0
+    return loss.fused_bytes if loss.fused and loss.fused_bytes else loss.peak_bytes

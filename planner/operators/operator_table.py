@@ -1,0 +1,600 @@
+"""Operators of a layer on one rank, and the tensors between them.
+
+A table lists operators in forward order with their FLOPs, the bytes they move through memory or
+over links, the tensors they make and the tensors that their backward needs.  Shapes are local: one
+rank, one micro-batch, after tensor, context and expert parallelism.  What is stored under a
+recompute choice, and what a layer needs beyond that while it runs, is read off the table by
+following every tensor from its birth to its last use.
+
+Which operators a transformer has is in `planner.operators.layer_operators`; seconds are in
+`meshwright.planner.costs.compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, assert_never, cast
+
+import numpy as np
+
+from meshwright.planner.documents.cluster import Collective, Precision
+from meshwright.planner.documents.plan import Dispatch, Scales
+from meshwright.planner.documents.profile import ChunkedLoss, Recompute
+from meshwright.planner.documents.stack import SelectiveRecompute
+from meshwright.planner.operators.expert_routing import Routing
+from meshwright.planner.operators.kernels import MODULES, KernelSettings
+
+OperatorKind = Literal[
+    "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+]
+Pass = Literal["forward", "backward"]
+GroupAxis = Literal[
+    "tensor", "context", "expert", "expert_tensor", "experts_across", "experts_inside"
+]
+"""Of experts also the ranks that a token is sent to once, and those among which it is handed on."""
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
+    {"matmul", "attention", "reduce_scatter", "all_to_all"}
+)
+"""Whose outputs selective recompute keeps; all others run a second time in backward."""
+
+CHEAP = frozenset({"q_linear", "kv_up", "rotary"})
+CHEAP_ENDS = ("_norm", "_latent", "_product")
+"""Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
+moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
+ones under these names."""
+
+BACKWARD_OF: dict[str, Collective] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+}
+"""The collective that each communication operator's backward is."""
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a layer is divided, what one micro-batch is, and which kernels run.
+
+    Kernels are those of one stack wherever settings are compared, and not looked at there.
+    """
+
+    micro_batch: float
+    seq_len: int
+    precision: Precision = "bf16"
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that divide each expert, where experts are on several."""
+    sequence_parallel: bool = True
+    """Tensor parallelism divides the residual stream along the sequence."""
+    loss: ChunkedLoss | None = None
+    """How the head's loss is computed; None: from all logits."""
+    gathers_heads: bool = False
+    """There are fewer heads of keys than tensor ranks: outputs of their projection are gathered,
+    and each rank takes its own."""
+    compiled: bool = False
+    """Blocks are compiled, each as one graph."""
+    overlaps_tensors: bool = False
+    """Collectives between tensor-parallel ranks run in pieces beside the products around them."""
+    document_len: int | None = None
+    """Of the document that a token is in, on average; None: samples are not divided."""
+    scales: Scales = "tensorwise"
+    """Of operands of products in 8 bits."""
+    dispatch: Dispatch = "alltoall"
+    """How tokens come to experts on other ranks."""
+    relay: int = 0
+    """Ranks that hand on tokens sent to them once; 0: each token is sent to each of its experts."""
+    narrow_weights: bool = False
+    """Weights of Linears come in 8 bits."""
+    kernels: KernelSettings = field(default=MODULES, compare=False)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch inside the tensor-parallel regions of a rank."""
+        return self.micro_batch * self.seq_len / self.context
+
+    @property
+    def attended_len(self) -> int:
+        """Tokens of a sequence that attention takes as one, on average over tokens."""
+        return self.seq_len if self.document_len is None else self.document_len
+
+    @property
+    def stream_tokens(self) -> float:
+        """Tokens of the residual stream on a rank: sequence parallelism divides them further."""
+        return self.tokens / self.tensor if self.sequence_parallel else self.tokens
+
+    @property
+    def branches(self) -> tuple[bool | str, ...]:
+        """What makes a layer have other operators, and not the same ones with other figures."""
+        return (
+            self.divides_tensors,
+            self.divides_sequence,
+            self.spreads_experts,
+            self.batched,
+            self.sequence_parallel,
+            self.loss is not None,
+            self.loss is not None and self.loss.gradients == "recomputed",
+            self.compiled,
+            self.overlaps_tensors,
+            self.gathers_heads,
+            self.scales,
+            self.narrow_weights,
+            self.dispatch == "allgather",
+            self.relays,
+            self.divides_experts,
+        )
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Whether tensor parallelism divides the layer."""
+        return self.tensor > 1
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether context parallelism divides the sequence."""
+        return self.context > 1
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are on several ranks."""
+        return self.expert > 1
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether several ranks divide each expert, beside experts on several ranks."""
+        return self.expert > 1 and self.expert_tensor > 1
+
+    @property
+    def relays(self) -> bool:
+        """Whether tokens are sent once to ranks that hand them on."""
+        return self.relay > 0
+
+    @property
+    def batched(self) -> bool:
+        """Whether a micro-batch has several samples."""
+        return self.micro_batch > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManySettings(Setting):
+    """Settings that differ in figures alone: every operator of their table has arrays [setting].
+
+    Its integers are arrays too.  What a table is made of is arithmetic on them, and asks for the
+    branches below alone; so one pass over the operators of a layer serves thousands of settings.
+    """
+
+    taken: tuple[bool | str, ...]
+
+    @classmethod
+    def of(cls, settings: Sequence[Setting]) -> ManySettings:
+        """Return settings of one sequence, one precision and the same branches as one."""
+        some = settings[0]
+        assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
+
+        def column(name: str) -> int:
+            return cast(int, np.array([getattr(s, name) for s in settings], dtype=float))
+
+        return cls(
+            micro_batch=column("micro_batch"),
+            seq_len=some.seq_len,
+            precision=some.precision,
+            tensor=column("tensor"),
+            context=column("context"),
+            expert=column("expert"),
+            expert_tensor=column("expert_tensor"),
+            sequence_parallel=some.sequence_parallel,
+            gathers_heads=some.gathers_heads,
+            compiled=some.compiled,
+            overlaps_tensors=some.overlaps_tensors,
+            loss=some.loss,
+            document_len=some.document_len,
+            scales=some.scales,
+            narrow_weights=some.narrow_weights,
+            dispatch=some.dispatch,
+            relay=column("relay"),
+            kernels=some.kernels,
+            taken=some.branches,
+        )
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Whether tensor parallelism divides the layer."""
+        return bool(self.taken[0])
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether context parallelism divides the sequence."""
+        return bool(self.taken[1])
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are on several ranks."""
+        return bool(self.taken[2])
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether several ranks divide each expert."""
+        return bool(self.taken[-1])
+
+    @property
+    def relays(self) -> bool:
+        """Whether tokens are sent once to ranks that hand them on."""
+        return bool(self.taken[-2])
+
+    @property
+    def batched(self) -> bool:
+        """Whether a micro-batch has several samples."""
+        return bool(self.taken[3])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One step of a layer's forward pass on one rank.
+
+    For communication `moved_bytes` is the size in the sense of nccl-tests: gathered output,
+    scattered input, reduced buffer; a backward's size differs in all-to-alls alone, which have
+    `backward_moved_bytes`.
+    """
+
+    name: str
+    kind: OperatorKind
+    inputs: tuple[str, ...]
+    outputs: dict[str, float]
+    """Bytes of every tensor made."""
+    saved: tuple[str, ...] = ()
+    """Tensors that its backward needs."""
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    backward_moved_bytes: float = 0.0
+    kernels: float = 1
+    workspace_bytes: float = 0.0
+    """Live only inside the operator, beside its outputs."""
+    holds: tuple[str, ...] = ()
+    """Tensors that a variable of the caller keeps alive until the operator is done."""
+    copied_bytes: float = 0.0
+    """Memory traffic of a communication that must reorder its buffers, one direction."""
+    axis: GroupAxis = "tensor"
+    fp32: tuple[str, ...] = ()
+    """Outputs in fp32, whatever the precision."""
+    weights: float = 0.0
+    """Elements of the matrices that a product multiplies by."""
+    frozen: bool = False
+    """Whether a product's weights have no gradient, which leaves one product to its backward."""
+    remade: bool = False
+    """Whether its backward begins with its forward, whatever the layer recomputes."""
+    share: float = 1.0
+    """Rate over that of one product as large."""
+    routing: Routing | None = None
+    """Of an exchange in which each token is sent once to every node and rank that has some of its
+    experts: `moved_bytes` are those of one copy of each token."""
+    beside_shared: bool = False
+    """Whether a stack can compute the experts that all tokens share during an exchange."""
+    only: Pass | None = None
+    """The one pass that has a collective, where the other has none."""
+    ring: bool = False
+    """Whether a gather goes round with its use, and its backward twice: once with gradients."""
+    aligned: bool = True
+    """Whether a product's dimensions are multiples of what 8-bit kernels take."""
+    wide: bool = False
+    """Whether what a gather brings is needed in 16 bits, however its products are."""
+    waits: bool = False
+    """Whether nothing hides a collective, and no pass has it a second time."""
+    in_core: bool = False
+    """Of written-out attention between its projections: scores, softmax, dropout, values."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the operator moves bytes over links."""
+        return self.kind in BACKWARD_OF
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """The operators of one layer in forward order, and the tensors between them."""
+
+    kind: str
+    operators: tuple[Operator, ...]
+    input_bytes: float
+    """Of the activation that enters; the tensor is called `x`."""
+    output: str
+    outside: int = 0
+    """How many trailing operators are not the layer's own and never recomputed: the loss."""
+    selective: SelectiveRecompute = "outputs"
+    """What selective recompute drops: see `meshwright.planner.documents.stack.RecomputeRule`."""
+    early_stop: bool = True
+    """Recomputation stops when the last tensor that backward needs is there again."""
+    keeps_needed: bool = False
+    """Of what selective recompute would keep, only what backward asks for is saved: a compiler
+    knows that before the first step."""
+    backward_peak: float | None = None
+    """Peak inside backward of a layer that was traced, its output's gradient included; None: it is
+    read off the operators."""
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """Bytes of every tensor by name."""
+        result = {"x": self.input_bytes}
+        for operator in self.operators:
+            result |= operator.outputs
+        return result
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes that leave the layer."""
+        return self.sizes[self.output]
+
+    @property
+    def returned_bytes(self) -> float:
+        """Bytes of what the layer's own operators return: logits, where the loss is outside."""
+        if self.backward_peak is not None:  # what a traced layer keeps is among its outputs
+            return self.output_bytes
+        return sum(self._inside[-1].outputs.values())
+
+    def returned_anew_bytes(self, recompute: Recompute) -> float:
+        """Bytes of what the layer's own operators return that backward does not keep anyway."""
+        if self.backward_peak is not None:
+            return self.output_bytes
+        stored = self.stored(recompute)
+        returned = self._inside[-1].outputs.items()
+        return sum((size for name, size in returned if name not in stored), 0.0)
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one forward pass."""
+        return sum(operator.flops for operator in self.operators)
+
+    def recomputed(self, recompute: Recompute) -> tuple[Operator, ...]:
+        """Return the operators that run a second time in backward."""
+        match recompute:
+            case "none":
+                return ()
+            case "full":
+                return self._inside[: self._needed_again]
+            case "selective":
+                if self.selective == "attention":
+                    return tuple(op for op in self._inside if op.in_core)
+                if self.selective == "cheap":
+                    return self._cheap
+                again = self._inside[: self._needed_again]
+                kept = self._kept_outputs
+                return tuple(op for op in again if op.name not in kept)
+            case _:
+                assert_never(recompute)
+
+    def stored(self, recompute: Recompute) -> dict[str, float]:
+        """Return name and bytes of the tensors saved for backward."""
+        match recompute:
+            case "none":
+                names = _saved(self.operators)
+            case "full" | "selective":
+                names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
+                if recompute == "selective" and self.selective == "cheap":
+                    made = _outputs(self._cheap)
+                    needed = {name for op in self._cheap for name in op.saved or op.inputs}
+                    names = (_saved(self.operators) | needed) - made
+                elif recompute == "selective" and self.selective == "attention":
+                    core = [op for op in self._inside if op.in_core]
+                    names = _saved(self.operators) - (_outputs(core[:-1]))
+                elif recompute == "selective":
+                    kept = self._kept_outputs
+                    found = _outputs(op for op in self._inside if op.name in kept)
+                    names |= found & self._asked_for(found) if self.keeps_needed else found
+            case _:
+                assert_never(recompute)
+        # Sorted: sums in the order of a set differ in the last bits from run to run.
+        return {name: self.sizes[name] for name in sorted(names)}
+
+    def stored_bytes(self, recompute: Recompute) -> float:
+        """Bytes saved for backward by one micro-batch in flight."""
+        return sum(self.stored(recompute).values())
+
+    def own_bytes(self, recompute: Recompute) -> float:
+        """Bytes saved by the layer's own operators; what the loss saves stays where it is."""
+        return sum(self._own(recompute).values())
+
+    def _own(self, recompute: Recompute) -> dict[str, float]:
+        beside = _saved(self._outside) - _saved(self._inside)
+        return {n: size for n, size in self.stored(recompute).items() if n not in beside}
+
+    def packable(self, recompute: Recompute, element_bytes: int) -> tuple[float, float]:
+        """Return bytes and elements of the layer's own floating tensors; token ids are not."""
+        wide = {name for operator in self.operators for name in operator.fp32}
+        sizes = self._own(recompute)
+        if self.kind == "embedding":
+            sizes.pop("x", None)
+        elements = sum(
+            size / (FP32 if name in wide else element_bytes) for name, size in sizes.items()
+        )
+        return sum(sizes.values()), elements
+
+    def forward_transient_bytes(self, recompute: Recompute) -> float:
+        """Peak inside forward above what is stored at its end, beyond the layer's output."""
+        stored = self.stored(recompute)
+        last_use = {n: i for i, op in enumerate(self.operators) for n in (*op.inputs, *op.holds)}
+        dying: list[list[str]] = [[] for _ in self.operators]
+        for index, operator in enumerate(self.operators):
+            for name in operator.outputs:
+                if name != self.output and name not in stored:
+                    dying[last_use.get(name, index)].append(name)
+        alive = self.input_bytes
+        peak = 0.0
+        for operator, names in zip(self.operators, dying, strict=True):
+            alive = alive + sum(operator.outputs.values())
+            peak = larger(peak, alive + operator.workspace_bytes)
+            for name in names:
+                alive = alive - self.sizes[name]
+        beyond = sum(size for name, size in stored.items() if name != self.output)
+        held_input = 0.0 if "x" in stored else self.input_bytes
+        return larger(0.0, peak - beyond - self.output_bytes - held_input)
+
+    def backward_transient_bytes(
+        self,
+        recompute: Recompute,
+        *,
+        weight_bytes: float = 0.0,
+        late: Collection[str] = (),
+    ) -> float:
+        """Peak inside backward above what was stored at its begin.
+
+        Gradients of activations count, the output's included.  Those of weights count where an
+        element has `weight_bytes`, from the product that makes them on.  Operators that are `late`
+        make theirs another time, and keep what they need for it.  Recomputation starts when
+        backward enters the layer's own operators.
+        """
+        if self.backward_peak is not None:
+            return self.backward_peak + larger(0.0, self.recomputed_bytes(recompute))
+        waits = {
+            name for operator in self.operators if operator.name in late for name in operator.saved
+        }
+        first_save: dict[str, int] = {}
+        for index, operator in enumerate(self.operators):
+            for name in operator.saved:
+                first_save.setdefault(name, index)
+        gradients = {self.output: self.output_bytes}
+        inside = len(self._inside)
+        again = self.recomputed_bytes(recompute)
+        freed = peak = left = 0.0
+        for index in range(len(self.operators) - 1, -1, -1):
+            operator = self.operators[index]
+            if gradients.keys().isdisjoint(operator.outputs):
+                continue
+            made = sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
+            back = again if index < inside else 0.0
+            if operator.name not in late and not operator.frozen:
+                left = left + weight_bytes * operator.weights
+            peak = larger(peak, sum(gradients.values()) + made + back + left - freed)
+            gradients |= {name: self.sizes[name] for name in operator.inputs}
+            for name in operator.outputs:
+                gone = gradients.pop(name, 0.0)
+                left = left + (gone if operator.name in late else 0.0)
+            freed += sum(
+                self.sizes[n]
+                for n in dict.fromkeys(operator.saved)
+                if first_save[n] == index and n not in waits
+            )
+        return peak
+
+    def recomputed_bytes(self, recompute: Recompute) -> float:
+        """Bytes that recomputation brings back beyond what is saved.
+
+        What selective recompute saved and recomputation never reaches stays as well.
+        """
+        if recompute == "none":
+            return 0.0
+        kept = self.stored(recompute)
+        needed = _saved(self.operators) | {"x"}
+        passed = _outputs(self._inside[: self._needed_again]) - needed
+        again = sum(self.sizes[name] for name in sorted(needed - kept.keys()))
+        return again - sum(size for name, size in kept.items() if name in passed)
+
+    @cached_property
+    def _cheap(self) -> tuple[Operator, ...]:
+        """Norms, gated products, projections up from latents, and copies of theirs in 8 bits."""
+        names = {
+            op.name
+            for op in self._inside
+            if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
+        }
+        return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
+
+    @cached_property
+    def _kept_outputs(self) -> frozenset[str]:
+        """Names of the operators whose outputs selective recompute keeps.
+
+        `operators` keeps attention's, every second product's and what was scattered.
+        """
+        if self.selective != "operators":
+            return frozenset(op.name for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
+        products = [op.name for op in self._inside if op.kind == "matmul" and not op.in_core]
+        others = [
+            op.name
+            for op in self._inside
+            if op.kind in ("attention", "reduce_scatter") or (op.in_core and op.kind == "matmul")
+        ]
+        return frozenset((*products[::2], *others))
+
+    def _asked_for(self, kept: set[str]) -> set[str]:
+        """Return the tensors that backward reads, and those from which it makes what is not saved.
+
+        None is looked for behind one of `kept`.
+        """
+        found: set[str] = set()
+        waiting = _saved(self._inside)
+        made_by = {name: op for op in self._inside for name in op.outputs}
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.add(name)
+            if name not in kept and name in made_by:
+                waiting |= set(made_by[name].inputs)
+        return found
+
+    @property
+    def _needed_again(self) -> int:
+        """How many leading operators make all that the layer's own backward needs.
+
+        All of them, where recomputation does not stop early.
+        """
+        if not self.early_stop:
+            return len(self._inside)
+        needed = _saved(self._inside)
+        made = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
+        return max(made, default=-1) + 1
+
+    @property
+    def _inside(self) -> tuple[Operator, ...]:
+        return self.operators[: len(self.operators) - self.outside]
+
+    @property
+    def _outside(self) -> tuple[Operator, ...]:
+        return self.operators[len(self.operators) - self.outside :]
+
+
+def larger(one: float, other: float) -> float:
+    """Return the larger, element by element where settings are many."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.maximum(one, other))
+    return max(one, other)
+
+
+def smaller(one: float, other: float) -> float:
+    """Return the smaller, element by element where settings are many."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.minimum(one, other))
+    return min(one, other)
+
+
+def either(condition: bool, one: float, other: float) -> float:
+    """Return `one` where the condition is true, element by element where settings are many."""
+    if isinstance(condition, np.ndarray):
+        return cast(float, np.where(condition, one, other))
+    return one if condition else other
+
+
+def share(part: float, whole: float) -> float:
+    """Return part / whole, 0 of nothing; element by element where settings are many."""
+    if not isinstance(whole, np.ndarray):
+        return part / whole if whole else 0.0
+    return cast(float, np.divide(part, whole, out=np.zeros(whole.shape), where=whole != 0))
+
+
+def _saved(operators: Iterable[Operator]) -> set[str]:
+    return {name for operator in operators for name in operator.saved}
+
+
+def _outputs(operators: Iterable[Operator]) -> set[str]:
+    return {name for operator in operators for name in operator.outputs}

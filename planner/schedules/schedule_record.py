@@ -1,0 +1,189 @@
+"""What a schedule is: the record that says all that anything else needs to know of it.
+
+A record has one function per question; `Shape` is what every one of them is asked about.  What it
+does not say is taken from its orders (in-flight counts) or as the costlier of two cases.  The
+closed form that its coefficients belong to stands in `meshwright.planner.schedules.closed_form`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.schedules.actions import Order
+
+
+class Shape(NamedTuple):
+    """What a pipeline is asked to run: P ranks of V stages each, m micro-batches."""
+
+    ranks: int
+    micro_batches: int
+    virtual_stages: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of all ranks."""
+        return self.ranks * self.virtual_stages
+
+
+class InFlight(NamedTuple):
+    """The most micro-batches that a rank has at once, each of its stages' counted."""
+
+    whole: int
+    """From F to B or W."""
+    alive: int
+    """From F to the end of B or I, and the number that of the last j of the V stages no more than
+    j / V of them are (meshwright.planner.schedules.closed_form.InFlightCounts)."""
+    deferred: int
+    """From the start of I to W."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fullest:
+    """One backward of every rank: with most alive, and of such with most on late stages."""
+
+    holding: NDArray[np.float64]
+    """[stage of the rank, rank] Micro-batches alive, the one that acts included."""
+    waiting: NDArray[np.float64]
+    """[stage of the rank, rank] From the end of I to W."""
+    place: NDArray[np.intp]
+    """[rank] Of the stage that acts."""
+
+
+LATE = 1e-3
+"""What a micro-batch counts more for each stage before its own on the rank: late stages store most
+(meshwright.planner.search.partition.stage_counts)."""
+DEFERRED, LEAN = 0.3, 4.0
+"""What one counts that waits for W, beside one that is alive: where layers store what backward
+needs, and where they recompute most of it, which leaves W as much."""
+
+
+class Coefficients(NamedTuple):
+    """`steady` and `fill` of the closed form."""
+
+    of: Callable[[int, int, float], tuple[float, float]]
+    """Of P ranks, m micro-batches and the share of a rank's work in its largest stage."""
+    text: str
+    """How a certificate says them, and of which schedules."""
+
+
+DRAINED = Coefficients(
+    lambda ranks, micro_batches, largest: (micro_batches - 1.0, 1.0),
+    "m-1 and fill = 1 under 1F1B and GPipe (there with max_r f_r + max_r b_r for max_r t_r)",
+)
+SPLIT = Coefficients(
+    lambda ranks, micro_batches, largest: (float(micro_batches), largest * (ranks - 1) / ranks),
+    "m and p(P-1)/P with split backwards",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Schedule:
+    """One pipeline schedule."""
+
+    name: str
+    order: Callable[[int, Shape], Order]
+    """Of one rank."""
+    coefficients: Coefficients
+    stages_per_rank: tuple[int, int | None] = (1, 1)
+    """The fewest and the most, None being no limit: one alone, or from two on."""
+    placement: Literal["loop", "v"] = "loop"
+    """Stages go round the ranks, or down and up again: rank r has stages r and 2 P - 1 - r."""
+    micro_batches_needed: Callable[[Shape], str] = lambda shape: ""
+    """What it needs instead of this number of micro-batches; nothing if it can take them."""
+    splits_backward: bool = False
+    """Gradients of inputs and of weights are made apart."""
+    forwards_first: bool = False
+    """No backward starts before the last forward has ended, on any rank: the slowest forward and
+    the slowest backward count apart."""
+    last_waits: bool = True
+    """The last stage may do something between a forward and its backward."""
+    weight_versions: int = 1
+    """How many copies of its parameters a rank has; more than once if the pipeline never drains."""
+    repeats: bool = False
+    """From 2 P micro-batches on ranks hold the same, however many there are."""
+    in_flight: Callable[[int, Shape], InFlight] | None = None
+    """Closed form of the counts of a rank, or more, before m V limits them."""
+    fullest: Callable[[Shape, float], Fullest] | None = None
+    """Closed form of every rank's fullest backward, of what one counts that waits for W; without
+    one orders are gone through."""
+    no_slower: str | None = None
+    """A schedule that no split is slower under; it is preferred where it needs no more memory."""
+    phi_bound: bool = False
+    """Its simulated step is bounded from below however stages are cut (`simulated_bounds`)."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What frameworks call it; one that is not there cannot run it."""
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further lines of a framework's configuration."""
+
+    def __post_init__(self) -> None:
+        least, most = self.stages_per_rank
+        assert most == 1 if least == 1 else most is None or most >= least
+        assert self.placement == "loop" or self.stages_per_rank == (2, 2), "a V has two stages"
+        plain = self.stages_per_rank == (1, 1) and not self.splits_backward
+        assert plain or not self.forwards_first, "the closed form has no such term"
+        assert not self.stale or (plain and self.weight_versions == 2), (
+            "meshwright.runtime.engine.pipedream_2bw"
+        )
+
+    @property
+    def stale(self) -> bool:
+        """Whether the pipeline never drains, so that gradients are a step old."""
+        return self.weight_versions > 1
+
+    @property
+    def several_stages(self) -> bool:
+        """Whether ranks hold more than one stage."""
+        return self.stages_per_rank[0] > 1
+
+    def takes(self, virtual_stages: int) -> bool:
+        """Whether ranks may have this number of stages."""
+        least, most = self.stages_per_rank
+        return least <= virtual_stages and (most is None or virtual_stages <= most)
+
+    def homes(self, shape: Shape) -> tuple[int, ...]:
+        """[stage] Return the rank of each stage."""
+        stages = range(shape.stages)
+        if self.placement == "v":
+            return tuple(min(stage, shape.stages - 1 - stage) for stage in stages)
+        return tuple(stage % shape.ranks for stage in stages)
+
+    def counts(self, rank: int, shape: Shape) -> InFlight:
+        """Return the most micro-batches that a rank has at once."""
+        if self.in_flight is None:
+            return _counted(self, rank, shape)
+        most = shape.micro_batches * shape.virtual_stages
+        whole, alive, deferred = self.in_flight(rank, shape)
+        return InFlight(min(whole, most), min(alive, most), min(deferred, most))
+
+    def on_first_stage(self, shape: Shape) -> int:
+        """Return the most micro-batches in flight on the model's first stage."""
+        if shape.virtual_stages == 1:
+            return self.counts(0, shape).alive
+        return min(shape.micro_batches, 2 * shape.ranks) if self.repeats else shape.micro_batches
+
+
+@lru_cache(maxsize=1 << 10)
+def _counted(schedule: Schedule, rank: int, shape: Shape) -> InFlight:
+    """Count what a rank has, action by action.
+
+    Of `alive` every stage counts as much as the fullest: the last j of V stages are within j / V.
+    """
+    alive = {stage: 0 for stage, home in enumerate(schedule.homes(shape)) if home == rank}
+    whole = deferred = 0
+    most = InFlight(0, 0, 0)
+    for action in schedule.order(rank, shape):
+        whole += action.kind == "F"
+        alive[action.stage] += action.kind == "F"
+        deferred += action.kind == "I"
+        now = InFlight(whole, len(alive) * max(alive.values()), deferred)
+        most = InFlight(*map(max, most, now))
+        whole -= action.kind in "BW"
+        alive[action.stage] -= action.kind in "BI"
+        deferred -= action.kind == "W"
+    return most

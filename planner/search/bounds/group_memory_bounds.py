@@ -1,0 +1,586 @@
+"""Least seconds of many families within memory, under every timetable each may have.
+
+Of a family and one of its sharings, *lean* because it divides states the most, the layers of the
+commonest kind are counted as planner.search.bounds.stage_capacity does, beside what surely lies on
+the ranks of the model's ends: its first and its last layer, each with the least of every figure.
+The other layers take their fewest seconds anywhere, and no room.  Of a stage's own buffers those of
+what it sends and of what is on the way are counted.  Bytes are bounds from below, as in
+meshwright.planner.search.bounds.memory_bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.costs.activations import treated
+from meshwright.planner.costs.calibration import taken
+from meshwright.planner.costs.cost_cache import KindFigures
+from meshwright.planner.costs.layer_strategy import (
+    Recomputes,
+    StrategyParts,
+    choices_of,
+    least_resident,
+)
+from meshwright.planner.costs.layout_costs import CostTables, counted_by_rank
+from meshwright.planner.costs.memory.host_memory import host_room_bytes
+from meshwright.planner.costs.memory.state_bytes import States
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import SLACK
+from meshwright.planner.operators.operator_table import RECOMPUTES, either
+from meshwright.planner.schedules.schedule import rank_of_stage
+from meshwright.planner.search.bounds import multi_stage_memory as spread
+from meshwright.planner.search.bounds.multi_stage_memory import Spread
+from meshwright.planner.search.bounds.peak_moments import MemoryMoment, binding, loads_of
+from meshwright.planner.search.bounds.stage_capacity import Options, Stages, hosted
+from meshwright.planner.search.partition.stage_counts import Shares, longest_run, shares_of
+from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Timetable
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+class Unit(NamedTuple):
+    """Layouts that are looked at together: a family's, of which none has less than under one
+    sharing."""
+
+    family: LayoutFamily
+    leanest: ShardingChoice
+
+
+class Paces(NamedTuple):
+    """[pace, problem] How a timetable turns the seconds of ranks into a bound of those of a step.
+
+    `actions` of all ranks and of any at least, which no layer counts; a credit counts `credited`.
+    A step takes no less than at any of the paces.
+    """
+
+    steady: Floats
+    fill: Floats
+    credited: Floats
+    actions: Floats
+    least_actions: Floats
+
+    @classmethod
+    def together(cls, some: Sequence[Paces]) -> Paces:
+        """Return those of several problems in a row."""
+        return cls(*(np.concatenate(rows, axis=1) for rows in zip(*some, strict=True)))
+
+    def of(self, problems: Indices) -> Paces:
+        """Return those of some problems."""
+        return Paces(*(column[:, problems] for column in self))
+
+    def one_by_one(self, number: int) -> list[Paces]:
+        """Return the first paces one by one."""
+        return [Paces(*(column[at : at + 1] for column in self)) for at in range(number)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainFigures:
+    """The layers of a model by kind, and the settings that their seconds were worked out in."""
+
+    counts: dict[str, int]
+    commonest: str
+    figures: KindFigures
+    """Arrays [setting]."""
+    members: Indices
+    """[division, loss] Settings that differ in how the last layer computes the loss; layouts of a
+    division may have any of them."""
+    fastest_s: Floats
+    """[kind, division]"""
+    credits_s: Floats
+    """[division] Of all layers, at most."""
+
+
+class _Ranks(NamedTuple):
+    """The ranks of pipelines of one degree under each timetable; arrays begin with [timetable]."""
+
+    early: MemoryMoment
+    late: MemoryMoment
+    """Of all ranks of all timetables in a row, at the moments that may count."""
+    depths: Indices
+    """How many stages each rank has."""
+    ends: Indices
+    """[timetable, end] Rank of the model's first, last stage."""
+    relieved: tuple[Shares | None, ...]
+    """Where the latter does not share evenly."""
+    holding: Indices
+    """Place in `_HELD`."""
+    lowest: Floats
+    """[timetable, 2] Least in flight, and least buffers."""
+
+
+class Rooms:
+    """Bounds on the families of one search."""
+
+    def __init__(
+        self,
+        tables: CostTables,
+        chain: ChainFigures,
+        *,
+        capacity_bytes: float,
+        recompute: Recomputes,
+    ) -> None:
+        """`capacity_bytes` are for layers and the pipeline's buffers, on every rank."""
+        self._tables = tables
+        self._chain = chain
+        self._capacity_bytes = capacity_bytes
+        self._kinds = tables.model.chain_kinds
+        run = longest_run(self._kinds)
+        self._like = (
+            run is not None
+            and self._kinds[run.before] == chain.commonest
+            and run.alike == chain.counts[chain.commonest]
+        )
+        self._recompute = recompute
+        self._host_bytes: float | None = None
+        """What a rank may put on its host, where layers can be there and somebody says."""
+        if "offload" in tables.activations:
+            self._host_bytes = host_room_bytes(
+                tables.cluster.groups[0], tables.request.stack.offload.host_share
+            )
+
+    def of(self, chain: ChainFigures) -> Rooms:
+        """Return the same with other credits."""
+        found = copy(self)
+        found._chain = chain
+        return found
+
+    def bounds_s(
+        self,
+        units: Sequence[Unit],
+        settings: Indices,
+        paces: Paces,
+        added_s: Floats,
+        seen_s: Floats | None = None,
+    ) -> Floats:
+        """[timetable of the units in turn] Least seconds of a step; inf where none fits.
+
+        `settings` [unit] are divisions; `added_s` [unit] comes on top of a step, `seen_s`
+        [unit, choice] of the passes of one of the commonest layers.
+        """
+        keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
+        units_s = [
+            _ranks_of(
+                self._kinds,
+                family.degrees.pipeline,
+                family.micro_batches,
+                family.timetables,
+                keeps_sent=keeps_sent,
+            )
+            for family, _ in units
+        ]
+        of_unit = np.repeat(np.arange(len(units)), [len(of_unit_s.depths) for of_unit_s in units_s])
+        degree = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
+        members = self._chain.members[settings]
+        several = bool((members != members[:, :1]).any())
+        losses = range(members.shape[1] if several else 1)
+        layouts = [[_layout(unit, place) for unit in units] for place in losses]
+        figures, recompute = self._chain.figures, self._recompute
+        costs = LayersTogether(self._tables, figures, layouts, members, recompute)
+        holdings = np.concatenate([of_unit_s.holding for of_unit_s in units_s])
+        options = Options(
+            **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
+        )
+        options = replace(options, transient_bytes=self._working(options, costs, of_unit))
+        if seen_s is not None:
+            options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
+        boundary_bytes = np.array([self._tables.boundary_bytes(one) for one in layouts[0]])[of_unit]
+        lowest = np.concatenate([of_unit_s.lowest for of_unit_s in units_s]).T
+        kept = np.flatnonzero(self._may_fit(options, boundary_bytes, lowest, degree))
+        bound_s = np.full(len(of_unit), np.inf)
+        if len(kept):
+            ranks = _some(units_s, degree, of_unit, kept)
+            options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
+            stages = self._stages(ranks, options, degree, boundary_bytes[kept], costs, of_unit)
+            rest = settings[of_unit], paces.of(kept), added_s[of_unit]
+            bound_s[kept] = self._bound_s(options, stages, *rest)
+            alone = np.flatnonzero(degree == 1)
+            if self._host_bytes is not None and len(alone):
+                on_host = costs.on_host(self._chain.commonest, of_unit)
+                pooled_s = self._pooled_s(options, stages, on_host, *rest)
+                at = kept[alone]
+                bound_s[at] = np.maximum(bound_s[at], pooled_s)
+        return bound_s
+
+    def _pooled_s(
+        self,
+        options: Options,
+        stages: Stages,
+        on_host: Floats,
+        setting: Indices,
+        paces: Paces,
+        added_s: Floats,
+    ) -> Floats:
+        """[timetable without a pipeline] Least seconds by the memory of device and host together.
+
+        What fits both fits their sum; a rank that has all layers has an even share of its host.
+        """
+        at = np.flatnonzero(stages.counts == 1)
+        room_bytes = self._host_bytes or 0.0
+        among = options.of(at)
+        among = replace(
+            among,
+            stored_bytes=among.stored_bytes + on_host[0][:, at],
+            resident_bytes=among.resident_bytes + on_host[1][:, at],
+        )
+        part = stages.of(stages.counts == 1)
+        return self._bound_s(
+            among,
+            replace(part, free_bytes=part.free_bytes + room_bytes),
+            setting[at],
+            paces.of(at),
+            added_s[at],
+        )
+
+    def _may_fit(
+        self, options: Options, boundary_bytes: Floats, lowest: Floats, degree: Indices
+    ) -> NDArray[np.bool_]:
+        """[timetable] Whether all ranks hold the layers if each were like the roomiest of them."""
+        in_flight, buffers = lowest
+        lean = (options.resident_bytes + in_flight * options.stored_bytes).min(axis=0)
+        free = self._capacity_bytes - buffers * boundary_bytes
+        free -= options.transient_bytes.min(axis=0)
+        layers = -(-self._chain.counts[self._chain.commonest] // degree)
+        may: NDArray[np.bool_] = layers * lean <= free * (1 + SLACK)
+        return may
+
+    def _working(self, options: Options, costs: LayersTogether, of_unit: Indices) -> Floats:
+        """[choice, timetable] Least working memory of a stage's last layer but the model's."""
+        fewest_bytes = options.transient_bytes.min(axis=0)
+        first = self._kinds.index(self._chain.commonest)
+        for kind in set(self._kinds[first:-1]) - {self._chain.commonest}:
+            fewest_bytes = np.minimum(fewest_bytes, costs.working(kind)[of_unit])
+        return np.broadcast_to(fewest_bytes, options.transient_bytes.shape)
+
+    def _stages(
+        self,
+        ranks: _Ranks,
+        options: Options,
+        degree: Indices,
+        boundary_bytes: Floats,
+        costs: LayersTogether,
+        of_unit: Indices,
+    ) -> Stages:
+        """Return the ranks of all timetables, with what is left beside what surely lies there."""
+        problem = np.repeat(np.arange(len(degree)), degree)
+        working = options.transient_bytes[0][problem]
+        sent_bytes = boundary_bytes * self._tables.rates.stack.pipeline.keeps_sent
+        room_bytes = self._capacity_bytes - working
+        load = self._load(ranks, options, problem, room_bytes, sent_bytes, degree)
+        own_bytes = 2.0 * ranks.depths * (degree > 1) * boundary_bytes
+        free_bytes = self._capacity_bytes - load.sent * sent_bytes[problem] - own_bytes[problem]
+        beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
+        starts = np.cumsum(degree) - degree
+        for last, kind in enumerate(self._tables.end_kinds):
+            if kind is None or kind == self._chain.commonest:
+                continue
+            at = starts + ranks.ends[:, last]
+            figures = costs.of(kind, ranks.holding, of_unit).min(axis=1)
+            time_s, stored, resident, transient, kept = figures
+            beside_s[at] += time_s
+            place = ranks.depths - 1 if last else 0
+            # The model's last layer has a micro-batch less while a layer before it acts.
+            number = load.alive[place, at] - (load.last_acts[at] if last else 0.0)
+            free_bytes[at] -= resident + number * stored + load.waiting[place, at] * kept
+            if last:
+                beside_bytes[at] = (transient + stored) * load.last_acts[at]
+        spread_ = self._spread(
+            ranks, options, problem, load, free_bytes - beside_bytes - working, degree
+        )
+        return Stages(
+            counts=degree,
+            in_flight=spread_.in_flight,
+            waiting=np.zeros(len(problem)),
+            each_bytes=spread_.each_bytes,
+            free_bytes=free_bytes - spread_.fixed_bytes + load.bare * working,
+            beside_s=beside_s,
+            beside_transient_bytes=beside_bytes,
+        )
+
+    def _load(
+        self,
+        ranks: _Ranks,
+        options: Options,
+        problem: Indices,
+        room_bytes: Floats,
+        sent_bytes: Floats,
+        degree: Indices,
+    ) -> MemoryMoment:
+        """Return the moments that count of all ranks in a row."""
+        if ranks.late is ranks.early:
+            return ranks.early
+        stored = options.stored_bytes
+        number = self._chain.counts[self._chain.commonest] / degree
+        return binding(
+            ranks.early,
+            ranks.late,
+            room_bytes=room_bytes / number[problem],
+            sent_bytes=(sent_bytes / number)[problem],
+            resident=options.resident_bytes.min(axis=0)[problem],
+            kept=options.kept_bytes.min(axis=0)[problem],
+            least_stored=stored.min(axis=0)[problem],
+            most_stored=stored.max(axis=0)[problem],
+            depths=ranks.depths[problem],
+        )
+
+    def _spread(
+        self,
+        ranks: _Ranks,
+        options: Options,
+        problem: Indices,
+        load: MemoryMoment,
+        free_bytes: Floats,
+        degree: Indices,
+    ) -> Spread:
+        """[rank] What a rank counts of its like layers."""
+        result = Spread(*(np.zeros(len(problem)) for _ in range(3)))
+        number = self._chain.counts[self._chain.commonest]
+        starts = np.cumsum(degree) - degree
+        for virtual in np.unique(ranks.depths).tolist():
+            at = np.flatnonzero(ranks.depths[problem] == virtual)
+            numbers = problem[at]
+            stored = options.stored_bytes[:, numbers]
+            room = spread.RankRoom(
+                alive=load.alive[:virtual, at],
+                kept_bytes=options.kept_bytes.min(axis=0)[numbers] * load.waiting[:virtual, at],
+                free_bytes=free_bytes[at],
+                number=number / degree[numbers],
+                least_stored=stored.min(axis=0),
+                most_stored=stored.max(axis=0),
+                resident=options.resident_bytes.min(axis=0)[numbers],
+            )
+            even = spread.evenly(room) if self._like and virtual > 1 else spread.alike(room)
+            for column, values in zip(result, even, strict=True):
+                column[at] = values
+            uneven: dict[Shares, list[int]] = {}
+            for n in np.flatnonzero(ranks.depths == virtual).tolist():
+                shares = ranks.relieved[n]
+                if shares is not None and self._like:
+                    uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
+            for shares, some in uneven.items():
+                there = np.array(some)
+                found = spread.relieved(room, shares, np.searchsorted(at, there))
+                for column, values in zip(result, found, strict=True):
+                    column[there] = values
+        return result
+
+    def _bound_s(
+        self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
+    ) -> Floats:
+        """[timetable] Least seconds, by the slowest stage and by all of them, at every pace."""
+        chain, action_s, ranks = self._chain, self._tables.action_s, stages.counts
+        counts = np.array(list(chain.counts.values()), dtype=float)
+        fastest_s = chain.fastest_s[:, setting]
+        even_s = np.ceil(counts[:, None] / ranks) * fastest_s
+        at = list(chain.counts).index(chain.commonest)
+        slowest_s, counted_s = hosted(options, stages, chain.counts[chain.commonest], even_s[at])
+        fits = np.isfinite(counted_s)
+        layers_s = np.where(fits, counted_s, 0.0)
+        layers_s += np.delete(counts, at) @ np.delete(fastest_s, at, axis=0)
+        total_s = layers_s + paces.actions * action_s
+        slowest_s = np.maximum(np.where(fits, slowest_s, 0.0), even_s.max(axis=0))
+        slowest_s = np.maximum(slowest_s + paces.least_actions * action_s, total_s / ranks)
+        once_s = added_s + self._tables.step_s - paces.credited * chain.credits_s[setting]
+        bound_s = (paces.steady * slowest_s + paces.fill * total_s) * _BELOW + once_s
+        return np.where(fits, bound_s.max(axis=0), np.inf)
+
+
+class LayersTogether:
+    """What layers hold in many layouts, and their seconds without those of sharing."""
+
+    def __init__(
+        self,
+        tables: CostTables,
+        figures: KindFigures,
+        layouts: Sequence[Sequence[Layout]],
+        settings: Indices,
+        recompute: Recomputes,
+    ) -> None:
+        """`layouts` [loss][layout], and `settings` [layout, loss] in the arrays `figures`."""
+        self._tables = tables
+        self._figures = figures
+        self._settings = settings
+        self._recompute = recompute
+        self._kinds = list(figures)
+        self._losses = range(len(layouts))
+        self._states = [[tables.states(layout) for layout in some] for some in layouts]
+        self._once = cast(bool, np.array([one.micro_batches == 1 for one in layouts[0]]))
+        self._pipelined = cast(bool, np.array([one.pipeline > 1 for one in layouts[0]]))
+        self._parts: dict[str, list[StrategyParts]] = {}
+
+    def of(self, kind: str, holdings: Indices, layouts: Indices) -> Floats:
+        """[figure, choice, place] One kind's `_FIGURES`, for layouts that hold things somehow."""
+        if kind not in self._parts:
+            self._parts[kind] = list(self._of(kind))
+        parts = self._parts[kind]
+        result = np.empty((len(_FIGURES), len(parts), len(layouts)))
+        some = [(n, np.flatnonzero(holdings == n)) for n in np.unique(holdings).tolist()]
+        for choice, part in enumerate(parts):
+            passes_s = part.forward_s + part.backward_s
+            stored = part.stored_bytes
+            for number, at in some:
+                whole, first = _HELD[number]
+                resident = least_resident(
+                    part.states, whole=whole, forwards_first=first, once=self._once
+                )
+                working, kept = part.backward_transient_bytes, part.figures.kept_bytes
+                of = layouts[at]
+                for row, figure in enumerate((passes_s, stored, resident, working, kept)):
+                    result[row, choice, at] = (
+                        figure[of] if isinstance(figure, np.ndarray) else figure
+                    )
+        return result
+
+    def working(self, kind: str) -> Floats:
+        """[layout] The least working memory of one kind in its backward."""
+        if kind not in self._parts:
+            self._parts[kind] = list(self._of(kind))
+        of_kinds = [
+            np.broadcast_to(part.backward_transient_bytes, (len(self._settings),))
+            for part in self._parts[kind]
+        ]
+        found: Floats = np.min(of_kinds, axis=0)
+        return found
+
+    def on_host(self, kind: str, layouts: Indices) -> Floats:
+        """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""
+        parts = self._parts[kind]
+        result = np.empty((2, len(parts), len(layouts)))
+        for choice, part in enumerate(parts):
+            for row, figure in enumerate((part.treated.host_bytes, part.states.host_bytes)):
+                result[row, choice] = figure[layouts] if isinstance(figure, np.ndarray) else figure
+        return result
+
+    def _of(self, kind: str) -> Iterable[StrategyParts]:
+        """Yield the choices of a kind; the last layer's under each loss."""
+        for place in self._losses if kind == self._tables.model.chain_kinds[-1] else (0,):
+            yield from self._of_loss(kind, place)
+
+    def _of_loss(self, kind: str, place: int) -> Iterable[StrategyParts]:
+        at = self._kinds.index(kind)
+        states = _stacked([states[at] for states in self._states[place]])
+        last = kind == self._tables.end_kinds[1]
+        last = last and self._tables.rates.stack.pipeline.keeps_results
+        for recompute, many in zip(RECOMPUTES, self._figures[kind], strict=True):
+            if recompute not in choices_of(self._recompute, kind):
+                continue
+            figures = taken(many, self._settings[:, place])
+            for activations in self._tables.activations:
+                passed = figures.passed_bytes(activations) if last else 0.0
+                passed = either(self._pipelined, passed, 0.0)
+                yield StrategyParts(
+                    recompute=recompute,
+                    activations=activations,
+                    figures=figures,
+                    states=states,
+                    treated=treated(activations, figures, self._tables.rates, passed=passed),
+                    gather_s=0.0,
+                    backward_shard_s=0.0,
+                    sync_s=0.0,
+                    optimizer_s=0.0,
+                )
+
+
+_HELD = ((False, False), (False, True), (True, False))
+"""How ranks hold states: counted by rank, all forwards first (`least_resident`)."""
+
+
+def holding_of(layout: Layout) -> int:
+    """Return the place in `_HELD` of a layout."""
+    whole = counted_by_rank(layout)
+    return _HELD.index((whole, layout.executed.forwards_first and not whole))
+
+
+_FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
+
+_BELOW = 1.0 - SLACK
+"""A bound may not be above what it bounds."""
+
+
+def _stacked(states: Sequence[States]) -> States:
+    """Return states that are arrays."""
+    numbers: dict[tuple[float, ...], int] = {}
+    place = np.array([numbers.setdefault(_row(one), len(numbers)) for one in states])
+    rows = np.array(list(numbers))
+    return States(**dict(zip(_STATES, rows.T[:, place], strict=True)))
+
+
+_STATES = tuple(field.name for field in fields(States))
+_row = attrgetter(*_STATES)
+
+
+def _layout(unit: Unit, loss: int = 0) -> Layout:
+    """Return a layout of the unit; what it has is the same under every timetable."""
+    place = min(loss, len(unit.family.losses) - 1)
+    return unit.family.layout(unit.leanest, Timetable(), place=place)
+
+
+@lru_cache(maxsize=1 << 12)
+def _ranks_of(
+    kinds: tuple[str, ...],
+    ranks: int,
+    micro_batches: int,
+    timetables: tuple[Timetable, ...],
+    *,
+    keeps_sent: bool,
+) -> _Ranks:
+    """Return how ranks are laden, as in meshwright.planner.search.bounds.memory_bounds."""
+    loads = [loads_of(kinds, name, ranks, micro_batches, virtual) for name, virtual in timetables]
+    early = MemoryMoment.together([moments[0] for moments in loads])
+    late = early
+    if any(len(moments) > 1 for moments in loads):
+        late = MemoryMoment.together([moments[-1] for moments in loads])
+    homes, relieved, holding = [], [], []
+    for name, virtual in timetables:
+        layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
+        homes.append(rank_of_stage(name, stages=layout.stages, virtual_stages=virtual))
+        shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
+        uneven = shares is not None and shares.relieved(homes[-1][-1])
+        relieved.append(shares if uneven else None)
+        holding.append(holding_of(layout))
+    depths = np.array([timetable.virtual_stages for timetable in timetables])
+    sent = np.array([moments[0].sent.min() for moments in loads]) * keeps_sent
+    lowest = (
+        np.array([moments[0].alive.min() for moments in loads]),
+        sent + 2.0 * depths * (ranks > 1),
+    )
+    return _Ranks(
+        early,
+        late,
+        depths,
+        np.array([(home[0], home[-1]) for home in homes]),
+        tuple(relieved),
+        np.array(holding),
+        np.stack(lowest, axis=1),
+    )
+
+
+def _some(ranks: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indices) -> _Ranks:
+    """Return the ranks of the timetables that stay; `of_unit` tells whose each one is."""
+    chosen = np.unique(of_unit[kept])
+    some = [ranks[unit] for unit in chosen.tolist()]
+    here = np.flatnonzero(np.isin(of_unit, chosen))
+    stays = np.isin(here, kept)
+    at = np.flatnonzero(np.repeat(stays, degree[here]))
+    early = MemoryMoment.together([one.early for one in some]).of(at)
+    late = early
+    if any(one.late is not one.early for one in some):
+        late = MemoryMoment.together([one.late for one in some]).of(at)
+    relieved = [shares for one in some for shares in one.relieved]
+    return _Ranks(
+        early,
+        late,
+        np.concatenate([one.depths for one in some])[stays],
+        np.concatenate([one.ends for one in some])[stays],
+        tuple(shares for shares, stay in zip(relieved, stays.tolist(), strict=True) if stay),
+        np.concatenate([one.holding for one in some])[stays],
+        np.concatenate([one.lowest for one in some])[stays],
+    )

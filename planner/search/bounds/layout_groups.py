@@ -1,0 +1,431 @@
+"""Lower bounds of families of configurations, many at once, each dearer than the one before.
+
+For a whole family:
+
+    computation     layers and actions at their fastest, nothing communicated, under the best of
+                    its schedules
+
+for the part of it that has one ZeRO level and one schedule:
+
+    rooms           with what ranks can hold if states are shared as far as they go
+                    (meshwright.planner.search.bounds.group_memory_bounds, of many families at once)
+    shared          with the sharding of the commonest layers, memory ignored
+                    (meshwright.planner.search.bounds.sharding_costs)
+
+and for its layouts:
+
+    shared rooms    both
+
+A law checks them: none is above the exact seconds of any of the layouts that it is a bound of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.costs.cost_cache import KindFigures
+from meshwright.planner.costs.layer_strategy import Recomputes
+from meshwright.planner.costs.layout_costs import CostTables, fastest_s, least_credits_s
+from meshwright.planner.costs.memory.rank_memory import room_bytes
+from meshwright.planner.costs.memory.state_bytes import state_types
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import ROUNDING, SLACK
+from meshwright.planner.frameworks.native_limits import Rules
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.executable_layouts import Configurations
+from meshwright.planner.search.bounds.group_memory_bounds import ChainFigures, Paces, Rooms, Unit
+from meshwright.planner.search.bounds.sharding_costs import ShardingCosts, ShardingTable
+from meshwright.planner.search.offload_choices import Saving, offload_s
+from meshwright.planner.search.partition.layout_partition import layout_pace
+from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Sharings
+from meshwright.planner.solver.bounds import path_bounds as bounds
+from meshwright.planner.solver.frontier import FrontierStore
+
+Levels = list[tuple[Sharings, bounds.Floats]]
+"""Sharings of one ZeRO level, with a bound for each timetable."""
+Bounded = list[tuple[Layout, float]]
+"""Layouts and the least seconds of each."""
+
+
+class FamilyBounds(Configurations):
+    """The families of a request with their bounds, in the seconds of the closed form."""
+
+    _most_paces: ClassVar[int] = 1
+    """In which the seconds of ranks bound a step, at most."""
+
+    def __init__(
+        self,
+        request: Request,
+        rules: Rules | None = None,
+        recompute: Recomputes = None,
+        tables: CostTables | None = None,
+        frontiers: FrontierStore | None = None,
+    ) -> None:
+        """See `Configurations`."""
+        super().__init__(request, rules, recompute, tables, frontiers)
+        self._counts: dict[str, int] = {}
+        for layer in self.model.layers:
+            self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
+        self._commonest = max(self._counts.items(), key=lambda item: item[1])
+        self._known_paces: dict[tuple[object, ...], Paces] = {}
+        self._rates = self.tables.rates
+        self._types = state_types(
+            self._rates.stack, request.job.precision, moments=self.model.optimizer_bytes
+        )
+        self._parameters = float(sum(one.parameters * one.repeat for one in self.model.layers))
+        self._known_levels: dict[tuple[object, ...], list[Sharings]] = {}
+        self._divided: dict[tuple[object, ...], int] = {}
+        """The place of each `Family.divided` among divisions."""
+        self._sharding = self._sharding_table()
+        self._forget()
+
+    def _sharding_table(self) -> ShardingTable:
+        return ShardingTable(self.tables, self._commonest[0], self.recompute)
+
+    def _forget(self) -> None:
+        """Begin without the bounds of anything."""
+        self._known_shared: dict[LayoutFamily, _PartBounds] = {}
+        self.looked_at: dict[LayoutFamily, Levels] = {}
+        """Families whose bounds within memory are known."""
+        self.opened: dict[LayoutFamily, Bounded] = {}
+        """Parts whose layouts are bounded."""
+        self._known_computation_s: dict[LayoutFamily, float] = {}
+        self._known_parts: dict[LayoutFamily, list[tuple[LayoutFamily, float]]] = {}
+
+    def computation_s(self) -> bounds.Floats:
+        """[family] Least seconds of a step by layers and pipeline actions, nothing communicated.
+
+        A family of several timetables has the least of theirs.
+        """
+        if not self._known_computation_s and self.families:
+            least_s = self._computation_s().tolist()
+            self._known_computation_s.update(zip(self.families, least_s, strict=True))
+        return np.array([self._known_computation_s[family] for family in self.families])
+
+    def _computation_s(self) -> bounds.Floats:
+        if not self._divided:
+            some = {family.divided: family for family in self.families}
+            firsts: dict[tuple[object, ...], Layout] = {}
+            for (*alike, _), family in some.items():
+                for place, loss in enumerate(family.losses):
+                    first = family.sharings[0], family.timetables[0], family.savings[0]
+                    firsts.setdefault((*alike, (loss,)), family.layout(*first, place=place))
+            numbers = {divided: number for number, divided in enumerate(firsts)}
+            most = max(len(family.losses) for family in some.values())
+            members = [[number] * most for number in numbers.values()]
+            for divided, family in some.items():
+                if divided not in numbers:
+                    numbers[divided] = len(numbers)
+                    of_losses = [numbers[(*divided[:-1], (loss,))] for loss in family.losses]
+                    members.append(of_losses + of_losses[-1:] * (most - len(of_losses)))
+            self._divided = numbers
+            self._bound_by_figures(
+                self.tables.figures_together(list(firsts.values())), np.array(members)
+            )
+        every_s = self._timetables_s(self.families)
+        firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
+        least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
+        return least_s
+
+    def _bound_by_figures(self, figures: KindFigures, members: NDArray[np.intp]) -> None:
+        """Prepare the bounds of families from what layers take in each setting.
+
+        `members` [division, loss] are the settings of each division.
+        """
+        counts = np.array(list(self._counts.values()))
+        self._chain = ChainFigures(
+            counts=self._counts,
+            commonest=self._commonest[0],
+            figures=figures,
+            members=members,
+            fastest_s=fastest_s(figures, self.recompute)[:, members].min(axis=-1),
+            credits_s=(counts @ least_credits_s(figures))[members].max(axis=-1),
+        )
+        whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
+        some = self.tables.unlinked(self.families[0].first)
+        free_bytes = room_bytes(whole_bytes, some)
+        self._rooms = Rooms(
+            self.tables,
+            self._chain,
+            capacity_bytes=free_bytes * (1 + ROUNDING),
+            recompute=self.recompute,
+        )
+
+    def timetables_s(self, family: LayoutFamily) -> list[float]:
+        """[timetable] `computation_s` of each timetable of a family."""
+        return [float(seconds) for seconds in self._timetables_s([family])]
+
+    def savings_s(self, family: LayoutFamily) -> list[float]:
+        """[saving] Least seconds by computation alone and what offloaded states add."""
+        computing_s = min(self.timetables_s(family))
+        return [computing_s + self._added_s(saving) for saving in family.savings]
+
+    def _added_s(self, saving: Saving) -> float:
+        mean = self._parameters / self.cluster.devices
+        return (1 - SLACK) * offload_s(saving, mean, self._rates, self._types)
+
+    def _timetables_s(self, families: Sequence[LayoutFamily]) -> bounds.Floats:
+        """[timetable of the families in turn] Least seconds by computation alone."""
+        number, stages, paces = [], [], []
+        for family in families:
+            paces.append(self._paces_of(family))
+            number += [self._divided[family.divided]] * len(family.timetables)
+            stages += [float(family.degrees.pipeline)] * len(family.timetables)
+        steady, fill, credited, actions, fewest_s = Paces.together(paces)
+        each_s = bounds.balanced_s(
+            _unsynced(self._counts.values(), self._chain.fastest_s[:, number]),
+            stages=cast(float, np.array(stages)),
+            steady=cast(float, steady),
+            fill=cast(float, fill),
+            exposed_s=cast(float, actions * self.tables.action_s),
+            each_exposed_s=cast(float, fewest_s * self.tables.action_s),
+            credits_s=cast(float, credited * self._chain.credits_s[number]),
+        )
+        longest_s: bounds.Floats = self.tables.step_s + np.max(each_s, axis=0)
+        return longest_s
+
+    def _paces_of(self, family: LayoutFamily) -> Paces:
+        """Return the paces of a family's timetables: arrays [pace, timetable].
+
+        Actions are counted by the seconds of one with one stage a rank.  Those at the ends of the
+        model are left out (meshwright.planner.search.partition.layout_partition.boundaries_s).
+        """
+        pipeline, count, found = family.degrees.pipeline, family.micro_batches, family.timetables
+        key = (pipeline, count, found)
+        if key not in self._known_paces:
+            columns = []
+            for name, virtual in found:
+                layout = Layout(
+                    pipeline=pipeline, micro_batches=count, schedule=name, virtual_stages=virtual
+                )
+                rows = [self._counted(layout, *pace) for pace in self.paces(layout)]
+                columns.append((rows * self._most_paces)[: self._most_paces])
+            # [timetable, pace, figure] -> [figure, pace, timetable]
+            self._known_paces[key] = Paces(*np.array(columns).T)
+        return self._known_paces[key]
+
+    def _counted(self, layout: Layout, steady: float, fill: float) -> tuple[float, ...]:
+        """Return the figures of `Paces` for one pace of a layout's timetable."""
+        schedule = layout.executed
+        actions = self._actions(layout, fill) if layout.pipeline > 1 else 0
+        share = self.tables.action_share(layout.virtual_stages)
+        return (
+            steady,
+            fill,
+            fill if self._leaves_w_out(layout) else 0.0,
+            share * max(0, layout.pipeline * actions - 2),
+            share * max(0, actions - (2 if schedule.placement == "v" else 1)),
+        )
+
+    def _leaves_w_out(self, layout: Layout) -> bool:
+        """Whether `fill` counts what W takes back as credits."""
+        return layout.executed.splits_backward
+
+    def _actions(self, layout: Layout, fill: float) -> int:
+        """Return the actions of a rank for one micro-batch that a pace with `fill` counts."""
+        return (3 if layout.executed.splits_backward else 2) * layout.virtual_stages
+
+    def parts(self, family: LayoutFamily, levels: Levels) -> list[tuple[LayoutFamily, float]]:
+        """Return a family's part of each ZeRO level and timetable, with its bound of `levels`.
+
+        Timetables under which no layout of a level fits are one part.
+        """
+        if family not in self._known_parts:
+            found = []
+            for sharings, rooms_s in levels:
+                without = []
+                for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
+                    if room_s < math.inf:
+                        part = family.part(sharings=sharings, timetables=(timetable,))
+                        found.append((part, room_s))
+                    else:
+                        without.append(timetable)
+                if without:
+                    part = family.part(sharings=sharings, timetables=tuple(without))
+                    found.append((part, math.inf))
+            self._known_parts[family] = found
+        return self._known_parts[family]
+
+    def rooms_s(self, families: Sequence[LayoutFamily]) -> list[Levels]:
+        """Least seconds within memory, of each family under every ZeRO level and timetable.
+
+        Families have one saving each.  All layouts of a level are at least what the one that
+        divides states among the most ranks is (states only grow with fewer, see
+        meshwright.planner.costs.memory.state_bytes).
+        """
+        levels = [self._levels(family) for family in families]
+        units = [
+            Unit(family, level[0])
+            for family, levels_s in zip(families, levels, strict=True)
+            for level in levels_s
+        ]
+        paces = [self._paces_of(family) for family, _ in units]
+        each_s = iter(self._within_memory_s(units, paces, np.zeros(len(units))))
+        return [[(level, next(each_s)) for level in levels_s] for levels_s in levels]
+
+    def _levels(self, family: LayoutFamily) -> list[Sharings]:
+        """Return a family's sharings by what ZeRO level states are divided by, the widest first.
+
+        Under a pipeline, and where a step has one micro-batch, ZeRO-2 is ZeRO-1
+        (meshwright.planner.costs.memory.state_bytes).
+        """
+        alike = _alike(family)
+        key = family.degrees, family.place, family.sharings, alike
+        if key not in self._known_levels:
+            levels: dict[int, list[ShardingChoice]] = {}
+            for sharing in family.sharings:
+                level = 1 if alike and sharing.zero == 2 else sharing.zero
+                levels.setdefault(level, []).append(sharing)
+            self._known_levels[key] = [Sharings(level) for level in levels.values()]
+        return self._known_levels[key]
+
+    def _within_memory_s(
+        self,
+        units: Sequence[Unit],
+        paces: Sequence[Paces],
+        once_s: bounds.Floats,
+        seen_s: bounds.Floats | None = None,
+    ) -> list[bounds.Floats]:
+        """[unit][timetable] Least seconds within memory, at the greatest of some `paces` [unit].
+
+        What sharing adds to a step `once_s` [unit], and to a micro-batch of one of the commonest
+        layers `seen_s` [unit, choice].
+        """
+        if seen_s is None:  # what sharing adds once has what offloaded states add
+            once_s = once_s + [self._added_s(family.savings[0]) for family, _ in units]
+        found = self._rooms.bounds_s(
+            units,
+            np.array([self._divided[family.divided] for family, _ in units]),
+            Paces.together(paces),
+            once_s,
+            seen_s,
+        )
+        return np.split(found, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
+
+    def shared_s(self, part: LayoutFamily) -> bounds.Floats:
+        """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
+
+        `part` has one ZeRO level, timetable and loss.  The other layers take their fewest seconds
+        anywhere, and what crosses a boundary of the pipeline takes no time.
+        """
+        return self._shared(part).least_s
+
+    def _shared(self, part: LayoutFamily) -> _PartBounds:
+        """Return what sharing takes of the commonest layers."""
+        if part in self._known_shared:
+            return self._known_shared[part]
+        number, moved = self._divided[part.divided], self._sharding.of(part)
+        commonest, layers = self._commonest
+        rows = [
+            (self._counts[kind], float(self._chain.fastest_s[at, number]), 0.0)
+            for at, kind in enumerate(self._counts)
+            if kind != commonest
+        ]
+        each_s = []
+        for pace in self._paces_of(part).one_by_one(len(self.paces(part.first))):
+            ((steady, fill, credited, actions, fewest_s),) = np.array(pace)[:, 0].T.tolist()
+            # Both are arrays [sharing].
+            alone_s = self._chain.fastest_s[list(self._counts).index(commonest), number]
+            passes_s, once_s = self._with_once(
+                part, fill, moved.passes_s, moved.once_s, alone_s=float(alone_s)
+            )
+            each_s.append(
+                bounds.balanced_s(
+                    [*rows, (layers, cast(float, passes_s), cast(float, once_s))],
+                    stages=part.degrees.pipeline,
+                    exposed_s=actions * self.tables.action_s,
+                    each_exposed_s=fewest_s * self.tables.action_s,
+                    steady=steady,
+                    fill=fill,
+                    credits_s=credited * float(self._chain.credits_s[number]),
+                )
+            )
+        balanced_s = np.max(each_s, axis=0)
+        least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
+        found = self._known_shared[part] = _PartBounds(least_s, moved)
+        return found
+
+    def shared_rooms_s(self, parts: Sequence[LayoutFamily]) -> list[Bounded]:
+        """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
+
+        Parts are as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
+        they lie, the least of every figure stands for all.
+        """
+        result, units, paces, once_s, seen_s = [], [], [], [], []
+        members: list[tuple[bounds.Floats, list[int]]] = []
+        for part in parts:
+            shared = self._shared(part)
+            least_s, moved = shared.least_s.copy(), shared.moved
+            many = max(1.0, self._commonest[1] / part.degrees.pipeline)
+            groups: dict[tuple[int, int], list[int]] = {}
+            for index, sharing in enumerate(part.sharings):
+                level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
+                groups.setdefault((level, sharing.shard), []).append(index)
+            known = self._paces_of(part).one_by_one(len(self.paces(part.first)))
+            for group, pace in itertools.product(groups.values(), known):
+                members.append((least_s, group))
+                units.append(Unit(part, part.sharings[group[0]]))
+                paces.append(pace)
+                seen, once = self._with_once(
+                    part,
+                    float(pace.fill[0, 0]),
+                    moved.seen_s[group].min(axis=0),
+                    moved.once_s[group].min(),
+                )
+                once_s.append(many * once)
+                seen_s.append(seen)
+            result.append((part, least_s))
+        rooms_s = self._within_memory_s(units, paces, np.array(once_s), np.array(seen_s))
+        for (least_s, group), (room_s,) in zip(members, rooms_s, strict=True):
+            least_s[group] = np.maximum(least_s[group], room_s)
+        return [
+            list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
+        ]
+
+    def paces(self, layout: Layout) -> tuple[tuple[float, float], ...]:
+        """Return `steady` and `fill` of each bound of a layout's step, up to `_most_paces`.
+
+        What else measures steps has others.
+        """
+        return (layout_pace(self.model, layout),)
+
+    def _with_once(
+        self,
+        part: LayoutFamily,
+        fill: float,
+        passes_s: bounds.Floats,
+        once_s: bounds.Floats,
+        *,
+        alone_s: float = 0.0,
+    ) -> tuple[bounds.Floats, bounds.Floats]:
+        """Return a layer's seconds of each micro-batch and those once per step, as they count.
+
+        Of `passes_s` `alone_s` is what it takes with nothing shared.
+        """
+        return passes_s, once_s
+
+
+class _PartBounds(NamedTuple):
+    """The least seconds of a part's layouts, and what they come from."""
+
+    least_s: bounds.Floats
+    """[sharing]"""
+    moved: ShardingCosts
+
+
+def _unsynced(counts: Iterable[int], fastest_s: bounds.Floats) -> list[tuple[int, float, float]]:
+    """[kind] How many layers there are, their fewest seconds [kind, problem], nothing to sync."""
+    return [
+        (count, cast(float, seconds), 0.0) for count, seconds in zip(counts, fastest_s, strict=True)
+    ]
+
+
+def _alike(family: LayoutFamily) -> bool:
+    """Whether ZeRO-2 does what ZeRO-1 does."""
+    return family.degrees.pipeline > 1 or family.micro_batches == 1

@@ -1,0 +1,136 @@
+"""What ranks of several stages hold at least, of many pipelines at once.
+
+The formulas are those of meshwright.planner.search.bounds.memory_bounds.
+
+Arrays are [rank], or [stage of the rank, rank]; all ranks have V stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.search.partition.stage_counts import Shares
+
+Floats = NDArray[np.float64]
+
+_HALVINGS = 5
+_LOWEST = 0.25
+"""Of α, which a solver's stage counts as micro-batches in flight."""
+
+
+class Spread(NamedTuple):
+    """[rank] Multiple of what a layer stores; bytes of a layer beside that, and of all of them."""
+
+    in_flight: Floats
+    each_bytes: Floats
+    fixed_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankRoom:
+    """What a rank has alive and waiting, room for, and the least and most of a like layer."""
+
+    alive: Floats
+    kept_bytes: Floats
+    """Of what waits, for each like layer of a stage."""
+    free_bytes: Floats
+    number: Floats
+    """Like layers of a mean rank."""
+    least_stored: Floats
+    most_stored: Floats
+    resident: Floats
+
+    def of(self, places: NDArray[np.intp]) -> RankRoom:
+        """Return some of them."""
+        return RankRoom(
+            alive=self.alive[:, places],
+            kept_bytes=self.kept_bytes[:, places],
+            free_bytes=self.free_bytes[places],
+            number=self.number[places],
+            least_stored=self.least_stored[places],
+            most_stored=self.most_stored[places],
+            resident=self.resident[places],
+        )
+
+    def layer_bytes(self, alpha: Floats) -> Floats:
+        """[stage, rank] Bytes of a like layer there beside α of its stored ones, at least."""
+        stored = np.where(self.alive < alpha, self.most_stored, self.least_stored)
+        layer_bytes: Floats = (self.alive - alpha) * stored + self.kept_bytes
+        return layer_bytes
+
+    def alpha(self) -> Floats:
+        """Return a_c of the stage up to which a mean rank has to store less to fit."""
+        virtual = len(self.alive)
+        left = self.free_bytes / self.number - self.resident
+        left -= (self.kept_bytes + self.alive * self.least_stored).sum(axis=0) / virtual
+        more = (self.most_stored - self.least_stored) / virtual
+        lowest: Floats = np.maximum(_LOWEST, self.alive.min(axis=0))
+        alpha: Floats = np.where(left < 0, self.alive[-1], self.alive.max(axis=0))
+        for count in reversed(self.alive):
+            fits = left >= 0
+            left = left - count * more
+            alpha = np.where(fits & (left < 0), count, alpha)
+        alpha = np.maximum(alpha, lowest)
+        for _ in range(_HALVINGS):
+            # Where the leanest layers would hold less than nothing it is less.
+            lower = self._leanest(alpha)
+            if not (lower < 0).any():
+                return alpha
+            alpha = np.where(lower < 0, (alpha + lowest) / 2, alpha)
+        return np.where(self._leanest(alpha) < 0, lowest, alpha)
+
+    def _leanest(self, alpha: Floats) -> Floats:
+        """Return what a like layer has at least."""
+        mean: Floats = self.layer_bytes(alpha).mean(axis=0)
+        return mean + alpha * self.least_stored + self.resident
+
+
+def evenly(ranks: RankRoom) -> Spread:
+    """Return what ranks count whose stages are alike up to a layer, the later ones larger."""
+    virtual, alpha = len(ranks.alive), ranks.alpha()
+    layer_bytes = ranks.layer_bytes(alpha)
+    slope = layer_bytes.sum(axis=0) / virtual
+    behind = np.cumsum(layer_bytes[::-1], axis=0)[:-1]
+    beside = behind - np.arange(1, virtual)[:, None] * slope
+    return Spread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
+
+
+def relieved(ranks: RankRoom, shares: Shares, places: NDArray[np.intp]) -> Spread:
+    """Return what the ranks at `places` count, whose last stage takes what the others leave.
+
+    Their layers are those of `shares`: of n like ones each stage has some number, and what depends
+    on that is bounded by a line in n that meets it at the mean rank.
+    """
+    some = ranks.of(places)
+    alpha, sizes = some.alpha(), sizes_of(shares)
+    values = sizes @ some.layer_bytes(alpha)
+    mean = min(max(1, round(shares.run.alike / shares.ranks)), len(sizes) - 1)
+    beside = np.delete(np.arange(len(sizes)) - mean, mean)[:, None]
+    slopes = np.delete(values - values[mean], mean, axis=0) / beside
+    before, behind = slopes[:mean], slopes[mean:]
+    slope = np.minimum(before.max(axis=0), behind.min(axis=0, initial=np.inf))
+    slope = np.maximum(slope, -alpha * some.least_stored - some.resident)
+    number = np.arange(len(sizes))[:, None]
+    return Spread(alpha, slope, (values - slope * number).min(axis=0))
+
+
+@lru_cache(maxsize=1 << 10)
+def sizes_of(shares: Shares) -> Floats:
+    """[n, stage] Layers of each stage, of n like layers on the last rank.
+
+    More than leave every other stage a layer, no rank has.
+    """
+    most = shares.run.alike - shares.virtual_stages * (shares.ranks - 1) + 2
+    numbers = range(min(most, shares.run.alike) + 1)
+    return np.array([shares.sizes(shares.home[-1], number) for number in numbers], dtype=float)
+
+
+def alike(ranks: RankRoom) -> Spread:
+    """Return what ranks count that may have any layers on any stage."""
+    lowest = ranks.alive.min(axis=0)
+    return Spread(lowest, ranks.kept_bytes.min(axis=0), np.zeros(len(lowest)))

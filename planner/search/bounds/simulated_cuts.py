@@ -1,0 +1,232 @@
+"""The least simulated step of one layout over all its cuts, by paths that stay with one rank.
+
+Two kinds of paths (`planner.schedules.critical_path`) bound the step T of m micro-batches at all
+stage times.
+
+Straight: a rank begins with the forward of its first stage, which the first micro-batch reaches
+through the first stages of the ranks before; behind its last way back to the stage before, that
+micro-batch goes back through them.  With p_s seconds of a forward and a way back of the first stage
+of rank s, c the latency between ranks, and σ_r what rank r does once,
+
+    T >= Σ_{s<r} (p_s + 2 c) + o_r + σ_0        T >= m t_r + σ_r                               (1)
+
+o_r being all that rank r does, m t_r, but the W behind its last way back.
+
+Rounds, under 1F1B with m >= 2 P: behind the backward of micro-batch j rank 0 begins micro-batch
+j + P.  A path that follows micro-batch 0 through all ranks and back, then micro-batch P, and so on
+for n rounds, 2 <= n <= m / P, has m - 1 - (n - 1) P micro-batches left to reach the last backward.
+It spends them on any one rank r in the first way back, where rank r does a backward and a forward
+in turn: behind B of micro-batch 0 come F of P - r, B of 1, and so on, and there are enough of both,
+since P - r + (m - 1 - (n - 1) P) - 1 <= m - 1.  So
+
+    T >= n (Σ_s t_s + 2 (P - 1) c) + (m - 1 - (n - 1) P) max_r t_r + σ_0                       (2)
+
+The mean of (2) over r with n = ⌊m / P⌋ has (m + P - 1) / P for every second of a micro-batch and
+2 (P - 1) ⌊m / P⌋ transfers.
+
+Ranks take columns (`planner.search.bounds.simulated_optimum`), one behind the other.  Of all ways
+in which the first ranks hold what lies before a place, with given numbers of each device type, each
+path of (1) at most θ and no t_r above a ceiling, what lies behind needs to know the least Σ (p_s +
+2 c) alone.  θ is a bound where none reaches the last place; with rounds, where for every interval
+of the slowest rank (2) is above θ by the interval's lower end and the least sum below its upper
+one.
+
+Places are the positions of a chain, or the downsets of a graph: a column leads from one to another
+that contains it.  Where transfers differ by place or type, c is what a column's own takes at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.schedules import schedule_of
+from meshwright.planner.schedules.schedule import orders
+from meshwright.planner.schedules.steady_state import split_of
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+FEW, MANY = 24, 256
+"""Intervals of the slowest rank's seconds that are separate at first, and of those left then."""
+HALVINGS = 9
+"""Of the interval in which the least limit lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """[column] What a rank may hold, from one place to another, on a device type."""
+
+    rank: Indices
+    first: Indices
+    end: Indices
+    seconds: Floats
+    """[column, kind of `meshwright.planner.schedules.critical_path.KINDS`, stage]"""
+    sync_s: Floats
+    update_s: Floats
+    number: Indices
+    """The device type."""
+    hop_s: Floats
+    """Of a transfer to the rank behind, what it takes more than others at least."""
+    numbers: tuple[int, ...]
+    """[type] Ranks on devices of it."""
+    joints: int = 1
+    """As many places are one but for the types that meet there."""
+
+
+@lru_cache(maxsize=256)
+def drained(
+    schedule: str, stages: int, virtual_stages: int, micro_batches: int
+) -> tuple[Floats, NDArray[np.bool_]] | None:
+    """[stage] How many W stand behind the last way back of its rank; whether one is on the way.
+
+    None if ranks do not begin and end with their first stage.  The end of the lists is the same
+    from 5 P micro-batches on but for whole rounds (`meshwright.planner.schedules.steady_state`).
+
+    >>> drained("zb-h1", 3, 1, 8)[0].tolist(), drained("interleaved", 6, 2, 6)[0].tolist()
+    ([1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    """
+    ranks = stages // virtual_stages
+    behind, whole = np.zeros(stages), np.ones(stages, dtype=bool)
+    if not schedule_of(schedule).splits_backward:
+        return behind, whole
+    count = min(micro_batches, 5 * ranks + micro_batches % ranks)
+    lists = orders(schedule, stages=stages, micro_batches=count, virtual_stages=virtual_stages)
+    split = split_of(lists)
+    for rank, order in enumerate(lists):
+        last = max(at for at, action in enumerate(order) if action.kind in "BI")
+        if order[0] != (rank, "F", 0) or order[last].stage != rank:
+            return None
+        for stage, _, _ in order[last + 1 :]:
+            behind[stage] += 1
+        for stage in range(rank):
+            whole[stage] &= (stage, order[last].micro_batch) not in split
+    return behind, whole
+
+
+def cuts_bound_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
+    """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less.
+
+    A transfer takes `transfer_s` and a column's `hop_s`.
+    """
+    update_s = max(
+        float(placed.update_s[placed.rank == rank].min(initial=np.inf))
+        for rank in range(layout.pipeline)
+    )
+    if update_s >= limit_s:
+        return limit_s  # of a rank without a column it is inf
+    cuts, high_s = Cuts(layout, placed, transfer_s), limit_s - update_s
+    if not cuts.possible(high_s):
+        return limit_s
+    low_s = min(cuts.surely_s, high_s)
+    for _ in range(HALVINGS):
+        tried_s = (low_s + high_s) / 2
+        if cuts.possible(tried_s):
+            high_s = tried_s
+        else:
+            low_s = tried_s
+    return low_s * (1 - ROUNDING) + update_s
+
+
+class Cuts:
+    """The columns of a layout by rank, as paths that stay with it count them."""
+
+    def __init__(self, layout: Layout, placed: Placed, transfer_s: float) -> None:
+        ranks, count = layout.pipeline, layout.micro_batches
+        self._ranks, self._count, self._hops_s = ranks, count, 2 * transfer_s
+        self._rounds = (
+            count // ranks
+            if schedule_of(layout.executed.name).phi_bound and count >= 2 * ranks
+            else 0
+        )
+        forward_s, whole_s, inputs_s, weight_s = np.moveaxis(placed.seconds, 1, 0)
+        passes_s = (forward_s + whole_s).sum(axis=1)
+        first = np.arange(len(placed.rank)), placed.rank
+        drain = drained(layout.executed.name, layout.stages, layout.virtual_stages, count)
+        own_s = count * passes_s
+        straight_s = np.zeros(len(passes_s))
+        if drain is not None:
+            behind, whole = drain
+            own_s = own_s - weight_s @ behind
+            back_s = np.where(whole[placed.rank], whole_s[first], inputs_s[first])
+            straight_s = forward_s[first] + back_s + self._hops_s
+        self._alone_s = count * passes_s + placed.sync_s
+        self._passes_s, self._rank_s, self._straight_s = passes_s, own_s, straight_s
+        self._sync_s = float(placed.sync_s[placed.rank == 0].min())
+        self._places, self._numbers = int(placed.end.max()), placed.numbers
+        self._by_rank = [
+            [_of_type(placed, rank, number) for number in range(len(placed.numbers))]
+            for rank in range(ranks)
+        ]
+        self._times_s = np.unique(passes_s)
+        least_s = float(self._sums_s(np.inf, self._times_s[-1:])[0])
+        self._mean_s = least_s / ranks - self._hops_s
+        """[rank] At least, of a micro-batch."""
+        self.surely_s = count * max(0.0, self._mean_s)
+        """What all cuts take."""
+        if drain is not None:
+            self._straight_s = straight_s + 2 * placed.hop_s
+
+    def possible(self, limit_s: float) -> bool:
+        """Whether the paths of some cut are all at most a limit."""
+        if not self._rounds:
+            return bool(np.isfinite(self._sums_s(limit_s, self._times_s[-1:])[0]))
+        # The slowest rank is no faster than the mean, and alone within the limit.
+        mean_s = self._mean_s * (1 - ROUNDING)
+        among = self._times_s >= mean_s
+        times_s = self._times_s[among & (self._count * self._times_s <= limit_s)]
+        for most in (FEW, MANY):
+            if len(times_s) == 0:
+                return False
+            last = np.linspace(0, len(times_s), min(most, len(times_s)) + 1).astype(int)[1:] - 1
+            first = np.concatenate([[0], last[:-1] + 1])
+            sums_s = self._sums_s(limit_s, times_s[last])
+            below = np.isfinite(sums_s)
+            for rounds in (2, self._rounds):
+                left = self._count - 1 - (rounds - 1) * self._ranks
+                path_s = rounds * (sums_s - self._hops_s) + left * times_s[first]
+                below &= path_s + self._sync_s <= limit_s
+            kept = [times_s[a : b + 1] for a, b in zip(first[below], last[below], strict=True)]
+            times_s = np.concatenate([*kept, np.zeros(0)])
+        return len(times_s) > 0
+
+    def _sums_s(self, limit_s: float, ceilings_s: Floats) -> Floats:
+        """[ceiling] Least Σ (p_s + 2 c) of cuts with paths within a limit; inf if there is none."""
+        ceiling_s = ceilings_s[:, None] * (1 + ROUNDING)
+        none = np.full((len(ceilings_s), self._places + 1), np.inf)
+        best_s = {(0,) * len(self._numbers): none.copy()}
+        for start in best_s.values():
+            start[:, 0] = 0.0
+        for rank, of_types in enumerate(self._by_rank):
+            after: dict[tuple[int, ...], Floats] = {}
+            ended_s = self._sync_s if rank else 0.0
+            for number, (columns, firsts, ends, starts) in enumerate(of_types):
+                if len(columns) == 0:
+                    continue
+                fits = (self._alone_s[columns] <= limit_s) & (self._passes_s[columns] <= ceiling_s)
+                for used, before in best_s.items():
+                    if used[number] == self._numbers[number]:
+                        continue
+                    before_s = before[:, firsts]
+                    able = fits & (before_s + self._rank_s[columns] + ended_s <= limit_s)
+                    after_s = np.where(able, before_s + self._straight_s[columns], np.inf)
+                    lowest_s = np.minimum.reduceat(after_s, starts, axis=1)
+                    key = (*used[:number], used[number] + 1, *used[number + 1 :])
+                    row = after.setdefault(key, none.copy())
+                    row[:, ends] = np.minimum(row[:, ends], lowest_s)
+            best_s = after
+        result: Floats = best_s.get(self._numbers, none)[:, -1]
+        return result
+
+
+def _of_type(placed: Placed, rank: int, number: int) -> tuple[Indices, Indices, Indices, Indices]:
+    """Return a rank's columns on a type by ends, where they begin, the ends, where each starts."""
+    columns = np.flatnonzero((placed.rank == rank) & (placed.number == number))
+    columns = columns[np.argsort(placed.end[columns], kind="stable")]
+    ends, starts = np.unique(placed.end[columns], return_index=True)
+    return columns, placed.first[columns], ends, starts

@@ -1,0 +1,846 @@
+"""The least simulated step of one layout: a program whose rows are paths.
+
+A *column* is what one rank may hold on a device type: what lies between two places of the chain
+(planner.search.partition.rank_partition) or the graph (`Places`), with one option each, within its
+memory, no other choice of which is as fast layer by layer.  With z one or zero for each, and t_z
+the seconds of its stages,
+
+    min θ + ω
+    Σ z of a rank = 1                         ranks follow each other: layers are used once
+    Σ z of a type = its ranks
+    θ >= Σ_s K_s t_s + hops c + σ_end         for paths K of the step's actions
+    ω >= the optimizer of every rank
+    Σ z of a rank that keep row k >= y_k      Σ y = 1, where a rule has rows of sizes to choose from
+
+Every path is a bound at all stage times (`planner.schedules.critical_path`), so every optimum of
+the program is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as
+fast as the program says, it is the layout's optimum; else its longest paths become rows.  First the
+relaxation is solved that way, where columns may be mixed, then the program with whole ones.
+
+Columns that alone take as long as the plan to beat are left out, and what is found is the least of
+that plan's step and the program's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.costs.layer_strategy import Recomputes
+from meshwright.planner.costs.layout_costs import LayoutCosts
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.frameworks.stage_rules import Rows
+from meshwright.planner.schedules.critical_path import KINDS, Graph, Path, graph_of
+from meshwright.planner.schedules.schedule import rank_of_stage
+from meshwright.planner.search.bounds.executable_layouts import StatedProblem
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s
+from meshwright.planner.search.bounds.simulated_step import hidden_s
+from meshwright.planner.search.partition.rank_partition import RankProblem
+from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
+from meshwright.planner.solver.chain import narrowed
+from meshwright.planner.solver.highs import highspy, silent_highs
+from meshwright.planner.solver.partition_problem import Instance, Option, Solution, priced
+
+MOST_COLUMNS = 6_000
+MOST_ROUNDS = 60
+MOST_ITERATIONS = 1 << 30
+CLOSE = 1e-6
+"""Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """What a rank may hold, wherever its entries begin, and its seconds but for transfers."""
+
+    rank: int
+    options: tuple[int, ...]
+    seconds: Floats
+    """[kind, stage] Of one micro-batch; 0 of the stages of other ranks."""
+    sync_s: float
+    update_s: float
+
+
+class Places:
+    """Where the entries of a chain, or the layers of a graph, can be cut: their downsets."""
+
+    def __init__(self, downsets: Downsets) -> None:
+        self.downsets = downsets
+        self.alike = isinstance(downsets, Prefixes)
+        """Whether entries of the same kinds make the same columns wherever they lie."""
+        self.sizes = self.totals([1.0] * downsets.layers).astype(np.intp)
+        """[place] Entries before it."""
+
+    @cached_property
+    def nested(self) -> NDArray[np.bool_]:
+        """[place, place] Whether the second has all that the first has."""
+        count = len(self.downsets)
+        pairs = self.downsets.nested(count**2)
+        assert pairs is not None, "there are no more"
+        found = np.eye(count, dtype=bool)
+        found[pairs] = True
+        return found
+
+    def totals(self, values: Sequence[float]) -> Floats:
+        """[place] Sums of `values` [entry] before it."""
+        return self.downsets.totals(np.array(values)[:, None])[:, 0]
+
+    def before(self, place: int) -> Sequence[int]:
+        """Return what lies before a place."""
+        return self.downsets.difference(0, place)
+
+    def between(self, first: int, end: int) -> Sequence[int]:
+        """Return what lies between two places, in an order that runs."""
+        return self.downsets.difference(first, end)
+
+    def laid(self, ends: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return all entries in the order of the ranks between some places, and the cuts of it."""
+        stages = [self.between(a, b) for a, b in itertools.pairwise(ends)]
+        order = tuple(at for layers in stages for at in layers)
+        return order, (0, *itertools.accumulate(map(len, stages)))
+
+
+Links = Sequence[Sequence[Floats]]
+"""[type before][type after][place] Seconds of a transfer there; none is below that of the costs."""
+Read = Callable[[Sequence[int], Sequence[int], Sequence[int]], Any]
+"""Return the split of device types [rank], places [rank + 1] and options, rank after rank."""
+
+
+class Choices:
+    """What the ranks of a layout may hold in plans that beat a limit."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        listed: Sequence[Columns],
+        columns: Sequence[Column],
+        placed: Placed,
+        read: Read,
+    ) -> None:
+        """`columns` are those of `placed`, one for each of its rows."""
+        self._layout, self._columns, self._placed, self._read = layout, columns, placed, read
+        self._rows = listed[0].instance.sizes
+        self._sizes = np.repeat(listed[0].places.sizes, placed.joints)
+        self._step_s, self._transfer_s = listed[0].costs.step_s, hidden_s(listed[0].costs)
+
+    @property
+    def size(self) -> int:
+        """How many columns there are."""
+        return len(self._columns)
+
+    def cut_s(self, limit_s: float) -> float:
+        """Return seconds that no cut simulates below, or `limit_s` if that is less."""
+        low_s = cuts_bound_s(self._layout, self._placed, self._transfer_s, limit_s - self._step_s)
+        return min(limit_s, low_s + self._step_s)
+
+    def optimum(
+        self,
+        limit_s: float,
+        tried: Callable[[Any], float],
+        *,
+        actions: int,
+        nodes: int,
+        most_columns: int = MOST_COLUMNS,
+        iterations: int = MOST_ITERATIONS,
+        until: float = math.inf,
+    ) -> float:
+        """Return seconds that no plan simulates below, or `limit_s` if that is less.
+
+        `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
+        the program more columns; it stops at `nodes` of a tree, after the round with which
+        all have taken more simplex `iterations`, or when the process has used `until` CPU seconds.
+        """
+        count = 2 * self._layout.micro_batches * self._layout.stages
+        if count > actions or len(self._columns) > most_columns:
+            return 0.0
+        low_s = self.cut_s(limit_s)
+        if low_s >= limit_s:
+            return limit_s
+        program = Program(
+            self._layout, self._columns, self._placed, self._read, self._step_s, self._transfer_s
+        )
+        if self._rows:
+            program.keep_one(self._rows, self._sizes)
+        return max(low_s, program.solve(limit_s, tried, nodes, iterations, until))
+
+
+def of_chain(
+    candidates: Candidates,
+    layout: Layout,
+    stated: StatedProblem,
+    limit_s: float,
+    *,
+    ways: int,
+    fastest_only: bool = False,
+) -> Choices | None:
+    """Return what ranks may hold; None where that is too much, or the layout has what is not known.
+
+    Too much are more than `ways` to choose options on a rank.  With `fastest_only` no choice is
+    below what there is (`choices_of`).
+    """
+    costs, instance = stated
+    if layout.pipeline == 1 or instance.used_bytes is None:
+        return None
+    prices = candidates.model, candidates.recompute, costs
+    columns = Columns(*prices, layout, instance, limit_s, ways)
+
+    def read(_: Sequence[int], cuts: Sequence[int], options: Sequence[int]) -> Solution:
+        return priced(instance, cuts, options)
+
+    links = [[np.full(len(columns.places.sizes), costs.transfer_s)]]
+    return choices_of(
+        layout, [columns], [layout.pipeline], links, limit_s, read, fastest_only=fastest_only
+    )
+
+
+def choices_of(
+    layout: Layout,
+    of_types: Sequence[Columns],
+    numbers: Sequence[int],
+    links: Links,
+    limit_s: float,
+    read: Read,
+    *,
+    fastest_only: bool = False,
+) -> Choices | None:
+    """Return what ranks may hold on every type; None where that is too much.
+
+    `of_types` and `numbers` [type] are its columns and how many ranks it has.  With `fastest_only`
+    there is one column for all that begin and end alike, no slower than any.
+    On its type a rank's layers take at most as long as the limit leaves, at their fastest; those
+    behind it do on whichever type is the fastest.
+    """
+    some = of_types[0]
+    stages, places, ranks = some.instance.stages, some.places, layout.pipeline
+    most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
+    own_s = [one.fastest_s for one in of_types]
+    totals_s = [places.totals(one) for one in own_s]
+    total_s = places.totals(np.min(own_s, axis=0).tolist())
+    sizes, count = places.sizes, len(some.instance.layers)
+    able = [np.arange(len(sizes)) == len(sizes) - 1]
+    """[rank, place] Whether the ranks from it on can hold what lies behind."""
+    for _ in range(ranks):
+        within = total_s[able[-1]] <= total_s[:, None] + most_s
+        able.append((within & places.nested[:, able[-1]]).any(axis=1))
+    able.reverse()
+    columns: list[Column] = []
+    where: list[tuple[int, int, int, int]] = []
+    starts = {0} if able[0][0] else set[int]()
+    rows = some.instance.sizes
+    for rank in range(ranks):
+        following: set[int] = set()
+        behind = sum(stage.least_layers for stage in stages[rank + 1 :])
+        least_layers, most_layers = stages[rank].least_layers, count
+        if rows:
+            least_layers = max(least_layers, min(row[rank][0] for row in rows))
+            most_layers = max(row[rank][1] for row in rows)
+        for number, first in itertools.product(range(len(of_types)), sorted(starts)):
+            layers = sizes - sizes[first]
+            ends = places.nested[first] & able[rank + 1] & (sizes <= count - behind)
+            ends &= (layers >= least_layers) & (layers <= most_layers)
+            ends &= totals_s[number] <= totals_s[number][first] + most_s
+            for end in np.flatnonzero(ends).tolist():
+                found = of_types[number].of(rank, first, end, fastest_only=fastest_only)
+                if found is None or len(columns) + len(found) > MOST_COLUMNS:
+                    return None
+                if found:
+                    following.add(end)
+                columns += found
+                where += [(rank, first, end, number)] * len(found)
+        starts = following
+    return Choices(
+        layout, of_types, *joined(layout, columns, where, numbers, links, some.costs), read
+    )
+
+
+class Columns:
+    """The columns of a layout on one type that are not as slow as the limit by themselves."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        recompute: Recomputes,
+        costs: LayoutCosts,
+        layout: Layout,
+        instance: Instance,
+        limit_s: float,
+        ways: int,
+        places: Places | None = None,
+    ) -> None:
+        self.costs = costs
+        self._ties = [tie for tie in instance.sides if not tie.options]
+        self._kept: list[list[int]] = []
+        """[kind][option] Its number before, where options of some layers are required."""
+        self.instance = instance
+        if len(self._ties) < len(instance.sides):
+            narrow, self._kept = narrowed(instance)
+            self.instance = narrow or instance
+        instance = self.instance
+        self.places = places or Places(Prefixes(len(instance.layers)))
+        self.fastest_s = [
+            min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
+        ]
+        self._layout = layout
+        self._ways = ways
+        self._problem = RankProblem(model, layout, costs, recompute)
+        self._home = rank_of_stage(
+            layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+        )
+        self._room_s = limit_s - costs.step_s
+        self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._known: dict[tuple[object, ...], list[Column] | None] = {}
+
+    def of(
+        self, rank: int, first: int, end: int, *, fastest_only: bool = False
+    ) -> list[Column] | None:
+        """Return the columns of a rank between two places; None where there are too many.
+
+        With `fastest_only` one that no column is below, or none.
+        """
+        layers = self.places.between(first, end)
+        if not all(tie.allows(rank, set(layers)) for tie in self._ties):
+            return []
+        kinds = tuple(self.instance.layers[at] for at in layers)
+        key = fastest_only, rank, kinds if self.places.alike else (first, end)
+        if key not in self._known:
+            which = self._quickest if fastest_only else self._new
+            self._known[key] = which(rank, first, end, kinds)
+        return self._known[key]
+
+    def _too_many(self, kinds: tuple[int, ...]) -> bool:
+        counts = {kind: kinds.count(kind) for kind in kinds}
+        options = self.instance.kinds
+        ways = [math.comb(n + len(options[kind]) - 1, n) for kind, n in counts.items()]
+        return math.prod(ways) > self._ways
+
+    def _new(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column] | None:
+        if self._too_many(kinds):
+            return None
+        most, others, numbers = self._beside(kinds)
+        tables = self.instance.kinds
+        found = []
+        known: list[tuple[list[Option], list[tuple[int, ...]]]] = []
+        """Options of the others that were gone through, and how many of the main kind are slower
+        beside them at least."""
+        for beside in sorted(numbers, key=self._seconds_of(others)):
+            given = dict(zip(others, beside, strict=True))
+            taken = [tables[kind][at] for kind in others for at in given[kind]]
+            slower = [
+                one for faster, falling in known if no_slower(faster, taken) for one in falling
+            ]
+            before = len(slower)
+            for options in self._minimal(rank, (first, end), kinds, most, given, slower):
+                found.append(self._column(rank, first, end, options))
+            known.append((taken, slower[before:]))
+        return found
+
+    def _seconds_of(self, kinds: Sequence[int]) -> Callable[[Sequence[Sequence[int]]], float]:
+        """Return what tells the seconds of options [kind][layer]."""
+        tables = self.instance.kinds
+
+        def seconds(beside: Sequence[Sequence[int]]) -> float:
+            return sum(
+                tables[kind][at].time_s
+                for kind, options in zip(kinds, beside, strict=True)
+                for at in options
+            )
+
+        return seconds
+
+    def _minimal(
+        self,
+        rank: int,
+        span: tuple[int, int],
+        kinds: tuple[int, ...],
+        most: tuple[int, int],
+        given: dict[int, tuple[int, ...]],
+        found: list[tuple[int, ...]],
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield the options of entries that fit, where no layer's can be a faster one.
+
+        `most` is the kind that most of them have and how many; the others' options are `given`.
+        How many layers have at least the n-th slower option is added to `found`, which has those
+        that fit with others' options no slower than these.
+        Of several stages those with layers that store less come first: their seconds compare layer
+        by layer if what stores less takes longer.
+        """
+        (main, _), tables = most, self.instance.kinds
+        order, numbers, _ = self._within_sums(rank, most, given)
+        stored = [tables[main][at].stored_bytes for at in order]
+        compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
+        for number in numbers.tolist():
+            slower = tuple(itertools.accumulate(reversed(number[1:])))[::-1]
+            if compares and any(
+                all(a <= b for a, b in zip(one, slower, strict=True)) for one in found
+            ):
+                continue
+            picked = tuple(at for at, n in zip(order, number, strict=True) for _ in range(n))
+            options = _along(kinds, {**given, main: picked})
+            if self._fits(rank, span, options):
+                found.append(slower)
+                yield options
+
+    def _within_sums(
+        self, rank: int, most: tuple[int, int], given: dict[int, tuple[int, ...]]
+    ) -> tuple[list[int], Indices, Floats]:
+        """Return options of the main kind, the fastest first, and how many layers may have each.
+
+        [way, option], and [way] seconds of all entries.  Ways are within the limit alone, and
+        within memory by sums of bytes, which are no more than what ranks hold, and quicker.
+        """
+        (main, number), tables = most, self.instance.kinds
+        table = tables[main]
+        order = sorted(range(len(table)), key=lambda at: table[at].time_s)
+        numbers = _ways(number, len(order))
+        stage = self.instance.stages[rank]
+        others = [tables[kind][at] for kind, options in given.items() for at in options]
+        each_s = np.array([table[at].time_s for at in order])
+        passes_s = sum(one.time_s for one in others) + numbers @ each_s
+        able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
+        summed_bytes = numbers @ np.array([stage.summed_bytes(table[at]) for at in order])
+        summed_bytes += sum(map(stage.summed_bytes, others))
+        transient = np.array([table[at].transient_bytes for at in order])
+        widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
+        widest = np.maximum(widest, max((one.transient_bytes for one in others), default=0.0))
+        able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
+        return order, numbers[able], passes_s[able]
+
+    def _quickest(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
+        """Return a column that no other between two places is below; none if there is none.
+
+        It has the seconds of the fastest options, and what memory takes more by sums of bytes,
+        which does not go to the rank's first stage if it has others.
+        """
+        tables, stage = self.instance.kinds, self.instance.stages[rank]
+        fastest = self._fastest(kinds)
+        taken = [tables[kind][at] for kind, at in zip(kinds, fastest, strict=True)]
+        least_s = fastest_s = sum(option.time_s for option in taken)
+        if self._layout.micro_batches * least_s > self._room_s * (1 + ROUNDING):
+            return []
+        leanest = sum(min(map(stage.summed_bytes, tables[kind])) for kind in kinds)
+        if leanest > stage.room_bytes + ROUNDING * abs(leanest):
+            return []
+        summed_bytes = sum(map(stage.summed_bytes, taken))
+        summed_bytes += max((one.transient_bytes for one in taken), default=0.0)
+        if summed_bytes > stage.free_bytes:
+            most, others, numbers = self._beside(kinds)
+            least_s = math.inf
+            for beside in numbers:
+                given = dict(zip(others, beside, strict=True))
+                _, _, passes_s = self._within_sums(rank, most, given)
+                least_s = min(least_s, float(passes_s.min(initial=math.inf)))
+        if least_s == math.inf:
+            return []
+        column = self._column(rank, first, end, fastest)
+        more_s = least_s - fastest_s
+        last = max(stage for stage, home in enumerate(self._home) if home == rank)
+        column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
+        return [column]
+
+    def _fastest(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the fastest option of each layer."""
+        tables = self.instance.kinds
+        return tuple(
+            min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
+        )
+
+    def _beside(
+        self, kinds: tuple[int, ...]
+    ) -> tuple[tuple[int, int], list[int], Iterator[tuple[tuple[int, ...], ...]]]:
+        """Return the kind that most entries have and how many, and the others with their options.
+
+        [way][other kind] One for each entry of the kind.
+        """
+        counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+        main = max(counts, key=lambda kind: counts[kind])
+        others = [kind for kind in counts if kind != main]
+        combinations = (
+            itertools.combinations_with_replacement(
+                range(len(self.instance.kinds[kind])), counts[kind]
+            )
+            for kind in others
+        )
+        return (main, counts[main]), others, itertools.product(*combinations)
+
+    def _fits(self, rank: int, span: tuple[int, int], options: tuple[int, ...]) -> bool:
+        instance = self.instance
+        assert instance.used_bytes is not None
+        layers, before = self.places.between(*span), self.places.before(span[0])
+        used = instance.used_bytes.of(rank, before, layers, self._numbers(span, options))
+        capacity = instance.stages[rank].capacity_bytes
+        return used <= capacity + ROUNDING * abs(capacity)
+
+    def _numbers(self, span: tuple[int, int], options: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the numbers of options among all that their layers have."""
+        if not self._kept:
+            return options
+        kinds = [self.instance.layers[at] for at in self.places.between(*span)]
+        return tuple(self._kept[kind][at] for kind, at in zip(kinds, options, strict=True))
+
+    def _contents(
+        self, rank: int, first: int, end: int, options: tuple[int, ...]
+    ) -> dict[int, list[tuple[int, int]]]:
+        """[stage] Position and choice of its layers."""
+        return self._problem.contents(rank, first, options)
+
+    def _column(self, rank: int, first: int, end: int, options: tuple[int, ...]) -> Column:
+        layout, action_s = self._layout, self.costs.action_s
+        stages, splits = layout.stages, layout.executed.splits_backward
+        seconds = np.zeros((len(KINDS), stages))
+        sync_s = update_s = 0.0
+        options = self._numbers((first, end), options)
+        for stage, layers in self._contents(rank, first, end, options).items():
+            figures = np.sum([self._layer(at, choice) for at, choice in layers], axis=0)
+            forward_s, backward_s, weight_s, synced_s, updated_s = figures
+            seconds[0, stage] = forward_s + action_s
+            seconds[1, stage] = backward_s + (1 + splits) * action_s
+            if splits:
+                seconds[3, stage] = weight_s + action_s
+            sync_s, update_s = sync_s + synced_s, update_s + updated_s
+        return Column(rank, options, seconds, sync_s, update_s)
+
+    def _layer(self, position: int, choice: int) -> tuple[float, ...]:
+        """Return forward, backward, weights, and the least of any choice once per step."""
+        key = position, choice
+        if key not in self._layer_s:
+            part = self._problem.part(position, choice)
+            kind = self._problem.model.chain_kinds[position]
+            every = self.costs.parts[kind]
+            self._layer_s[key] = (
+                part.forward_s,
+                part.backward_s,
+                part.figures.weight_s,
+                min(one.sync_s for one in every),
+                min(one.optimizer_s + one.stream_s for one in every),
+            )
+        return self._layer_s[key]
+
+
+def no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
+    """Whether the options of some layers take no longer than others, neither way nor once."""
+    return all(
+        a.forward_s <= b.forward_s and a.backward_s <= b.backward_s and a.sync_s <= b.sync_s
+        for a, b in zip(faster, slower, strict=True)
+    )
+
+
+def joined(
+    layout: Layout,
+    columns: Sequence[Column],
+    where: Sequence[tuple[int, int, int, int]],
+    numbers: Sequence[int],
+    links: Links,
+    costs: LayoutCosts,
+) -> tuple[list[Column], Placed]:
+    """Return columns by rank, first place, end and type, with what their transfers take.
+
+    Where links differ, a place is one for each pair of types that may meet there, so that a column
+    is distinguished by the types of the ranks beside it.
+    """
+    count, last = len(numbers), layout.pipeline - 1
+    types = range(count)
+    able = [(a, b) for a in types for b in types if a != b or numbers[a] > 1]
+    one = links[able[0][0]][able[0][1]] if able else links[0][0]
+    if all(np.array_equal(one, links[a][b]) for a, b in able):
+        able = [(0, 0)]  # whatever meets
+        links = [[one] * len(numbers)] * len(numbers)
+    joints = len(numbers) ** 2 if len(able) > 1 else 1
+    at = np.array(where, dtype=np.intp).reshape(-1, 4)
+    places, pair_before, pair_after = np.zeros((3, len(at)), dtype=np.intp)
+    places += np.arange(len(at))
+    if joints > 1:
+        # [column] Once for each pair of types that may meet at its ends.
+        pairs = [
+            (column, a, b)
+            for column, (rank, _, _, number) in enumerate(where)
+            for a in ([x * count + y for x, y in able if y == number] if rank else [0])
+            for b in ([x * count + y for x, y in able if x == number] if rank < last else [0])
+        ]
+        places, pair_before, pair_after = np.array(pairs, dtype=np.intp).reshape(-1, 3).T
+    rank_of, first_of, end_of, number_of = at[places].T
+    every_s = np.array([links[a][b] for a in types for b in types])
+    back = np.where(rank_of > 0, every_s[pair_before, first_of], 0.0)
+    ahead = np.where(rank_of < last, every_s[pair_after, end_of], 0.0)
+    first_of, end_of = first_of * joints + pair_before, end_of * joints + pair_after
+    shape = len(columns), len(KINDS), layout.stages
+    seconds = np.array([column.seconds for column in columns]).reshape(shape)[places]
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    for (kind, step), (stage, rank) in itertools.product(((0, 1), (1, -1)), enumerate(home)):
+        if not 0 <= stage + step < layout.stages or home[stage + step] == rank:
+            continue
+        to = home[stage + step] - rank
+        each_s = {1: ahead, -1: back}.get(to, np.full(len(places), costs.transfer_s))
+        mine = rank_of == rank
+        seconds[mine, kind, stage] += costs.waits * each_s[mine]
+    if layout.executed.splits_backward:
+        seconds[:, 2] = seconds[:, 1] - seconds[:, 3]
+    chosen = [columns[at] for at in places.tolist()]
+    return chosen, Placed(
+        rank=rank_of,
+        first=first_of,
+        end=end_of,
+        seconds=seconds,
+        sync_s=np.array([column.sync_s for column in chosen]),
+        update_s=np.array([column.update_s for column in chosen]),
+        number=number_of,
+        hop_s=(1 - costs.waits) * (rank_of < last) * (ahead - costs.transfer_s),
+        numbers=tuple(numbers),
+        joints=joints,
+    )
+
+
+def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the option of each entry; of like ones those that recompute more come first."""
+    left = {kind: sorted(options, reverse=True) for kind, options in picked.items()}
+    return tuple(left[kind].pop(0) for kind in kinds)
+
+
+@lru_cache(maxsize=512)
+def _ways(number: int, options: int) -> Indices:
+    """[way, option] How many of the layers have each, those with the fewest slow ones first.
+
+    >>> _ways(2, 3).tolist(), _ways(2, 1).tolist()
+    ([[2, 0, 0], [1, 1, 0], [1, 0, 1], [0, 2, 0], [0, 1, 1], [0, 0, 2]], [[2]])
+    """
+    every = list(_falling(number, options - 1))
+    slower = np.array(every, dtype=np.intp).reshape(len(every), options - 1)
+    most, none = np.full((len(slower), 1), number), np.zeros((len(slower), 1), dtype=np.intp)
+    found: Indices = np.hstack([most, slower]) - np.hstack([slower, none])
+    return found
+
+
+def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield falling rows of `count` numbers up to `most`, the smallest first."""
+    if not count:
+        yield ()
+        return
+    for first in range(most + 1):
+        for rest in _falling(first, count - 1):
+            yield (first, *rest)
+
+
+class Program:
+    """The program in HiGHS: columns, then ω and θ."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        columns: Sequence[Column],
+        placed: Placed,
+        read: Read,
+        step_s: float,
+        transfer_s: float,
+    ) -> None:
+        self._layout, self._columns, self._read = layout, columns, read
+        self._step_s = step_s
+        self._transfer_s = np.full(layout.stages - 1, transfer_s)
+        self._hops = bool(placed.hop_s.any())
+        home = rank_of_stage(
+            layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+        )
+        self._behind = np.zeros((layout.pipeline, layout.stages - 1))
+        """[rank, boundary] Whether it lies between the rank and the next."""
+        for boundary, pair in enumerate(itertools.pairwise(home)):
+            if abs(pair[0] - pair[1]) == 1:
+                self._behind[min(pair), boundary] = 1.0
+        self._graph: Graph = graph_of(
+            layout.executed.name,
+            stages=layout.stages,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )
+        self._placed = placed
+        self._rank, self._seconds = placed.rank, placed.seconds
+        self._sync_s, self._update_s = placed.sync_s, placed.update_s
+        self._unit_s = layout.micro_batches * float(self._seconds[:, :2].sum(axis=(1, 2)).max())
+        self._highs = silent_highs()
+        self._highs.setOptionValue("threads", 1)
+        self._highs.setOptionValue("mip_rel_gap", CLOSE / 4)
+        infinite = highspy.kHighsInf
+        self._infinite = infinite
+        number = len(columns)
+        self._whole = list(range(number))
+        """Variables that are whole in the end."""
+        self._highs.addVars(
+            number + 2, np.zeros(number + 2), np.array([1.0] * number + [infinite] * 2)
+        )
+        for at in (number, number + 1):
+            self._highs.changeColCost(at, 1.0)
+        self._integer, self._continuous = (
+            highspy.HighsVarType.kInteger,
+            highspy.HighsVarType.kContinuous,
+        )
+        self._optimal = highspy.HighsModelStatus.kOptimal
+        self._infeasible = highspy.HighsModelStatus.kInfeasible
+        self._links()
+        for rank in range(layout.pipeline):
+            of_rank = np.flatnonzero(self._rank == rank)
+            self.row(
+                0.0, infinite, [*of_rank, number], [*(-self._update_s[of_rank] / self._unit_s), 1.0]
+            )
+            self._add(self._alone(rank))
+        for number, most in enumerate(placed.numbers) if len(placed.numbers) > 1 else ():
+            of_rank = np.flatnonzero(placed.number == number)
+            self.row(float(most), float(most), *_ones(of_rank))
+
+    def keep_one(self, rows: Rows, sizes: Indices) -> None:
+        """Let ranks hold numbers of layers as one of some rows says; `sizes` [place] lie before it.
+
+        With y_k one for the row that is kept, Σ y = 1, and every rank's column is one of its.
+        """
+        first = len(self._columns) + 2
+        self._highs.addVars(len(rows), np.zeros(len(rows)), np.ones(len(rows)))
+        self._whole += range(first, first + len(rows))
+        self.row(1.0, 1.0, list(range(first, first + len(rows))), [1.0] * len(rows))
+        layers = sizes[self._placed.end] - sizes[self._placed.first]
+        for row, kept in enumerate(rows, first):
+            for rank, (fewest, most) in enumerate(kept):
+                columns = np.flatnonzero(
+                    (self._rank == rank) & (layers >= fewest) & (layers <= most)
+                )
+                self.row(0.0, self._infinite, [*columns, row], [1.0] * len(columns) + [-1.0])
+
+    def _links(self) -> None:
+        """Each rank has one column, and begins where the one before it ends."""
+        ranks = self._layout.pipeline
+        firsts, ends = self._placed.first.tolist(), self._placed.end.tolist()
+        self.row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
+        for rank in range(1, ranks):
+            before = np.flatnonzero(self._rank == rank - 1).tolist()
+            columns = np.flatnonzero(self._rank == rank).tolist()
+            for place in {*(ends[at] for at in before), *(firsts[at] for at in columns)}:
+                ending = [at for at in before if ends[at] == place]
+                starting = [at for at in columns if firsts[at] == place]
+                signs = [1.0] * len(ending) + [-1.0] * len(starting)
+                self.row(0.0, 0.0, [*ending, *starting], signs)
+
+    def row(self, lower: float, upper: float, at: Sequence[int], values: Sequence[float]) -> None:
+        """Add a row with these values of some variables."""
+        places = np.array(at, dtype=np.int32)
+        self._highs.addRow(lower, upper, len(places), places, np.array(values, dtype=float))
+
+    def _alone(self, rank: int) -> Path:
+        """Return the path of all that a rank does."""
+        layout = self._layout
+        visits = np.zeros((len(KINDS), layout.stages))
+        at = self._graph.ends[rank]
+        while at >= 0:
+            cost, at, _, _ = self._graph.nodes[at]
+            visits[cost // layout.stages, cost % layout.stages] += 1
+        return Path(rank, visits, np.zeros(layout.stages - 1))
+
+    def _add(self, path: Path) -> None:
+        """θ is at least the path, at all stage times."""
+        worth = np.einsum("cks,ks->c", self._seconds, path.visits)
+        worth += np.where(self._rank == path.rank, self._sync_s, 0.0)
+        waiting_s = float(path.hops @ self._transfer_s) if len(path.hops) else 0.0
+        if self._hops:
+            worth += (self._behind @ path.hops)[self._rank] * self._placed.hop_s
+        at = np.flatnonzero(worth)
+        number = len(self._columns)
+        self.row(
+            waiting_s / self._unit_s,
+            self._infinite,
+            [*at, number + 1],
+            [*(-worth[at] / self._unit_s), 1.0],
+        )
+
+    def solve(
+        self,
+        limit_s: float,
+        tried: Callable[[Any], float],
+        nodes: int,
+        iterations: int,
+        until: float,
+    ) -> float:
+        """Return the least step, or `limit_s` if that is less."""
+        self._highs.setOptionValue("mip_max_nodes", nodes)
+        low_s = 0.0
+        for whole in (False, True):
+            kind = self._integer if whole else self._continuous
+            for at in self._whole:
+                self._highs.changeColIntegrality(at, kind)
+            for _ in range(MOST_ROUNDS):
+                left_s = until - time.process_time()
+                if left_s <= 0:
+                    return low_s
+                if left_s < math.inf:
+                    self._highs.setOptionValue(
+                        "time_limit", float(self._highs.getRunTime() + left_s)
+                    )
+                self._highs.run()
+                iterations -= self._highs.getInfo().simplex_iteration_count
+                status = self._highs.getModelStatus()
+                if status == self._infeasible:
+                    return limit_s
+                if status != self._optimal:
+                    if whole:
+                        info = self._highs.getInfo()
+                        low_s = max(low_s, self._proven_s(info.mip_dual_bound))
+                    return low_s
+                # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
+                value = self._highs.getInfo().objective_function_value
+                low_s = max(low_s, self._proven_s(value))
+                if low_s >= limit_s:
+                    return limit_s
+                values = np.array(self._highs.getSolution().col_value)
+                if whole:
+                    values[: len(self._columns)] = values[: len(self._columns)].round()
+                    limit_s = min(limit_s, tried(self.solution(values)))
+                if not self._cut_off(values):
+                    break
+                if iterations < 0:
+                    return low_s
+        return low_s
+
+    def _proven_s(self, value: float) -> float:
+        return value * self._unit_s * (1 - CLOSE) + self._step_s
+
+    def _cut_off(self, values: Floats) -> bool:
+        """Add the longest paths at the stage times of a solution; whether θ is below any."""
+        chosen, theta = values[: len(self._columns)], values[len(self._columns) + 1]
+        seconds = np.einsum("c,cks->ks", chosen, self._seconds)
+        synced, transfer_s = self._of_ranks(chosen * self._sync_s), self._transfer_s
+        if self._hops:
+            transfer_s = transfer_s + self._of_ranks(chosen * self._placed.hop_s) @ self._behind
+        delays_s = transfer_s.tolist()
+        ends_s = self._graph.longest(seconds.ravel().tolist(), delays_s)
+        theta_s = theta * self._unit_s
+        found = False
+        for rank, end in enumerate(self._graph.ends):
+            if ends_s[end] + synced[rank] > theta_s * (1 + CLOSE / 2):
+                self._add(self._graph.path(rank, ends_s, delays_s))
+                found = True
+        return found
+
+    def _of_ranks(self, values: Floats) -> Floats:
+        """[rank] Sums of `values` [column]."""
+        ranks = range(self._layout.pipeline)
+        return np.array([float(values[self._rank == rank].sum()) for rank in ranks])
+
+    def solution(self, values: Floats) -> Any:
+        """Return the split that whole columns make."""
+        chosen = np.flatnonzero(values[: len(self._columns)] > 0.5)
+        chosen = chosen[np.argsort(self._rank[chosen])]
+        options = [option for at in chosen.tolist() for option in self._columns[at].options]
+        ends = (self._placed.end[chosen] // self._placed.joints).tolist()
+        return self._read(self._placed.number[chosen].tolist(), (0, *ends), options)
+
+
+def _ones(at: NDArray[np.intp]) -> tuple[list[int], list[float]]:
+    return at.tolist(), [1.0] * len(at)

@@ -1,0 +1,119 @@
+"""What layouts may put on the host or send in fewer bits, and the least that it costs a step.
+
+To offload changes no result and fewer bits do.  Both must be allowed: the first because a search
+with it takes longer, the second because it loses something.  A CPU is its own host and gains
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple, assert_never
+
+from meshwright.planner.costs.hardware_rates import Rates
+from meshwright.planner.costs.memory.state_bytes import StateTypes
+from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.plan import Activations, GradientWire, Layout, Offload
+from meshwright.planner.documents.stack_space import EVERYTHING, Space
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+
+
+class Saving(NamedTuple):
+    """States on the host, and how gradients travel."""
+
+    offload: Offload = "none"
+    gradient_wire: GradientWire = "full"
+
+    def on(self, layout: Layout) -> Layout:
+        """Return a layout that saves this."""
+        return replace(layout, **self._asdict())
+
+    @classmethod
+    def of(cls, layout: Layout) -> Saving:
+        """Return what a layout saves."""
+        return cls(layout.offload, layout.gradient_wire)
+
+
+def in_bf16(layout: Layout) -> Layout | None:
+    """Return a layout whose gradients are bf16 where those of this one are fp16."""
+    return replace(layout, gradient_wire="bf16") if layout.gradient_wire == "fp16" else None
+
+
+def reaches_host(cluster: ClusterSpec) -> bool:
+    """Whether states and activations may lie on hosts: all devices are linked to theirs."""
+    return all(
+        group.host_link_bytes_per_s is not None and group.accelerator.kind != "cpu"
+        for group in cluster.groups
+    )
+
+
+def savings_of(
+    plain: Layout, request: Request, refusal: Callable[[Layout], str | None]
+) -> tuple[Saving, ...]:
+    """Return what layouts like a plain one may save; `refusal` tells why one does not run."""
+
+    def runs(saving: Saving) -> bool:
+        return refusal(saving.on(plain)) is None
+
+    return savings(request.cluster, request.pins, runs, space=request.space)
+
+
+def savings(
+    cluster: ClusterSpec,
+    pins: Pins,
+    runs: Callable[[Saving], bool],
+    *,
+    space: Space = EVERYTHING,
+) -> tuple[Saving, ...]:
+    """Return those to choose among, the simplest first; `runs` tells what a backend executes."""
+    offloads: tuple[Offload, ...] = ("none",)
+    if pins.offload is not None:
+        offloads = (pins.offload,)
+    elif "offload" in pins.allowed and reaches_host(cluster):
+        offloads = ("none", "optimizer", "parameters")
+    wires: tuple[GradientWire, ...] = ("full",)
+    if pins.gradient_wire is not None:
+        wires = (pins.gradient_wire,)
+    elif "compress" in pins.allowed:
+        wires = ("full", "bf16", "fp16", "powersgd")
+    offloads = tuple(one for one in offloads if one in space.offload)
+    wires = tuple(one for one in wires if one in space.wires)
+    every = tuple(Saving(offload, wire) for wire in wires for offload in offloads)
+    # What is pinned stays, so that its refusal is shown.
+    pinned = pins.offload is not None or pins.gradient_wire is not None
+    return tuple(one for one in every if pinned or one == Saving() or runs(one))
+
+
+def activations(
+    cluster: ClusterSpec, pins: Pins, *, space: Space = EVERYTHING
+) -> tuple[Activations, ...]:
+    """Return the ways to treat activations that layers may choose among."""
+    if pins.activations is not None:
+        return (pins.activations,)
+    return tuple(one for one in _activations(cluster, pins) if one in space.activations)
+
+
+def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
+    yield "keep"
+    if "offload" in pins.allowed and reaches_host(cluster):
+        yield "offload"
+    if "compress" in pins.allowed:
+        yield "compress"
+
+
+def offload_s(saving: Saving, share: float, rates: Rates, types: StateTypes) -> float:
+    """Least seconds that offloaded states add to a step: no rank has less than the mean `share`.
+
+    Moments cross the link twice, 16 bytes per parameter; parameters on the host are updated there.
+    """
+    match saving.offload:
+        case "none":
+            return 0.0
+        case "optimizer":
+            return rates.host_copy_s(16 * share)
+        case "parameters":
+            return rates.host_optimizer_s(share, types)
+        case _:
+            assert_never(saving.offload)

@@ -1,0 +1,269 @@
+"""The plan to choose among those that are nearly the fastest, and the usual ones beside it.
+
+What a prediction errs by differs between layouts by more than a percent, so of plans within `NEAR`
+of the fastest the one that asks for least is chosen: fewest axes, schedules and differences between
+layers.  Searches for simpler ones leave axes out, fewest first, down to data parallelism alone; the
+proof of the search stays about the fastest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.axes import LAYOUT_AXES
+from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.frameworks.executable import rules_of
+from meshwright.planner.requests.pins import Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.schedules import PLAIN
+from meshwright.planner.search.answer import Alternative, Answer
+from meshwright.planner.search.partition.stage_counts import run_of
+from meshwright.planner.search.plan_candidate import Ranked, proven
+from meshwright.planner.search.proof_budget import Effort
+from meshwright.planner.search.search import search
+from meshwright.planner.search.space import kind
+
+Prefer = Literal["simplest", "fastest"]
+NEAR = 0.015
+"""Beyond the fastest simulated step, relatively."""
+MOST_ALONE = 3
+"""Devices that cannot be divided twice."""
+AXES = ("tensor", "context", "expert", "pipeline")
+"""What a layout may have beside data parallelism."""
+NOTABLE = 0.005
+"""Share of the fastest step from which a cause of more seconds is named."""
+BESIDE = Effort(
+    likely=16,
+    tried=4,
+    families=0,
+    memory_stages=0,
+    cut_stages=0,
+    layouts=0,
+    solved=0,
+    programs=0,
+)
+"""What plans beside the answer may take in simulated time: of them nothing is proven."""
+LARGE_S = 1e30
+"""Longer than any step; a search that may not take longer does not look for a closest miss."""
+
+
+def features(plan: Plan) -> list[str]:
+    """Return what a plan needs beside data parallelism of one kind, in words."""
+    layout = plan.layout
+    found = [axis for axis in AXES if getattr(layout, axis) > 1]
+    if layout.pipeline > 1 and layout.schedule != PLAIN:
+        found.append(layout.schedule)
+    if layout.virtual_stages > 1:
+        found.append(f"{layout.virtual_stages} stages a rank")
+    if layout.zero and layout.data_replicate > 1:
+        found.append("shards within groups")
+    for axis in LAYOUT_AXES:
+        value = getattr(layout, axis.name)
+        if axis.machinery and value != axis.usual:
+            found.append(axis.machinery.format(value))
+    if layout.order != INSIDE_OUT:
+        found.append("axes in another order")
+    treated = {
+        (layer.layer.partition(".")[0], layer.recompute, layer.activations)
+        for stage in plan.stages
+        for layer in stage.layers
+    }
+    if len(treated) > len({kind for kind, _, _ in treated}):
+        found.append("layers that differ")
+    return found
+
+
+def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest") -> Answer:
+    """Return the answer with the plan that is preferred, and the table of choices.
+
+    The table has the plan, the fastest, the best of data parallelism alone and of tensor and
+    pipeline parallelism; the last two where chains of like layers are on devices that are alike.
+    """
+    started = time.process_time()
+    quick = _quick(request)
+    usual = dict(_usual(request, answer)) if quick else {}
+    every = [*answer.finalists, *answer.top, *(one for one in usual.values() if one)]
+    if prefer == "simplest" and quick:
+        every += _simpler(request, answer, _fastest(every))
+    chosen = fastest = _fastest(every)
+    if prefer == "simplest":
+        limit_s = fastest.prediction.step_time_s * (1 + NEAR)
+        near = (one for one in every if one.prediction.step_time_s <= limit_s)
+        chosen = min(near, key=lambda one: (len(features(one.plan)), one.prediction.step_time_s))
+    rows = {"chosen": chosen, "fastest": fastest, **usual}
+    mesh = kind(chosen.plan.layout)
+    others = (one for one in answer.top if kind(one.plan.layout) != mesh)
+    return replace(
+        answer,
+        plan=chosen.plan,
+        prediction=chosen.prediction,
+        certificate=proven(answer.certificate, chosen),
+        top=(chosen, *others)[: len(answer.top)],
+        choices=tuple(_row(request, what, one, fastest) for what, one in rows.items()),
+        candidates=(),
+        search_s=answer.search_s + time.process_time() - started,
+    )
+
+
+def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield a note where the same plan is about as fast, or faster, with products in 16 bits."""
+    if plan.precision not in EIGHT_BITS:
+        return
+    plain = {"precision": "bf16", "scales": "tensorwise", "weight_wire": "full"}
+    wide_plan = plan.model_copy(update=plain)
+    wide = predict(wide_plan, request.model, request.cluster, request.profile)
+    step_s, wide_s = prediction.step_time_s, wide.step_time_s
+    if step_s < (1 - NEAR) * wide_s:
+        return
+    kept = "" if wide.fits else ", which would not fit"
+    yield (
+        f"{plan.precision} is not worth it here: this plan takes {seconds_text(step_s)} a step, "
+        f"and {seconds_text(wide_s)} in bf16{kept}"
+    )
+
+
+def _fastest(every: Sequence[Ranked]) -> Ranked:
+    return min(every, key=lambda one: one.prediction.step_time_s)
+
+
+PLAIN_DATA = "plain data parallel"
+TENSOR_PIPELINE = "tensor + pipeline"
+
+
+def _quick(request: Request) -> bool:
+    """Whether a search with some choices fixed takes a fraction of the search."""
+    model = request.model
+    return not (request.cluster.mixed or model.edges) and run_of(model) is not None
+
+
+def _usual(request: Request, answer: Answer) -> Iterator[tuple[str, Ranked | None]]:
+    """Yield the best data-parallel plan and the best with tensor and pipeline parallelism.
+
+    What the user's own pins exclude is left out.
+    """
+    pins = request.pins
+    alone = dict.fromkeys(AXES, 1)
+    if _open(pins, alone):
+        yield PLAIN_DATA, _best(request, answer, alone)
+    able = pins.tensor != 1 and pins.pipeline != 1 and request.cluster.devices > MOST_ALONE
+    if able and _open(pins, {"context": 1}):
+        both = replace(pins, divided=pins.divided | {"tensor", "pipeline"})
+        yield TENSOR_PIPELINE, _best(replace(request, pins=both), answer, {"context": 1})
+
+
+def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Ranked]:
+    """Yield plans near the fastest with fewer axes, or with a plainer schedule, or alike layers."""
+    below_s = answer.closed_form.objective_s * (1 + 2 * NEAR)
+    used = sum(getattr(fastest.plan.layout, axis) > 1 for axis in AXES)
+    simplest: Ranked | None = None
+    for count in range(1, used):
+        for kept in itertools.combinations(AXES, count):
+            others = {axis: 1 for axis in AXES if axis not in kept}
+            found = _best(request, answer, others, below_s=below_s)
+            if found is not None:
+                simplest = found
+                yield found
+        if simplest is not None:
+            break
+    for one in (fastest, simplest):
+        if one is None or one.plan.layout.pipeline == 1:
+            continue
+        degrees = {axis: getattr(one.plan.layout, axis) for axis in AXES}
+        plainer = _best(request, answer, {**degrees, "schedule": PLAIN}, below_s=below_s)
+        if plainer is not None:
+            yield plainer
+    choices: tuple[Recompute, ...] = ("none", "selective", "full")
+    for one, recompute in itertools.product((fastest, simplest), choices):
+        if one is not None and "layers that differ" in features(one.plan):
+            degrees = {axis: getattr(one.plan.layout, axis) for axis in AXES}
+            alike = _best(request, answer, {**degrees, "recompute": recompute}, below_s=below_s)
+            if alike is not None:
+                yield alike
+
+
+def _best(
+    request: Request,
+    answer: Answer,
+    pins: dict[str, int] | dict[str, int | str],
+    *,
+    below_s: float = LARGE_S,
+) -> Ranked | None:
+    """Return the fastest plan with some more choices pinned; None if there is none."""
+    if not _open(request.pins, pins):
+        return None
+    asked: Pins = replace(request.pins, **pins)
+    try:
+        found = search(
+            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BESIDE
+        )
+    except (NoPlanFits, DocumentError):
+        return None
+    return Ranked(
+        plan=found.plan,
+        objective_s=found.finalists[0].objective_s,
+        prediction=found.prediction,
+    )
+
+
+def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
+    """Whether the user has pinned nothing else."""
+    return all(getattr(pins, name) in (None, value) for name, value in wanted.items())
+
+
+def _row(request: Request, what: str, one: Ranked | None, fastest: Ranked) -> Alternative:
+    if one is None:
+        reason = _undivided(request) if what == TENSOR_PIPELINE else None
+        return Alternative(what=what, why=reason or "does not fit, or is not executed")
+    return compared(what, one.plan, one.prediction, fastest.prediction)
+
+
+def _undivided(request: Request) -> str | None:
+    """Return why the stack divides no layers of the model among two ranks, or None if it does."""
+    stack = request.stack
+    layout = Layout(tensor=2, sequence_parallel=stack.tensor.sequence_parallel)
+    reason = rules_of(stack, of_degrees=True)(request.model, request.cluster, request.job, layout)
+    if reason is None:
+        return None
+    cause = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
+    return f"{stack.name} cannot: {cause}; other stacks may (--backend)"
+
+
+def compared(
+    what: str, plan: Plan, prediction: Prediction, fastest: Prediction, *, same: float = 1.0
+) -> Alternative:
+    """Return the row of a plan beside the fastest: what it needs, and where it takes longer.
+
+    `same` is the work of the fastest's step over that of the plan's, where these are not one job.
+    """
+    least_s = fastest.step_time_s
+    step_s = prediction.step_time_s * same
+    longer = {
+        name: seconds * same - fastest.step_parts.get(name, 0.0)
+        for name, seconds in prediction.step_parts.items()
+    }
+    causes = sorted(longer, key=lambda name: -longer[name])[:2]
+    said = [
+        f"{name} +{100 * longer[name] / least_s:.1f} %"
+        for name in causes
+        if longer[name] > NOTABLE * least_s
+    ]
+    if not prediction.fits:
+        said = ["does not fit in memory", *said]
+    needs = ", ".join(features(plan)) or "data parallelism alone"
+    return Alternative(
+        what=what,
+        plan=plan,
+        prediction=prediction,
+        more=step_s / least_s - 1,
+        why="; ".join([f"needs {needs}", *said]),
+    )

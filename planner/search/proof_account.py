@@ -1,0 +1,164 @@
+"""The account of a search: what became of every configuration, and what that proves.
+
+Every configuration ends in exactly one of the `OUTCOMES`.  It is refused, dominated, out of memory,
+or has no plan that is faster than the answer, whose own configuration is among these; or it is not
+excluded, and the least bound of such is that of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.prediction import Certificate, Finalist, Loser, PlanProof
+from meshwright.planner.documents.profile import CHUNK_ROWS
+from meshwright.planner.documents.stack import Stack
+from meshwright.planner.documents.tolerances import EQUAL
+from meshwright.planner.documents.units import percent_text
+from meshwright.planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
+
+RUNNERS_UP = 5
+PROVEN = 2e-6
+"""The gap up to which a plan counts as optimal: integer programs are solved to half of it."""
+
+REFUSED = "refused by the backend"
+DOMINATED = "dominated"
+OUT_OF_MEMORY = "out of memory"
+UNKEPT = "violates a requirement"
+NO_FASTER = "solved, no split faster"
+UNFINISHED = "stopped early"
+LEFT = "not excluded"
+BOUNDS = (
+    "pruned by the compute bound",
+    "pruned by compute within memory",
+    "pruned by communication of the commonest layers",
+    "pruned by communication of the commonest layers within memory",
+    "pruned by communication",
+    "pruned by communication within memory",
+    "pruned by paths of all cuts",
+    "pruned by the exact optimum of a bound",
+    "pruned by an integer program",
+)
+"""In the order in which they are worked out; each is at least the one before."""
+COMPUTATION, ROOM, SHARED, SHARED_ROOM, COMMUNICATION, MEMORY, CUTS, SOLVED, PROGRAM = range(
+    len(BOUNDS)
+)
+OUTCOMES = (REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, UNKEPT, NO_FASTER, LEFT)
+
+
+EXACT = (
+    "a rank's bytes are those that its prediction counts; of like layers on a stage those that are "
+    "recomputed more come first; of the n like layers on a rank of V stages, those that store less "
+    "first, its c-th stage has floor((n + c) / V), and on a rank with the last stage alone that "
+    "one has what is left of stages as large as other ranks'"
+)
+
+
+UNSEARCHED = (
+    "idle devices",
+    f"losses in chunks of other than {CHUNK_ROWS:,} rows",
+    f"micro-batches of more than {LARGEST_MICRO_BATCH} samples",
+    f"sequences on more than {LARGEST_CONTEXT} ranks",
+    "stages of a rank that share like layers unevenly",
+    "experts in another order of axes",
+    "ZeRO-3 that gathers more than one unit ahead, or within other groups than a node",
+    "fp8 with a scale for each row",
+    "tokens gathered by all experts' ranks",
+    "tokens handed on among other ranks than links are fastest for",
+)
+LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
+"""What `meshwright predict` prices and no search of the native backend looks at unasked."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of configurations, by outcome."""
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    backend: str = "native"
+
+    def refused(self, reason: str, count: int = 1) -> None:
+        """Count what the backend does not run; what the data of its space say, by reason."""
+        stack, separator, why = reason.partition(": ")
+        outcome = f"{REFUSED}: {why}" if separator and stack == self.backend else REFUSED
+        self.settled(outcome, count)
+
+    def settled(self, outcome: str, count: int) -> None:
+        """Count configurations of which nothing more is said."""
+        self.counts[outcome] = self.counts.get(outcome, 0) + count
+
+
+def space_text(stack: Stack) -> str:
+    """Return what splits and recompute choices a stack's plans have; nothing where they have any.
+
+    >>> from meshwright.planner.catalog import stacks
+    >>> space_text(stacks()["megatron"])
+    '; of megatron, whose stages have blocks even_but_ends and whose blocks all recompute alike'
+    """
+    said = []
+    if stack.pipeline.stages != "any":
+        said.append(f"whose stages have blocks {stack.pipeline.stages}")
+    if stack.space is not None and not stack.space.recompute_by_layer:
+        said.append("whose blocks all recompute alike")
+    return f"; of {stack.name}, {' and '.join(said)}" if said else ""
+
+
+def certificate_of(
+    account: Account,
+    stack: Stack,
+    *,
+    solver: str,
+    finalists: Sequence[Finalist],
+    lower_bound_s: float,
+    looked_at: Mapping[str, int],
+    runners_up: Sequence[Loser],
+) -> Certificate:
+    """Return the proof that no plan simulates below a bound, beside the fastest of `finalists`."""
+    fastest = finalists[0]
+    step_s = fastest.step_time_s
+    bound_s = min(lower_bound_s, step_s)
+    total = sum(account.counts.values())
+    return Certificate(
+        statement=_statement(step_s, bound_s, total),
+        model=f"the simulated step of plans in which {EXACT}; memory less the process's own, over "
+        f"the stack's memory.tight, is for tensors{space_text(stack)}",
+        solver=solver,
+        optimal=bound_s >= step_s * (1 - PROVEN),
+        objective_s=step_s,
+        lower_bound_s=bound_s,
+        gap=_gap(step_s, bound_s),
+        configurations=total,
+        counts={name: count for name, count in account.counts.items() if count},
+        looked_at={name: count for name, count in looked_at.items() if count},
+        runners_up=tuple(runners_up),
+        layout=fastest.layout,
+        finalists=tuple(finalists),
+    )
+
+
+def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certificate:
+    """Return the certificate with what it proves of the plan that is the answer."""
+    bound_s = min(certificate.lower_bound_s, step_s)
+    statement = _statement(step_s, bound_s, certificate.configurations)
+    proof = PlanProof(
+        layout=layout.text(),
+        step_time_s=step_s,
+        lower_bound_s=bound_s,
+        gap=_gap(step_s, bound_s),
+        statement=statement,
+    )
+    return certificate.model_copy(update={"plan": proof, "statement": statement})
+
+
+def _gap(step_s: float, bound_s: float) -> float:
+    """Return how far a step may be above the least, relatively."""
+    return 1 - bound_s / step_s if step_s and bound_s < step_s * (1 - EQUAL) else 0.0
+
+
+def _statement(step_s: float, bound_s: float, configurations: int) -> str:
+    gap = percent_text(_gap(step_s, bound_s))
+    return (
+        f"The plan takes {step_s:.6g} s a step, none of {configurations:,} configurations less "
+        f"than {bound_s:.6g} s (gap {gap})."
+    )

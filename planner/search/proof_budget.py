@@ -1,0 +1,123 @@
+"""How far a search follows its proof, in counts: an answer does not depend on the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.planner.costs.cut_tensors import MOST_IDEALS
+from meshwright.planner.solver.graph_instance import GraphEffort
+
+GapProgress = Callable[[float], None]
+"""Hears the certified gap as it falls."""
+
+GOAL = 0.01
+"""The gap above which a search takes its further effort."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How far a proof is followed."""
+
+    likely: int = 48
+    """Layouts that are estimated, to find those that are likely to be the fastest."""
+    tried: int = 10
+    """Of them, those that are solved and simulated."""
+    families: int = 1_500
+    """Configuration groups and parts that are bounded."""
+    memory_stages: int = 4_000
+    """Stages of the layouts whose memory is looked at."""
+    cut_stages: int = 1_000
+    """Stages of the layouts whose cuts are gone through."""
+    layouts: int = 60
+    """Layouts on devices that differ whose memory is looked at."""
+    solved: int = 4
+    """Layouts whose partition problems are solved."""
+    programs: int = 1
+    """Layouts whose programs are."""
+    ways: int = 1_500
+    """In which the layers of a rank may recompute, where a program is tried."""
+    actions: int = 2_500
+    """Of a step whose program is tried."""
+    nodes: int = 50
+    """Of the tree of one program."""
+    columns: int = 1_000
+    """Of a program that is tried: the relaxation of a larger one may take minutes."""
+    iterations: int = 1 << 30
+    """Of the simplex algorithm, about 0.3 ms each, in all rounds of one program."""
+    seconds: float = math.inf
+    """CPU seconds, where the user has set a time."""
+    program_s: float = math.inf
+    """Of them, for one program."""
+    further: Effort | None = None
+    """What it may take while the gap is above `GOAL`."""
+
+
+NEAR = 0.05
+"""How far the estimate of a layout is above what it simulates at most, relatively."""
+USUAL = Effort(
+    further=Effort(
+        families=6_000,
+        memory_stages=40_000,
+        cut_stages=10_000,
+        solved=60,
+        programs=60,
+        actions=70_000,
+        columns=600,
+        iterations=2_000,
+    )
+)
+BRIEF = Effort(
+    likely=16,
+    tried=4,
+    families=96,
+    memory_stages=200,
+    cut_stages=40,
+    layouts=20,
+    solved=2,
+    programs=0,
+)
+"""For searches of many clusters."""
+_ALL = 1 << 30
+FULL = Effort(
+    families=_ALL,
+    memory_stages=_ALL,
+    cut_stages=_ALL,
+    layouts=_ALL,
+    solved=_ALL,
+    programs=_ALL,
+    ways=20_000,
+    actions=30_000,
+    nodes=1_000,
+    columns=_ALL,
+    seconds=100.0,
+    program_s=5.0,
+)
+Prove = Literal["usual", "simulated"]
+EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
+"""What a user may ask for."""
+
+
+MOST_PAIRS = 10_000_000
+"""Pairs of downsets compared at once; more leave a gap."""
+MOST_STEPS = 100_000
+"""Pairs of them for every position, where each layout is bounded within memory."""
+PROGRAMS, MOVES = 160, 40
+"""Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
+WAYS, MOST_WAYS = 4_000, 1_000
+"""Ways through downsets that are worked out exactly for all layouts, and for one."""
+
+
+def graph_effort(programs: int = PROGRAMS, moves: int = MOVES) -> GraphEffort:
+    """Return what the layouts of a search share; none of either is for any split that fits."""
+    return GraphEffort(
+        programs=programs,
+        moves=moves,
+        most_ideals=MOST_IDEALS,
+        most_pairs=MOST_PAIRS,
+        most_steps=MOST_STEPS,
+        ways=WAYS,
+        most_ways=MOST_WAYS,
+    )

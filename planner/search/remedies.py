@@ -1,0 +1,159 @@
+"""What would let a plan fit where none does: single changes, each tried before it is named.
+
+A pin let go, an allowance, more devices of each kind, a shorter sequence.  Whoever asks says what
+it is to try one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import get_args
+
+from meshwright.planner.documents.plan import Layout, loss_text
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.requests.pins import SHORT_NAMES, Allowance, Pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.space import Degrees, every_degrees, layouts, micro_batches
+
+LAYOUTS_LOOKED_AT = 4096
+"""Of the layouts that there are without a pin, for the values that they have."""
+FACTORS = (2, 4, 8, 16)
+"""Of more devices or a shorter sequence: how far a way out is looked for."""
+MORE: tuple[Allowance, ...] = ("offload", "compress")
+"""What may be allowed, so that layers hold less."""
+
+
+Fitting = Callable[[Request], Layout | None]
+"""Return a layout of a request that fits, of those that hold least; None if there is none."""
+
+
+def ways_out(request: Request, fitting: Fitting) -> str:
+    """Say which single changes of a request that no plan fits would let one fit."""
+    found = [
+        *_pins_let_go(request, fitting),
+        *_allowances(request, fitting),
+        *_more_devices(request, fitting),
+        *_shorter_sequence(request, fitting),
+    ]
+    if not found:
+        return (
+            f"No change of devices or sequence alone, up to {FACTORS[-1]} times, would make it fit."
+        )
+    return f"It would fit {', or '.join(found)}."
+
+
+def dividing(request: Request) -> Iterator[str]:
+    """Yield what pins may be, where letting one of them go leaves layouts that divide devices."""
+    job, pins, found = request.job, request.pins, False
+    for name, field in SHORT_NAMES.items():
+        pinned = getattr(pins, field)
+        if pinned is None or field not in (*Degrees.__dataclass_fields__, "micro_batch"):
+            continue
+        open_ = replace(pins, **{field: None})  # type: ignore[arg-type]
+        values: set[int] = set()
+        for degrees in every_degrees(replace(request, pins=open_)):
+            sizes = [size for size, _ in micro_batches(job, degrees, open_)]
+            values |= set(sizes) if field == "micro_batch" else {getattr(degrees, field)}
+        if values and pinned not in values:
+            found = True
+            listed = ", ".join(map(str, sorted(values)))
+            yield f"{name}={pinned} stands in the way: it can be {listed}"
+    for name, field in SHORT_NAMES.items() if not found else ():
+        if getattr(pins, field) is None or not hasattr(Layout, field):
+            continue
+        without = replace(pins, **{field: None})  # type: ignore[arg-type]
+        some = islice(layouts(replace(request, pins=without)), LAYOUTS_LOOKED_AT)
+        known = {written_pin(layout, field): None for layout in some}
+        if known:
+            listed = ", ".join(str(value) for value in known if value is not None)
+            pinned = written_pin(pins, field)
+            yield f"{name}={pinned} stands in the way: it can be {listed or 'left out'}"
+
+
+def _pins_let_go(request: Request, fitting: Fitting) -> Iterator[str]:
+    """Yield each pin that stands in the way alone, with what would fit; all, if it takes several.
+
+    A pinned `recompute` is the layers' own; of other pins the layout that fits says how.
+    """
+    pins, alone = request.pins, False
+    for name, field in SHORT_NAMES.items():
+        if getattr(pins, field) is None or field == "activations":
+            continue
+        if field == "recompute":
+            for value in reversed(get_args(Recompute)):
+                changed = replace(pins, recompute=value)
+                if fitting(replace(request, pins=changed)):
+                    alone = True
+                    yield f"with recompute={value}"
+                    break
+            continue
+        without = replace(pins, **{field: None})  # type: ignore[arg-type]
+        layout = fitting(replace(request, pins=without))
+        if layout is not None:
+            alone = True
+            written = written_pin(layout, field)
+            yield f"without {name}" if written is None else f"with {name}={written}"
+    free = Pins(allowed=pins.allowed)
+    if not alone and pins != free and fitting(replace(request, pins=free)):
+        yield "with nothing fixed"
+
+
+def written_pin(layout: Layout | Pins, field: str) -> str | None:
+    """Return a layout's or a pin's value as `--fix` takes it; None if it has none there."""
+    value = getattr(layout, field)
+    if field == "loss":
+        return value if value == "plain" else loss_text(value)
+    if value is None:
+        return None
+    if field != "order":
+        return str(value)
+    names = {"tensor": "tp", "context": "cp", "data_shard": "shard", "pipeline": "pp"}
+    return "-".join(names.get(axis, "replicate") for axis in value)
+
+
+def _allowances(request: Request, fitting: Fitting) -> Iterator[str]:
+    """Yield what may be allowed, if that helps."""
+    pins = request.pins
+    for word in MORE if pins.activations is None else ():
+        more = replace(pins, allowed=pins.allowed | {word})
+        if word not in pins.allowed and fitting(replace(request, pins=more)):
+            yield f"with --allow {word}"
+
+
+def _more_devices(request: Request, fitting: Fitting) -> Iterator[str]:
+    """Yield how many of each kind there must be, doubled as often as needed, if that helps."""
+    cluster = request.cluster
+    for factor in FACTORS if cluster.tiers else ():
+        widest = cluster.tiers[-1]
+        reach = max(widest.devices, factor * cluster.devices)
+        larger = cluster.model_copy(
+            update={
+                "groups": tuple(
+                    group.model_copy(update={"nodes": factor * group.nodes})
+                    for group in cluster.groups
+                ),
+                "tiers": (*cluster.tiers[:-1], widest.model_copy(update={"devices": reach})),
+            }
+        )
+        if fitting(replace(request, cluster=larger)):
+            groups = [f"{group.devices} x {group.name}" for group in larger.groups]
+            yield (
+                f"on {' and '.join(groups)}"
+                if cluster.mixed
+                else f"on {larger.devices} such devices"
+            )
+            return
+
+
+def _shorter_sequence(request: Request, fitting: Fitting) -> Iterator[str]:
+    """Yield the sequence that fits; what was traced has the length that it was traced at."""
+    job = request.job
+    for factor in FACTORS if request.model.architecture is not None else ():
+        if job.seq_len % factor:
+            return
+        shorter = replace(job, seq_len=job.seq_len // factor)
+        if fitting(replace(request, job=shorter)):
+            yield f"at sequence {shorter.seq_len}"
+            return

@@ -1,0 +1,1 @@
+"""Lower bounds of a partition problem, without looking for a split."""

@@ -1,0 +1,359 @@
+"""Problem: a bare partition problem as a document that a person can write by hand.
+
+    format: 1
+    schedule: 1f1b
+    micro_batches: 8
+    kinds:
+      block:
+        resident_bytes: 1.3e9
+        options:
+          - {name: keep, forward_s: 0.004, backward_s: 0.008, stored_bytes: 1.1e9}
+          - {name: recompute, forward_s: 0.004, backward_s: 0.012, stored_bytes: 0.1e9}
+      head:
+        resident_bytes: 1.1e9
+        options:
+          - {name: keep, forward_s: 0.003, backward_s: 0.006, transient_bytes: 1.4e9}
+    layers:
+      - {layers: [block], count: 16}
+      - head
+    stages:
+      - {capacity_bytes: 16e9, count: 3}
+      - {capacity_bytes: 24e9, speed: 1.2}
+    require:
+      - {layers: [0, 3], stages: [0]}
+      - {at_most: 6}
+
+It says what layers cost and what stages hold; `planner.solver.partition_problem` has the formulas.
+How layers and stages come to such numbers (a model, a machine, a layout) is not its business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
+
+from meshwright.planner.documents.document import Document, Part, nearest
+from meshwright.planner.documents.units import Count, Line
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.schedules.schedule import most_in_flight
+from meshwright.planner.solver import partition_problem as solver_side
+from meshwright.planner.solver.graph_instance import GraphInstance, alike, chain_problem
+from meshwright.planner.solver.partition_problem import Instance
+from meshwright.planner.solver.requirements import Requirement
+from meshwright.planner.solver.side_constraints import HostMemory
+
+MOST_LAYERS = 4096
+MOST_GRAPH_LAYERS = 1024
+MOST_STAGES = 1024
+
+# Wide enough for any machine, narrow enough that no sum overflows or loses its small terms.
+Seconds = Annotated[float, Field(ge=0, le=1e6, strict=True, allow_inf_nan=False)]
+Bytes = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
+Factor = Annotated[float, Field(ge=1e-3, le=1e6, strict=True, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=0, le=1e6, strict=True, allow_inf_nan=False)]
+Edge = tuple[Count, Count]
+Together = Annotated[tuple[Count, ...], Field(min_length=2)]
+MicroBatches = Annotated[int, Field(ge=1, le=10**6, strict=True)]
+Repeats = Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)]
+
+
+class LayerOption(Part):
+    """One way to run a layer, for one micro-batch on a device of speed 1.
+
+    `stored_bytes` is saved for backward for each micro-batch in flight;
+    `transient_bytes` only while the layer runs, and a stage pays the largest of its layers.
+    """
+
+    name: Line
+    forward_s: Seconds
+    backward_s: Seconds
+    """With what is recomputed or waited for."""
+    stored_bytes: Bytes = 0.0
+    transient_bytes: Bytes = 0.0
+    resident_bytes: Bytes | None = None
+    """Instead of the kind's."""
+    sync_s: Seconds | None = None
+    """Instead of the kind's."""
+    host_bytes: Bytes = 0.0
+    """Stored on the host, like `stored_bytes` on the device."""
+
+
+class LayerKind(Part):
+    """What layers of one kind have in common."""
+
+    options: tuple[LayerOption, ...]
+    resident_bytes: Bytes = 0.0
+    """Parameters, gradients, optimizer."""
+    sync_s: Seconds = 0.0
+    """Charged once per step; the stage with the largest sum counts."""
+    host_resident_bytes: Bytes = 0.0
+    """Parameters, gradients, optimizer on the host."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.options:
+            raise ValueError("options: is empty; a layer needs at least one way to run")
+        names = [option.name for option in self.options]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"options: '{name}' stands twice; give each option its own name")
+        return self
+
+
+class LayerRun(Part):
+    """Layers, by kind, and how many times they follow each other; a name alone is one layer."""
+
+    layers: tuple[Line, ...]
+    count: Repeats = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _single(cls, data: Any) -> Any:
+        return {"layers": [data]} if isinstance(data, str) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Allow the name alone in the schema too."""
+        return {"anyOf": [{"type": "string"}, handler(core_schema)]}
+
+
+class StageRoom(Part):
+    """One stage, or `count` alike in a row."""
+
+    capacity_bytes: Bytes
+    fixed_bytes: Bytes = 0.0
+    """Taken before any layer: context, buffers."""
+    speed: Factor = 1.0
+    """Relative: seconds of layers are divided by it."""
+    exposed_s: Seconds = 0.0
+    """Added to every micro-batch: transfers that nothing hides."""
+    in_flight: Factor | None = None
+    """Micro-batches whose stored bytes are alive at once, instead of the schedule's."""
+    count: Repeats = 1
+
+
+class HostRoom(Part):
+    """The memory of one host, and how many devices of each stage share it."""
+
+    capacity_bytes: Bytes
+    ranks: tuple[Count, ...]
+    """Of every stage in order."""
+
+
+class Problem(Document):
+    """Split layers over the stages of a pipeline, and choose an option for each.
+
+    Layers are a chain, or a graph where they have `edges`.
+    """
+
+    kind_of_document: ClassVar[str] = "problem"
+
+    schedule: Literal["1f1b", "gpipe", "custom"] = "1f1b"
+    """Custom: `steady` and every stage's `in_flight` are given.  GPipe ends all forwards before the
+    first backward, so the slowest forward and the slowest backward count apart."""
+    micro_batches: MicroBatches = 1
+    steady: Coefficient | None = None
+    """Times that the slowest stage counts beside the sum of all; micro_batches - 1 if left out."""
+    fill: Coefficient = 1.0
+    """Times that the sum of all stages counts."""
+    kinds: dict[str, LayerKind]
+    layers: tuple[LayerRun, ...]
+    """Names of kinds in the order of the chain."""
+    stages: tuple[StageRoom, ...]
+    cut_s: tuple[Seconds, ...] = ()
+    """Seconds that a cut behind each layer but the last adds to both stages it parts."""
+    edges: tuple[Edge, ...] = ()
+    """Of a graph of layers: numbers of a layer and of a later one that reads its output."""
+    output_s: tuple[Seconds, ...] = ()
+    """Of a graph: seconds that a stage spends on sending or receiving each layer's output."""
+    relayed: bool = True
+    """Whether stages pass on outputs that only later ones read, or these get them straight."""
+    colocated: tuple[Together, ...] = ()
+    """Of a graph: numbers of layers that stay on one stage."""
+    hosts: tuple[HostRoom, ...] = ()
+    require: tuple[Requirement, ...] = ()
+    """What else a split must keep."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        chain = self._chain()
+        if not chain:
+            raise ValueError("layers: is empty; name at least one")
+        stages = sum(room.count for room in self.stages)
+        if not 1 <= stages <= MOST_STAGES:
+            raise ValueError(f"stages: there are {stages}; give 1 to {MOST_STAGES}")
+        if self.cut_s and len(self.cut_s) != len(chain) - 1:
+            raise ValueError(
+                f"cut_s: has {len(self.cut_s)} values; between {len(chain)} layers are "
+                f"{len(chain) - 1} places to cut"
+            )
+        self._check_graph(len(chain))
+        self._check_ties(len(chain), stages)
+        if self.schedule == "gpipe":
+            for name, kind in self.kinds.items():
+                if len({option.forward_s for option in kind.options}) > 1:
+                    raise ValueError(
+                        f"kinds.{name}.options: differ in forward_s; under gpipe the slowest "
+                        "forward counts apart, and all options of a kind must agree in it"
+                    )
+        if self.schedule == "custom":
+            if self.steady is None:
+                raise ValueError("steady: is missing; a custom schedule says what it is")
+            for at, room in enumerate(self.stages):
+                if room.in_flight is None:
+                    raise ValueError(
+                        f"stages[{at}].in_flight: is missing; a custom schedule says what it is"
+                    )
+        return self
+
+    def _check_graph(self, layers: int) -> None:
+        if not self.edges:
+            for name in ("output_s", "colocated"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}: is of graphs of layers; list their edges too")
+            if not self.relayed:
+                raise ValueError("relayed: is of graphs of layers; list their edges too")
+            return
+        if layers > MOST_GRAPH_LAYERS:
+            raise ValueError(
+                f"edges: of {layers} layers; give a graph of at most {MOST_GRAPH_LAYERS}"
+            )
+        for name, instead in (("cut_s", "output_s"), ("hosts", "capacity_bytes of stages")):
+            if getattr(self, name):
+                raise ValueError(f"{name}: is of chains; a graph with edges has {instead}")
+        for at, (before, after) in enumerate(self.edges):
+            if not before < after < layers:
+                raise ValueError(
+                    f"edges[{at}]: is {[before, after]}; an edge leads to a later one of layers 0 "
+                    f"to {layers - 1}, so list a layer after those that it reads"
+                )
+        if self.output_s and len(self.output_s) != layers:
+            raise ValueError(f"output_s: has {len(self.output_s)} values for {layers} layers")
+        self._check_colocated(layers)
+
+    def _check_colocated(self, layers: int) -> None:
+        grouped: set[int] = set()
+        for at, group in enumerate(self.colocated):
+            for layer in group:
+                if layer >= layers or layer in grouped:
+                    raise ValueError(
+                        f"colocated[{at}]: {layer} is no layer, or in a group already; layers are "
+                        f"0 to {layers - 1}, each in one group at most"
+                    )
+                grouped.add(layer)
+
+    def _check_ties(self, layers: int, stages: int) -> None:
+        for at, host in enumerate(self.hosts):
+            if len(host.ranks) != stages:
+                raise ValueError(
+                    f"hosts[{at}].ranks: has {len(host.ranks)} numbers; there are {stages} stages"
+                )
+        names = {option.name for kind in self.kinds.values() for option in kind.options}
+        for at, asked in enumerate(self.require):
+            if asked.layers is not None and asked.layers[1] >= layers:
+                raise ValueError(
+                    f"require[{at}].layers: is {list(asked.layers)}; the chain has layers 0 to "
+                    f"{layers - 1}"
+                )
+            if max(asked.stages or (0,)) >= stages:
+                raise ValueError(
+                    f"require[{at}].stages: is {list(asked.stages or ())}; there are stages 0 to "
+                    f"{stages - 1}"
+                )
+            for option in asked.options or ():
+                if option not in names:
+                    raise ValueError(
+                        f"require[{at}].options: '{option}' is not one of kinds' options; "
+                        f"{nearest(option, sorted(names))}"
+                    )
+
+    def _chain(self) -> list[str]:
+        """Kinds of all layers in order."""
+        chain: list[str] = []
+        for at, item in enumerate(self.layers):
+            for name in item.layers:
+                if name not in self.kinds:
+                    raise ValueError(
+                        f"layers[{at}]: '{name}' is not one of kinds; "
+                        f"{nearest(name, list(self.kinds))}"
+                    )
+            if len(chain) + item.count * len(item.layers) > MOST_LAYERS:
+                raise ValueError(f"layers: there are more than {MOST_LAYERS}")
+            chain += item.layers * item.count
+        return chain
+
+    def instance(self) -> Instance:
+        """Return the problem as the solvers of chains take it; of a graph, without its edges."""
+        names = list(self.kinds)
+        rooms = [room for room in self.stages for _ in range(room.count)]
+        m = self.micro_batches
+        steady = m - 1.0 if self.steady is None else self.steady
+        return Instance(
+            layers=tuple(names.index(name) for name in self._chain()),
+            kinds=tuple(_options(kind) for kind in self.kinds.values()),
+            stages=tuple(
+                solver_side.StageLimits(
+                    capacity_bytes=room.capacity_bytes,
+                    in_flight=room.in_flight
+                    or most_in_flight(self.schedule, s, stages=len(rooms), micro_batches=m),
+                    time_scale=1.0 / room.speed,
+                    exposed_s=room.exposed_s,
+                    fixed_bytes=room.fixed_bytes,
+                )
+                for s, room in enumerate(rooms)
+            ),
+            steady=steady,
+            forward_apart=self.schedule == "gpipe",
+            fill=self.fill,
+            cut_s=(0.0, *self.cut_s, 0.0) if self.cut_s else (),
+            hosts=tuple(
+                HostMemory(capacity_bytes=host.capacity_bytes, ranks=host.ranks)
+                for host in self.hosts
+            ),
+            sides=tuple(
+                tie
+                for asked in self.require
+                if (tie := asked.tie(range(len(self._chain())), len(rooms))) is not None
+            ),
+        )
+
+    def graph(self) -> GraphInstance:
+        """Return the problem as the solvers of every kind take it.
+
+        Raises DocumentError where groups that stay together wait for each other.
+        """
+        if not self.edges:
+            return chain_problem(self.instance())
+        try:
+            return alike(
+                self.instance(),
+                edges=sorted(set(self.edges)),
+                output_s=self.output_s,
+                colocated=[sorted(group) for group in self.colocated],
+                relayed=self.relayed,
+            )
+        except ValueError as error:
+            raise DocumentError("colocated", str(error).removeprefix("colocated: ")) from error
+
+
+def _options(kind: LayerKind) -> tuple[solver_side.Option, ...]:
+    return tuple(
+        solver_side.Option(
+            name=option.name,
+            forward_s=option.forward_s,
+            backward_s=option.backward_s,
+            stored_bytes=option.stored_bytes,
+            transient_bytes=option.transient_bytes,
+            resident_bytes=(
+                kind.resident_bytes if option.resident_bytes is None else option.resident_bytes
+            ),
+            sync_s=kind.sync_s if option.sync_s is None else option.sync_s,
+            host_bytes=option.host_bytes,
+            host_resident_bytes=kind.host_resident_bytes,
+        )
+        for option in kind.options
+    )

@@ -1,0 +1,287 @@
+"""Which option to try next, which is the answer, and how sure that is.
+
+A trial is worth what it is expected to make the answer faster, for each second that it takes (the
+knowledge gradient: Frazier, Powell and Dayanik, INFORMS J. Computing 21 (2009) 599-613).  An answer
+is always an option that ran, once one has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+
+from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.requests.request import SURE_TO_FIT
+from meshwright.planner.tuning.measurement_noise import Steadiness
+from meshwright.planner.tuning.memory_fit import MemoryTrial, fit_probabilities
+from meshwright.planner.tuning.posterior import NOISE, Array, Belief, Posterior, Timed
+from meshwright.planner.tuning.trial_options import PROFILED, TrialOption
+
+TRIED_ABOVE = 0.9
+"""Probability of fitting below which an option is not tried while others are left to try."""
+NEAR = 0.02
+"""An answer is as good as the best one if that is no more than this share faster."""
+ENOUGH = 0.95
+"""Probability that the answer is so good at which trials end."""
+DRAWS = 1_000
+ALONE = 0.3
+"""The share of an answer's untried rivals that counts as independent: with that exponent the
+probability that none of them wins is so stated as it was seen (docs/tuning.md)."""
+UNSURE = 2 * NOISE
+"""Spread of a measured step beyond which its trial may be repeated."""
+START_S = 30.0
+"""Of a trial, before its first step, where none has shown better."""
+STEPS = 12
+"""Of a trial, with warm-up."""
+USUAL = NormalDist()
+QUANTILES = np.array([USUAL.inv_cdf((k + 0.5) / 16) for k in range(16)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a trial showed of its option."""
+
+    option: int
+    step_s: float | None
+    """None: it ran out of memory."""
+    noise: float = NOISE
+    """Of the median, by the trial's own steps."""
+    steps: int = 0
+    """Timed; 0: unknown, and `noise` is all that is known."""
+    memory_ratio: float | None = None
+    """Measured over predicted peak."""
+
+
+class Tuner:
+    """What is known after some trials; a new one is made for each outcome."""
+
+    def __init__(
+        self,
+        options: Sequence[TrialOption],
+        outcomes: Sequence[Outcome] = (),
+        *,
+        stand_ins: int = 0,
+        start_s: float = START_S,
+        steps: int = STEPS,
+    ) -> None:
+        """`stand_ins`: that number of the last options are tried instead of the others."""
+        self.options, self.outcomes = options, tuple(outcomes)
+        self._stand_ins, self._start_s, self._steps = stand_ins, start_s, steps
+
+    @cached_property
+    def _belief(self) -> Belief:
+        return Belief(self.options)
+
+    def after(self, outcome: Outcome) -> Tuner:
+        """Return what is known after another trial."""
+        found = Tuner(
+            self.options,
+            (*self.outcomes, outcome),
+            stand_ins=self._stand_ins,
+            start_s=self._start_s,
+            steps=self._steps,
+        )
+        found.__dict__["_belief"] = self._belief
+        return found
+
+    @cached_property
+    def before(self) -> Tuner:
+        """What was known before any trial."""
+        return Tuner(self.options, stand_ins=self._stand_ins)
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        """What is believed of all steps."""
+        return self._belief.after(
+            [
+                Timed(option=one.option, step_s=one.step_s, noise=self._noise(one))
+                for one in self.outcomes
+                if one.step_s is not None
+            ]
+        )
+
+    @cached_property
+    def fits(self) -> Array:
+        """[option] The probability that it fits in memory."""
+        held = [
+            MemoryTrial(option=one.option, ran=one.step_s is not None, ratio=one.memory_ratio)
+            for one in self.outcomes
+        ]
+        return fit_probabilities(self.options, held)
+
+    @cached_property
+    def steadiness(self) -> Steadiness:
+        """How alike the steps of all trials were."""
+        found = Steadiness()
+        for one in self.outcomes:
+            if one.step_s is not None:
+                found = found.and_trial(one.noise, one.steps)
+        return found
+
+    def _noise(self, one: Outcome) -> float:
+        """Return how far a trial's step may lie off: as its own steps say, and those of all."""
+        if not one.steps:
+            return one.noise
+        return max(NOISE, one.noise, self.steadiness.noise(one.steps))
+
+    @property
+    def tried(self) -> frozenset[int]:
+        """Options that were tried."""
+        return frozenset(one.option for one in self.outcomes)
+
+    @property
+    def best(self) -> Timed | None:
+        """The fastest of the options that ran, as it was measured."""
+        measured = (self.measured(option) for option in self.ran)
+        return min(measured, key=lambda one: one.step_s, default=None)
+
+    def measured(self, option: int) -> Timed:
+        """Return the step that an option was measured to take, over its trials that ran."""
+        seen = [
+            (one.step_s, self._noise(one) ** -2)
+            for one in self.outcomes
+            if one.option == option and one.step_s is not None
+        ]
+        weights = [weight for _, weight in seen]
+        step_s = statistics.fmean((step_s for step_s, _ in seen), weights)
+        return Timed(option=option, step_s=step_s, noise=sum(weights) ** -0.5)
+
+    @property
+    def _answers(self) -> range:
+        """Options that may be the answer."""
+        return range(len(self.options) - self._stand_ins)
+
+    @property
+    def _triable(self) -> range:
+        """Options that may be tried."""
+        return range(len(self._answers) if self._stand_ins else 0, len(self.options))
+
+    @property
+    def ran(self) -> list[int]:
+        """Options that ran."""
+        return sorted({one.option for one in self.outcomes if one.step_s is not None})
+
+    @cached_property
+    def answer(self) -> int:
+        """The fastest option that ran; before, the one believed fastest that surely fits.
+
+        Where others are tried for it, it is always the one believed fastest.
+        """
+        measured = [] if self._stand_ins else self.ran
+        return min(measured or self._surest(self._answers, SURE_TO_FIT), key=self._mean)
+
+    def _mean(self, option: int) -> float:
+        return float(self.posterior.mean[option])
+
+    def _surest(self, among: Sequence[int], above: float) -> list[int]:
+        """Return which of some options fit with a probability, or those most likely to."""
+        found = [one for one in among if self.fits[one] >= above]
+        most = max((float(self.fits[one]) for one in among), default=0.0)
+        return found or [one for one in among if self.fits[one] == most > 0]
+
+    def next_trial(self, skip: frozenset[int] = frozenset()) -> int | None:
+        """Return the option whose trial gains most for each second; None if none is left."""
+        sure = self.tried - {one for one in self.ran if self.posterior.spread(one) > UNSURE}
+        left = [one for one in self._triable if one not in sure | skip]
+        may_run = self._surest(left, TRIED_ABOVE)
+        if not may_run:
+            return None
+        if not self.ran and not self._stand_ins:
+            return min(self._surest(left, SURE_TO_FIT), key=self._mean)
+        gains = {one: self._gain(one) / self.trial_s(one) for one in may_run}
+        return min(may_run, key=lambda one: (-gains[one], self._mean(one)))
+
+    def trial_s(self, option: int) -> float:
+        """Return the seconds that a trial is expected to take."""
+        return self._start_s + self._steps * math.exp(self._mean(option))
+
+    def _gain(self, option: int) -> float:
+        """Return by how much a trial is expected to make the answer faster, as a logarithm.
+
+        The answer gains where another that ran, or the one that is tried, passes it; the gain is
+        that of the likeliest of those passes (exact where there is one).
+        """
+        if self._stand_ins:
+            return self._told(option)
+        mean, covariance, answer = self.posterior.mean, self.posterior.covariance, self.answer
+        told = math.hypot(self.posterior.spread(option), self._next_noise)
+        gain = 0.0
+        for other in {*self.ran, option} - {answer}:
+            moves = abs(float(covariance[other, option] - covariance[answer, option])) / told
+            if moves:
+                behind = float(mean[other] - mean[answer]) / moves
+                gain = max(gain, moves * (USUAL.pdf(behind) - behind * USUAL.cdf(-behind)))
+        return gain * float(self.fits[option])
+
+    @property
+    def _next_noise(self) -> float:
+        """How far the step of another trial may lie off."""
+        return max(NOISE, self.steadiness.noise(self._steps))
+
+    def _told(self, option: int) -> float:
+        """Return the same of the plan that is believed fastest after it, measured or not."""
+        lower = self._mean(self.answer) - self._moved(self._believed, option).min(axis=0)
+        return float(lower.mean() * self.fits[option])
+
+    def _moved(self, options: Sequence[int], option: int) -> Array:
+        """[option, quantile] Return where means may lie after the trial of one."""
+        mean, covariance = self.posterior.mean, self.posterior.covariance
+        told = math.hypot(self.posterior.spread(option), self._next_noise)
+        moved: Array = (
+            mean[options][:, None] + covariance[options, option][:, None] / told * QUANTILES
+        )
+        return moved
+
+    def profile_pays(self, seconds: float) -> bool:
+        """Whether measuring the machine for so long tells more for each second than any trial."""
+        among = self._believed
+        if len(among) < 2:
+            return False
+        shared = self._belief.of_constants(PROFILED)[np.ix_(among, among)]
+        normal = np.random.default_rng(0).standard_normal((DRAWS, len(among)))
+        normal -= normal.mean(axis=0)  # what all have in common decides nothing
+        spread = np.linalg.cholesky(shared + ROUNDING * np.eye(len(among)))
+        moved = self.posterior.mean[among] + normal @ spread.T
+        gained = self._mean(self.answer) - float(moved.min(axis=1).mean())
+        trials = (self._told(one) / self.trial_s(one) for one in self._triable)
+        return gained / seconds > max(trials, default=0.0)
+
+    @cached_property
+    def _believed(self) -> list[int]:
+        """Options among which belief alone decides."""
+        return self._surest(self._answers, SURE_TO_FIT)
+
+    @cached_property
+    def sure(self) -> float:
+        """The probability that no option is more than NEAR faster than the answer."""
+        mean, covariance = self.posterior.mean, self.posterior.covariance
+        spreads = np.sqrt(np.maximum(0.0, np.diag(covariance)))
+        may_win = (mean - 4 * spreads < self._mean(self.answer)) & (self.fits > 0)
+        among = np.union1d(np.flatnonzero(may_win[: len(self._answers)]), [self.answer])
+        rng = np.random.default_rng(0)
+        part = covariance[np.ix_(among, among)] + ROUNDING * np.eye(len(among))
+        normal = rng.standard_normal((DRAWS, len(among))) @ np.linalg.cholesky(part).T
+        degrees = self.posterior.degrees
+        steps = mean[among] + normal * np.sqrt(degrees / rng.chisquare(degrees, DRAWS))[:, None]
+        fit = rng.random((DRAWS, len(among))) < self.fits[among]
+        least = steps[:, int(np.searchsorted(among, self.answer))] + math.log1p(-NEAR)
+        slower = ~fit | (steps >= least[:, None])
+        of_ran = slower[:, np.isin(among, [*self.ran, self.answer])].all(axis=1)
+        measured = float(np.mean(of_ran))
+        every = float(np.mean(of_ran & slower.all(axis=1)))
+        return measured * math.pow(every / measured, ALONE) if measured else 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether another trial would hardly change the answer."""
+        return bool(self.ran) and self.sure >= ENOUGH
+
+    def shift(self) -> Mapping[str, tuple[float, float]]:
+        """Return by constant how its seconds stand to the predicted ones, and the spread of it."""
+        return {told.name: (told.mean, told.spread) for told in self.posterior.constants}

@@ -1,0 +1,386 @@
+"""The answer to a study's question in few sentences: what to take, how surely, and why.
+
+Products that nobody sells are never what to take; what they would be worth is among the answers.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.whatif.candidates import Candidate
+from meshwright.planner.whatif.formatting import days_text, listed, price_ages, range_text, usd_text
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.pricing.queueing import load
+from meshwright.planner.whatif.ranking import Rank, figure, ordered_by, sure
+from meshwright.planner.whatif.run_study import Result
+from meshwright.planner.whatif.study import Order
+from meshwright.planner.whatif.uncertain_value import exact
+
+
+def verdicts(result: Result) -> list[str]:
+    """Return the headline: a sentence for each model, then what they say together."""
+    if result.interrupted:
+        left = len(result.candidates) * len(result.study.rows) - len(result.outcomes)
+        return [f"Interrupted: {len(result.outcomes)} done, {left} not looked at."]
+    said = [_of_model(result, model, ranks) for model, ranks in result.ranks.items()]
+    if len(result.ranks) > 1:
+        said = [_brief(result, model, ranks) for model, ranks in result.ranks.items()]
+        said += [*_largest(result), *_crossover(result)]
+    return [
+        *said,
+        *_kept_at_the_midpoint(result),
+        *_by_our_runtime(result),
+        *_old_prices(result, datetime.date.today()),
+        *_mixed(result),
+    ]
+
+
+def overall_texts(result: Result) -> list[str]:
+    """Return what headlines say of all models together, and of ways to use what is owned."""
+    if result.interrupted:
+        return []
+    several = len(result.ranks) > 1
+    return [
+        *(_largest(result) if several else ()),
+        *(_crossover(result) if several else ()),
+        *_mixed(result),
+    ]
+
+
+def largest_that_meets(result: Result) -> str | None:
+    """Return the largest model that something sold trains within the goal; None if none does."""
+    firsts = [best for best in map(result.best_of, result.ranks) if best is not None]
+    return max(firsts, key=lambda best: best.parameters).model if firsts else None
+
+
+def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
+    best = result.best_of(model)
+    if best is None:
+        return _none(result, model, ranks)
+    said = f"{best.candidate} for {model}: {_costs(best)}, under {best.stack}"
+    if result.study.work.precision == "auto" and best.plan is not None:
+        said += f" in {best.plan.precision}"
+    if best.native_step_s is not None and best.stack != "native":
+        said += f" (our own runtime: step {seconds_text(best.native_step_s)})"
+    if best.capital_usd is not None:
+        said += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
+    said += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
+    return said
+
+
+def commitment_text(candidate: Candidate, usd: float) -> str:
+    """Return what signing binds to."""
+    bought = candidate.priced.purchase
+    word = "Commitment" if bought is None or bought.leased else "Capex"
+    return f"{word} {usd:,.0f} USD"
+
+
+def _by_our_runtime(result: Result) -> Iterator[str]:
+    """Name the candidate that our own runtime would rank first, where it is another."""
+    by = ordered_by(result.study, result.outcomes)
+    said: dict[tuple[str, str], list[str]] = {}
+    for model, ranks in result.ranks.items():
+        best = result.best_of(model)
+        meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
+        sold = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
+        # What meets the goal as surely as the first, which comes before what does not.
+        known = [
+            o for o in sold if best is None or sure(result.study, o) >= sure(result.study, best)
+        ]
+        if best is None or best not in known or by in ("energy", "carbon", "weighted"):
+            continue
+        first = min(known, key=lambda outcome: _native_figure(outcome, by))
+        if _native_figure(first, by) < _native_figure(best, by):
+            assert first.native_step_s is not None and best.native_step_s is not None
+            steps = f"{seconds_text(first.native_step_s)} and {seconds_text(best.native_step_s)}"
+            said.setdefault((first.candidate, best.candidate), []).append(f"{model} ({steps})")
+    for (first_name, best_name), models in said.items():
+        yield (
+            f"Ranked by the fastest public framework on each cluster; under our own runtime "
+            f"(--backend native) {first_name} ranks before {best_name} for {listed(models)} a step."
+        )
+
+
+def _native_figure(outcome: CandidateOutcome, by: Order) -> float:
+    """Return what an outcome is ranked by under our own runtime; delivery takes as long."""
+    assert outcome.native_step_s is not None and outcome.step_s is not None
+    ratio = outcome.native_step_s / outcome.step_s.value
+    waits = 24 * outcome.lead_days.value if outcome.lead_days is not None and by == "time" else 0.0
+    return waits + (figure(outcome, by) - waits) * ratio
+
+
+FIRST_IN: dict[Order, str] = {
+    "cost": "cheapest",
+    "time": "fastest",
+    "energy": "lowest in energy",
+    "carbon": "lowest in CO2",
+    "weighted": "best by cost and days together",
+}
+OLD_MONTHS = 6
+"""Age above which a price is no basis for an order."""
+
+
+def _old_prices(result: Result, today: datetime.date) -> Iterator[str]:
+    """Warn of a first candidate whose price is old or has no date."""
+    firsts = [best for best in map(result.best_of, result.ranks) if best is not None]
+    for price in dict.fromkeys(first.price for first in firsts):
+        # A cluster that is had on several terms has several quotes.
+        quotes = price.split("; ")
+        undated = next((quote for quote in quotes if "undated" in quote), None)
+        dated = [(ages[0], quote) for quote in quotes if (ages := price_ages(quote, today))]
+        age, oldest = max(dated, default=(0, ""))
+        if undated is not None:
+            yield f"A price of the first has no date: ask for a quote ({undated})."
+        if age > OLD_MONTHS and oldest != undated:
+            yield (
+                f"The oldest price of the first is {age} months old: ask for a new quote "
+                f"({oldest})."
+            )
+
+
+def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
+    best = result.best_of(model)
+    if best is None:
+        return _none(result, model, ranks)
+    return f"{model}: {best.candidate}, {_costs(best)}, under {best.stack}{_kept(best)}."
+
+
+def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
+    sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
+    if not sold:
+        return f"{model}: nothing that is sold fits; each candidate's reason is below."
+    closest = min(sold, key=lambda outcome: len(outcome.misses))
+    return (
+        f"{model}: none reaches the goal; {closest.candidate} misses {'; '.join(closest.misses)}."
+    )
+
+
+def _costs(outcome: CandidateOutcome) -> str:
+    parts = []
+    if outcome.jobs:
+        parts.append(f"{100 * load(outcome.arrivals):.0f} % of a year's hours used")
+    elif outcome.step_s is not None:
+        parts.append(f"step {seconds_text(outcome.step_s.value)}")
+    if outcome.hours is not None:
+        parts.append(days_text(outcome.hours))
+    if outcome.hours is not None and outcome.lead_days is not None:
+        parts.append(f"after {days_text(outcome.lead_days.times(24))} until delivery")
+    if outcome.usd is not None:
+        parts.append(usd_text(outcome.usd))
+    if outcome.usd is None and outcome.hours is not None:
+        parts.append(outcome.price)
+    return ", ".join(parts)
+
+
+def _kept(outcome: CandidateOutcome) -> str:
+    """Say how surely the goals are met."""
+    return "".join(f"; {text}" for text in _kept_texts(outcome))
+
+
+def _kept_texts(outcome: CandidateOutcome, confidence: float = 0.0) -> list[str]:
+    """Return how surely each goal is met; of one less sure than asked, that it is."""
+    return [
+        f"{goal} met with probability {chance:.2f}"
+        if chance >= confidence
+        else f"{goal} met with probability {chance:.3g}, less than the {confidence:g} asked for"
+        for goal, chance in outcome.chances.items()
+    ]
+
+
+def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
+    """Say how surely the first meets the goals, and how surely it is the best of all."""
+    said = _kept_texts(best, result.study.goal.confidence)
+    if not sure(result.study, best):
+        said += _surest_texts(best, ranks)
+    ties = [rank.outcome.candidate for rank in ranks if rank.tied]
+    if ties:
+        said.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
+    by = ordered_by(result.study, [rank.outcome for rank in ranks])
+    chances = {rank.outcome.candidate: rank.first[by] for rank in ranks if by in rank.first}
+    if len(chances) > 1 and best.candidate in chances:
+        word = FIRST_IN[by]
+        own = chances.pop(best.candidate)
+        rival = max(chances, key=lambda name: chances[name])
+        text = f"{word} of {len(chances) + 1} with probability {own:.2f}, {rival} with "
+        said.append(f"{text}{chances[rival]:.2f}{_why_likelier(result, best, ranks, rival, by)}")
+    text = "; ".join(said)
+    return f"{text[0].upper()}{text[1:]}. " if text else ""
+
+
+def _surest_texts(best: CandidateOutcome, ranks: Sequence[Rank]) -> Iterator[str]:
+    """Name the candidate that meets the goal most surely, where it is another."""
+    sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
+    surest = max(sold, key=lambda outcome: (outcome.chance, outcome is best))
+    if surest is not best:
+        usd = f", {range_text(exact(surest.usd.value))} USD" if surest.usd is not None else ""
+        yield f"most surely by {surest.candidate}, {surest.chance:.3g}{usd}"
+
+
+def _why_likelier(
+    result: Result, best: CandidateOutcome, ranks: Sequence[Rank], rival: str, by: Order
+) -> str:
+    """Say that a rival which is the best oftener, by a wider range, is not so at the midpoint."""
+    chances = {rank.outcome.candidate: rank.first.get(by, 0.0) for rank in ranks}
+    other = next(rank.outcome for rank in ranks if rank.outcome.candidate == rival)
+    if chances[rival] <= chances[best.candidate] or not sure(result.study, other):
+        return ""
+    return " at a midpoint that is no lower"
+
+
+def _kept_at_the_midpoint(result: Result) -> Iterator[str]:
+    """Name what would come first if the midpoint of its range were enough."""
+    for ranks in result.ranks.values():
+        sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
+        meeting = [outcome for outcome in sold if not outcome.misses]
+        if len(meeting) < 2 or not sure(result.study, meeting[0]):
+            continue
+        by = ordered_by(result.study, sold)
+        better = [
+            o
+            for o in meeting
+            if not sure(result.study, o) and figure(o, by) < figure(meeting[0], by)
+        ]
+        if better:
+            best = min(better, key=lambda outcome: figure(outcome, by))
+            goal = min(best.chances, key=best.chances.__getitem__)
+            yield (
+                f"{best.candidate} ranks first for {best.model} at the midpoint of its range "
+                f"({_costs(best)}), "
+                f"and meets the {goal} with probability {best.chances[goal]:.2f} only."
+            )
+
+
+def _largest(result: Result) -> Iterator[str]:
+    """Name the largest model that meets the goal."""
+    meeting = [
+        rank.outcome
+        for ranks in result.ranks.values()
+        for rank in ranks
+        if not rank.outcome.misses and not rank.outcome.hypothetical
+    ]
+    sizes = {outcome.parameters for outcome in result.outcomes if outcome.fits}
+    if not meeting or len(sizes) < 2:
+        return
+    best = max(meeting, key=lambda outcome: outcome.parameters)
+    same = [
+        f"{o.candidate} ({o.chance:.2f})" if o.chances else o.candidate
+        for o in meeting
+        if o.model == best.model
+    ]
+    surely = " (with the probability of meeting every goal)" if best.chances else ""
+    yield f"The largest model that meets the goal: {best.model}, on {listed(same)}{surely}."
+
+
+def _crossover(result: Result) -> Iterator[str]:
+    """Say at which size of model another candidate becomes the first."""
+    firsts = [best for best in map(result.best_of, result.ranks) if best is not None]
+    firsts.sort(key=lambda outcome: outcome.parameters)
+    if len(firsts) < 2:
+        return
+    turns = [(a, b) for a, b in pairwise(firsts) if a.candidate != b.candidate]
+    for before, after in turns:
+        yield (
+            f"From {after.model} on, {after.candidate} comes first; up to {before.model}, "
+            f"{before.candidate}."
+        )
+    if not turns:
+        yield (
+            f"No crossover: {firsts[0].candidate} comes first from {firsts[0].model} to "
+            f"{firsts[-1].model}."
+        )
+
+
+def _mixed(result: Result) -> Iterator[str]:
+    """Say whether to keep, add and split, mix or replace, where some devices are owned."""
+    for model in result.study.rows:
+        ways = ways_of(result, model)
+        known = {name: way for name, way in ways.items() if way is not None}
+        if "keep" not in known or len(known) < 2:
+            continue
+        split = known.pop("split", None)
+        said = [
+            f"{name}, {days:,.0f} days and {usd:,.0f} USD" for name, (days, usd) in known.items()
+        ]
+        apart = ""
+        if split is not None:
+            apart = (
+                " Two runs at once, one on each kind of device, would take "
+                f"{split[0]:,.0f} days and {split[1]:,.0f} USD."
+            )
+        limit = result.study.goal.deadline_days
+        outcomes = _outcomes_of_ways(result, model)
+        unsure = {n for n, outcome in outcomes.items() if not sure(result.study, outcome)}
+        kept = {n: w for n, w in known.items() if limit is None or w[0] <= limit}
+        within = {n: w for n, w in kept.items() if n not in unsure} or kept
+        if not within:
+            yield f"No run meets the deadline: {'; '.join(said)}.{apart}"
+            continue
+        cheapest = min(within, key=lambda name: within[name][1])
+        fastest = min(within, key=lambda name: within[name][0])
+        yield (
+            f"Verdict: {cheapest}, the cheapest way"
+            + (
+                f"; {fastest} if days count: {_a_day(within, cheapest, fastest)}"
+                if fastest != cheapest
+                else ""
+            )
+            + f". {'; '.join(said)}.{apart}"
+        )
+
+
+def _a_day(ways: dict[str, tuple[float, float]], slow: str, fast: str) -> str:
+    days = ways[slow][0] - ways[fast][0]
+    usd = ways[fast][1] - ways[slow][1]
+    return f"{days:,.0f} days sooner at {usd / days:,.0f} USD each"
+
+
+def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]:
+    """Return days and dollars of each way to train: keep, mix, replace; None if unknown.
+
+    Split is no way to train one model: a run on each kind of device at once, of tokens as each
+    trains them.  Both end together, and each is paid for those hours.
+    """
+    outcomes = _outcomes_of_ways(result, model)
+    if "keep" not in outcomes or not {"mix", "mix, bought"} & set(outcomes):
+        return {}
+    names = ("keep", "split", "mix", "mix, bought", "replace")
+    ways = {name: _days_usd(outcomes[name]) if name in outcomes else None for name in names}
+    if "add" in outcomes:
+        ways["split"] = _split(outcomes["keep"], outcomes["add"])
+    return ways
+
+
+def _outcomes_of_ways(result: Result, model: str) -> dict[str, CandidateOutcome]:
+    """Return the first outcome of each way to train, and of what is rented to add."""
+    found: dict[str, CandidateOutcome] = {}
+    for o in result.outcomes:
+        if o.model != model or not o.fits or o.hypothetical:
+            continue
+        candidate = result.candidates[o.candidate]
+        bought = candidate.priced.purchase is not None
+        if candidate.priced.owned:
+            name = "keep"
+        elif len(candidate.cluster.groups) > 1:
+            name = "mix, bought" if bought else "mix"
+        else:
+            name = "replace" if bought else "add"
+        found.setdefault(name, o)
+    return found
+
+
+def _days_usd(outcome: CandidateOutcome) -> tuple[float, float] | None:
+    if outcome.result_hours is None or outcome.usd is None:
+        return None
+    return outcome.result_hours.value / 24, outcome.usd.value
+
+
+def _split(one: CandidateOutcome, other: CandidateOutcome) -> tuple[float, float] | None:
+    pair = _days_usd(one), _days_usd(other)
+    if pair[0] is None or pair[1] is None:
+        return None
+    (days, usd), (its_days, its_usd) = pair[0], pair[1]
+    together = 1 / (1 / days + 1 / its_days)
+    return together, together * (usd / days + its_usd / its_days)

@@ -1,0 +1,71 @@
+"""Figures of studies as people read them."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable
+
+from meshwright.planner.whatif.uncertain_value import Span
+
+MOST_NAMES = 5
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names, five at most; a name with a comma stands in quotes.
+
+    >>> listed("abcdefg"), listed(["lent, 8xl4", "b"])
+    ('a, b, c, d, e and 2 more', '"lent, 8xl4", b')
+    """
+    every = [f'"{name}"' if ", " in name else name for name in names]
+    more = f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES else ""
+    return ", ".join(every[:MOST_NAMES]) + more
+
+
+def range_text(span: Span, scale: float = 1.0) -> str:
+    """Return a figure with its range.
+
+    >>> range_text(Span(value=1200.0, low=900.0, high=2000.0))
+    '1,200 (900-2,000)'
+    """
+    digits = 0 if span.value * scale >= 100 else 1
+    value, low, high = (
+        f"{number * scale:,.{digits}f}" for number in (span.value, span.low, span.high)
+    )
+    return value if low == high else f"{value} ({low}-{high})"
+
+
+def days_text(run_hours: Span) -> str:
+    """Return a duration with its range, in hours below two days.
+
+    >>> days_text(Span(value=30.0, low=20.0, high=50.0))
+    '30.0 (20.0-50.0) h'
+    """
+    if run_hours.value < 48:
+        return f"{range_text(run_hours)} h"
+    return f"{range_text(run_hours, 1 / 24)} days"
+
+
+def usd_text(usd: Span) -> str:
+    """Return dollars with their range."""
+    return f"{range_text(usd)} USD"
+
+
+def price_dates(how: str) -> list[str]:
+    """Return the months that a price names, the oldest first.
+
+    >>> price_dates("median of 2 on-demand rents, about 2026-10 to after 2025-09-10")
+    ['2025-09', '2026-10']
+    """
+    return sorted(f"{year}-{month}" for year, month in re.findall(r"\b(20\d\d)-(\d\d)\b", how))
+
+
+def price_ages(how: str, today: datetime.date) -> list[int]:
+    """Return the months since each date that a price names, the oldest first.
+
+    >>> price_ages("after 2025-09-10 to about 2026-10", datetime.date(2026, 11, 2))
+    [14, 1]
+    """
+    dates = [(int(month[:4]), int(month[5:])) for month in price_dates(how)]
+    ages = [12 * (today.year - year) + today.month - month for year, month in dates]
+    return [max(0, age) for age in ages]  # a clock behind the price is wrong, and not the price

@@ -1,0 +1,129 @@
+"""All candidates drawn together: how often each is the cheapest, the fastest, the least in energy.
+
+What candidates have in common is drawn once: an accelerator's kernels and links for all clusters of
+it, failures and lost hours for all runs, a quote for all that it prices, what owning costs, what a
+node draws, and deliveries.  So two offers of one plan differ by their prices alone, and a candidate
+comes first as often as in the futures that can happen.  `DRAWS` futures, always the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.documents.tolerances import NOTHING
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.probabilities import DRAWS, normals, outcomes_of
+from meshwright.planner.whatif.study import Order
+from meshwright.planner.whatif.uncertain_value import Span
+
+Draws = NDArray[np.float64]
+
+
+def chances_to_be_first(outcomes: Sequence[CandidateOutcome], by: Order) -> list[float | None]:
+    """Return by outcome the probability that its figure is the least of those that are known."""
+    figures = [drawn_figure(outcome, by) for outcome in outcomes]
+    known = [figure for figure in figures if figure is not None]
+    if not known:
+        return [None] * len(figures)
+    table = np.stack(known)
+    first = table <= table.min(axis=0) * (1 + NOTHING)  # twins share a future
+    shares = iter((first / first.sum(axis=0)).mean(axis=1))
+    return [None if figure is None else float(next(shares)) for figure in figures]
+
+
+def drawn_figure(outcome: CandidateOutcome, by: Order) -> Draws | None:
+    """Return the futures of an outcome's figure: of the goal, or of a token if it names none."""
+    match by:
+        case "time":
+            return _time(outcome)
+        case "energy":
+            return _energy(outcome)
+        case "carbon":
+            energy, grams = drawn_figure(outcome, "energy"), outcome.grams_per_kwh
+            return None if energy is None or grams is None else energy * grams
+        case "cost":
+            return _cost(outcome)
+        case "weighted":
+            return _weighted(outcome)
+        case _:
+            assert_never(by)
+
+
+def _duration(outcome: CandidateOutcome) -> Draws | None:
+    """Return the run's hours, or the seconds of a token."""
+    if outcome.tokens_per_s is None:
+        return None
+    if outcome.hours is None:
+        return _step(outcome) / outcome.tokens_per_s.value
+    return outcome.hours.value * _step(outcome) / _goodput(outcome)
+
+
+def _time(outcome: CandidateOutcome) -> Draws | None:
+    duration = _duration(outcome)
+    if duration is None or outcome.hours is None or outcome.lead_days is None:
+        return duration
+    return duration + 24 * _of(outcome.lead_days, "delivery")
+
+
+def _cost(outcome: CandidateOutcome) -> Draws | None:
+    duration, hourly = _duration(outcome), outcome.usd_per_device_hour
+    if duration is None or hourly is None:
+        return None
+    price = outcomes_of(hourly, _price_normals(outcome)) * outcome.devices
+    if outcome.hours is None or outcome.usd is None:
+        return price * duration
+    cost = price * np.maximum(duration, outcome.minimum_hours)
+    if outcome.stored_usd_per_hour is not None:
+        cost = cost + _of(outcome.stored_usd_per_hour, "price of storage") * duration
+    if outcome.moved_usd is not None:
+        cost = cost + _of(outcome.moved_usd, "price of transfers")
+    return cost
+
+
+def _price_normals(outcome: CandidateOutcome) -> Draws:
+    """Return a price's deviations: its quotes', and those of owning, which purchases share."""
+    weight = outcome.price_quote_weight
+    quote = normals(f"price {outcome.price_cause or outcome.price}")
+    if weight == 1:
+        return quote
+    return weight * quote + math.sqrt(1 - weight * weight) * normals("owning")
+
+
+def _energy(outcome: CandidateOutcome) -> Draws | None:
+    duration = _duration(outcome)
+    if duration is None or outcome.watts is None:
+        return None
+    return _of(outcome.watts, "power") * duration
+
+
+def _weighted(outcome: CandidateOutcome) -> Draws | None:
+    cost, time = _cost(outcome), _time(outcome)
+    if outcome.weighted_usd is None or cost is None or time is None:
+        return None
+    assert outcome.day_usd is not None  # it weighs
+    return cost + outcome.day_usd / 24 * time
+
+
+def _step(outcome: CandidateOutcome) -> Draws:
+    """Return the step's seconds over its value, from the doubts in kernels and in links."""
+    if outcome.step_s is None:
+        return np.ones(DRAWS)
+    link = outcome.link_share
+    kernels, links = (normals(f"{cause} {outcome.accelerator}") for cause in ("kernels", "links"))
+    together = ((1 - link) * kernels + link * links) / np.hypot(1 - link, link)
+    return outcomes_of(outcome.step_s, together) / outcome.step_s.value
+
+
+def _goodput(outcome: CandidateOutcome) -> Draws | float:
+    if outcome.goodput is None:
+        return 1.0
+    return _of(outcome.goodput, "goodput") / outcome.goodput.value
+
+
+def _of(figure: Span, cause: str) -> Draws:
+    return outcomes_of(figure, normals(cause))

@@ -1,0 +1,1 @@
+"""Money and availability: prices, financing, goodput, transfers, offers, queues."""

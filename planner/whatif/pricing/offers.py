@@ -1,0 +1,281 @@
+"""Dated offers of the catalogue: which of them can make a cluster, and what its rent is then.
+
+A price for one card is no price for nodes with a network.  An offer makes a cluster if it has its
+accelerator, whole nodes with their host in the price, a network where there are several nodes, and
+enough devices.  Specialists and hyperscalers are two markets: a price is the median of one of them.
+Of few quotes the range is widened by what quotes of a market usually differ, and of old ones by
+what prices move.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from meshwright.planner.catalog import Market, Rent, accelerators, rents
+from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
+from meshwright.planner.whatif.formatting import price_ages
+from meshwright.planner.whatif.study import Commitment, Rental
+from meshwright.planner.whatif.uncertain_value import Span, product, total
+
+MANY = 5
+"""Prices of which the middle 80 % are known."""
+FEW = 3
+"""Prices below which their own range says little."""
+NO_NETWORK = "an offer that names no network between nodes"
+MOST_LEFT_OUT = 2
+"""Offers named that are cheaper and cannot make a cluster."""
+FALL_A_YEAR, RISE_A_YEAR = 0.67, 1.25
+"""How far 80 of 100 prices move in a year, assumed: down with the value of used hardware, and up
+by a quarter, as rents of H100 did in 2026."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quote:
+    """What one offer costs, a device of the cluster and hour."""
+
+    usd_per_device_hour: float
+    offer: Rent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """An offer that cannot make a cluster, what it would cost and why it cannot."""
+
+    usd_per_device_hour: float
+    offer: Rent
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rented:
+    """A cluster's rent from offers, or why there is none."""
+
+    usd_per_device_hour: Span | None
+    how: str
+    cause: str = ""
+    """The quotes that it rests on: prices of the same quotes move together."""
+    term_months: float | None = None
+    prepaid: float = 0.0
+
+
+def rent_of(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Rented:
+    """Return a device's rent from the offers that can make a cluster, and what they are."""
+    spans, words, terms, causes = [], [], [], set()
+    for group in cluster.groups:
+        name = group.accelerator.name
+        several = cluster.devices > group.devices_per_node
+        asked = [rent for rent in known if _asked(rent, name, rental)]
+        quotes, left = quotes_of(asked, rental.commitment, group, several=several)
+        kind = rental.commitment.replace("_", "-")
+        if not quotes:
+            why = f": {'; '.join(dict.fromkeys(map(_left_words, left)))}" if left else ""
+            return Rented(usd_per_device_hour=None, how=f"no price known, {kind} {name}{why}")
+        taken, others = _one_market(quotes)
+        price = aged(range_of(_prices(taken)), _age_years(taken))
+        spans.append(price.times(group.devices / cluster.devices))
+        causes |= {_quote_text(quote.offer, kind) for quote in taken}
+        terms.append(max(taken, key=lambda quote: quote.offer.term_months or 0.0).offer)
+        words.append(
+            _words(taken, kind, name, rental) + _others(others) + _left_out(left, price.value)
+        )
+    return Rented(
+        usd_per_device_hour=total(spans),
+        how="; ".join(words),
+        cause="; ".join(sorted(causes)),
+        term_months=max((offer.term_months or 0.0 for offer in terms), default=0.0) or None,
+        prepaid=max(offer.prepaid for offer in terms),
+    )
+
+
+def _quote_text(offer: Rent, kind: str) -> str:
+    return f"{kind} {offer.provider} {offer.instance} {offer.region} {offer.accelerator}"
+
+
+def _one_market(quotes: Sequence[Quote]) -> tuple[list[Quote], list[Quote]]:
+    """Return the quotes of the market whose median is lower, and those of the other."""
+    markets: dict[Market, list[Quote]] = {}
+    for quote in quotes:
+        markets.setdefault(quote.offer.market, []).append(quote)
+    taken = min(markets.values(), key=lambda of: statistics.median(_prices(of)))
+    return taken, [quote for quote in quotes if quote.offer.market != taken[0].offer.market]
+
+
+def _prices(quotes: Sequence[Quote]) -> list[float]:
+    return sorted(quote.usd_per_device_hour for quote in quotes)
+
+
+def _age_years(quotes: Sequence[Quote]) -> float:
+    """Return the mean age of quotes."""
+    return statistics.mean(age_years(quote.offer.date) for quote in quotes)
+
+
+def age_years(date: str) -> float:
+    """Return the years since a price's date; without one, since the catalogue's oldest rent."""
+    today = datetime.date.today()
+    return max(price_ages(date, today), default=_oldest(today)) / 12
+
+
+def _oldest(today: datetime.date) -> int:
+    return max((age for rent in rents() for age in price_ages(rent.date, today)), default=0)
+
+
+def aged(price: Span, years: float) -> Span:
+    """Return a price with the range that it has some years after it was asked.
+
+    >>> aged(Span(value=2.0, low=2.0, high=2.0), 1.0)
+    Span(value=2.0, low=1.34, high=2.5)
+    """
+    moved = Span(value=1.0, low=FALL_A_YEAR**years, high=RISE_A_YEAR**years)
+    return product([price, moved])
+
+
+def _asked(rent: Rent, accelerator: str, rental: Rental) -> bool:
+    return (
+        rent.accelerator == accelerator
+        and rental.market in (None, rent.market)
+        and rental.provider in (None, rent.provider)
+        and rental.region in (None, rent.region)
+    )
+
+
+def quotes_of(
+    offers: Iterable[Rent], commitment: Commitment, group: DeviceGroup, *, several: bool
+) -> tuple[list[Quote], list[LeftOut]]:
+    """Return what offers that can make a group cost, and which others cannot and why."""
+    quotes, left = [], []
+    for offer in offers:
+        price = price_of(offer, commitment)
+        if price is None:
+            continue
+        host = 0.0 if offer.whole_node else (offer.host_usd_per_device_hour or 0.0)
+        usd = (price + host) * _paid(offer, group)
+        reason = unfit(offer, group, several=several)
+        if reason:
+            left.append(LeftOut(usd_per_device_hour=usd, offer=offer, reason=reason))
+        else:
+            quotes.append(Quote(usd_per_device_hour=usd, offer=offer))
+    return quotes, left
+
+
+def price_of(offer: Rent, commitment: Commitment) -> float | None:
+    """Return an offer's price on some terms.
+
+    Of spot prices the lowest seen is known, which is none that can be had for weeks: the geometric
+    mean of it and the on-demand price is taken.
+    """
+    match commitment:
+        case "on_demand":
+            return offer.on_demand_usd_per_device_hour
+        case "spot":
+            lowest, most = offer.spot_usd_per_device_hour, offer.on_demand_usd_per_device_hour
+            return lowest if lowest is None or most is None else math.sqrt(lowest * most)
+        case "reserved":
+            return offer.reserved_usd_per_device_hour
+
+
+def unfit(offer: Rent, group: DeviceGroup, *, several: bool) -> str | None:
+    """Say why an offer cannot make a group, alone or among several nodes; None if it can."""
+    if not offer.whole_node and offer.host_usd_per_device_hour is None:
+        return "an offer without its host"
+    if offer.most_devices is not None and offer.most_devices < group.devices:
+        return f"an offer of {offer.most_devices} devices at most"
+    if offer.devices < _of_one_host(group):
+        return f"an offer of {offer.devices} device{'s' * (offer.devices > 1)} is no node"
+    if several and offer.fabric is None:
+        return NO_NETWORK
+    return None
+
+
+def _of_one_host(group: DeviceGroup) -> int:
+    """Return the devices of one host: some of a node, where links join several hosts."""
+    entry = accelerators().get(group.accelerator.name)
+    hosts = entry.host_devices if entry is not None else None
+    return min(group.devices_per_node, hosts or group.devices_per_node)
+
+
+def _paid(offer: Rent, group: DeviceGroup) -> float:
+    """Return devices paid over devices used: an instance is rented whole."""
+    used = group.devices_per_node
+    if offer.divisible:
+        return 1.0
+    return math.ceil(used / offer.devices) * offer.devices / used
+
+
+def _words(quotes: Sequence[Quote], kind: str, name: str, rental: Rental) -> str:
+    dates = sorted({quote.offer.date for quote in quotes})
+    text = "one" if len(quotes) == 1 else f"median of {len(quotes)}"
+    text += f" {kind} rent{'s' * (len(quotes) > 1)} of {name}"
+    of_market = (
+        f" from {'a ' * (len(quotes) == 1)}{quotes[0].offer.market}{'s' * (len(quotes) > 1)}"
+    )
+    text += f" at {rental.provider}" if rental.provider else of_market
+    return text + f", {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
+
+
+def _others(quotes: Sequence[Quote]) -> str:
+    """Say what the other market asks."""
+    if not quotes:
+        return ""
+    price = statistics.median(_prices(quotes))
+    return f"; {quotes[0].offer.market}s ask {price:.2f}"
+
+
+def _left_out(left: Sequence[LeftOut], price: float) -> str:
+    """Name offers below a price that cannot make the cluster, first those that lack a network."""
+    cheaper = sorted(
+        (one for one in left if one.usd_per_device_hour < price),
+        key=lambda one: (one.reason != NO_NETWORK, one.usd_per_device_hour),
+    )
+    if not cheaper:
+        return ""
+    more = len(cheaper) - MOST_LEFT_OUT
+    named = "; ".join(map(_left_words, cheaper[:MOST_LEFT_OUT]))
+    return f"; left out: {named}" + (f"; and {more} more" if more > 0 else "")
+
+
+def _left_words(left: LeftOut) -> str:
+    return f"{left.offer.provider} at {left.usd_per_device_hour:.2f}, {left.reason}"
+
+
+def range_of(prices: Sequence[float]) -> Span:
+    """Return the median of sorted prices, and a range that few prices do not narrow.
+
+    >>> range_of([1.0, 2.0, 3.0, 4.0, 5.0])
+    Span(value=3.0, low=1.4, high=4.6)
+    """
+    middle = statistics.median(prices)
+    low, high = prices[0], prices[-1]
+    if len(prices) >= MANY:
+        tenths = statistics.quantiles(prices, n=10, method="inclusive")
+        low, high = tenths[0], tenths[-1]
+    if len(prices) < FEW:
+        below, above = usual_spread()
+        low, high = min(low, middle * below), max(high, middle * above)
+    return Span(value=middle, low=low, high=high)
+
+
+@cache
+def usual_spread() -> tuple[float, float]:
+    """Return how far the ends of the catalogue's on-demand offers lie from their median.
+
+    Of accelerators with at least three offers of whole nodes in a market, the geometric mean.
+    """
+    by_name: dict[tuple[str, Market], list[float]] = {}
+    for offer in rents():
+        price = offer.on_demand_usd_per_device_hour
+        if price is not None and offer.whole_node and offer.devices > 1:
+            by_name.setdefault((offer.accelerator, offer.market), []).append(price)
+    ends = [
+        (min(prices) / statistics.median(prices), max(prices) / statistics.median(prices))
+        for prices in by_name.values()
+        if len(prices) >= FEW
+    ]
+    return (
+        statistics.geometric_mean([low for low, _ in ends]),
+        statistics.geometric_mean([high for _, high in ends]),
+    )

@@ -1,0 +1,454 @@
+"""A study carried out: every model on every candidate, in processes side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.planner.catalog import Rent
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import html_table
+from meshwright.planner.whatif.candidates import Candidate, candidates_of
+from meshwright.planner.whatif.evaluate import evaluate, loaded
+from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.planning import NATIVE, Planned, planned, same_plan
+from meshwright.planner.whatif.pricing.break_even import BreakEven, break_evens
+from meshwright.planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
+from meshwright.planner.whatif.sizing import size_of, unsolved, with_sizes
+from meshwright.planner.whatif.study import PUBLIC, ChangeName, Study
+from meshwright.planner.whatif.uncertain_value import Span, exact
+from meshwright.planner.whatif.what_if_changes import WORDS, changed
+from meshwright.planner.whatif.workers import Workers
+
+Progress = Callable[[int, int], None]
+SIZES_FIRST = 3
+"""Of many sizes of a cluster, this number is planned under every stack."""
+NATIVE_TOO = 5
+"""Of each model, this number of the first candidates are planned for our own runtime too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """One candidate with one figure changed, planned again."""
+
+    change: ChangeName
+    factor: float
+    outcome: CandidateOutcome
+    time: float
+    """Seconds per token over those before."""
+    cost: float | None
+    """Cost at the same price, over that before."""
+    premium_usd_per_device_hour: float | None
+    """What the change may cost at most, an hour and device, to pay."""
+    plan_changed: bool
+
+    @property
+    def words(self) -> str:
+        """What was changed, as people say it."""
+        return f"{WORDS[self.change]} x {self.factor:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Everything a study found."""
+
+    study: Study
+    outcomes: tuple[CandidateOutcome, ...]
+    """In the order of candidates and models; fewer than asked for if it was interrupted."""
+    ranks: dict[str, list[Rank]]
+    """By model."""
+    marginal: tuple[Changed, ...] = ()
+    curves: tuple[tuple[Changed, ...], ...] = ()
+    doubts: tuple[Doubt, ...] = ()
+    flips: tuple[str, ...] = ()
+    interrupted: bool = False
+    base: CandidateOutcome | None = None
+    """What marginal values and curves are against."""
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    break_even: tuple[BreakEven, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """Return the study as notebooks show it: every candidate, those that fit first."""
+        rows = [
+            (
+                one.model,
+                one.candidate,
+                one.layout or one.binding,
+                seconds_text(one.step_s.value) if one.step_s else "",
+                f"{one.usd.value:,.0f} USD" if one.usd else "",
+                "; ".join(one.misses),
+            )
+            for one in sorted(self.outcomes, key=lambda one: not one.fits)
+        ]
+        head = ("model", "candidate", "plan", "step", "cost", "misses")
+        return html_table(self.study.name, head, rows)
+
+    @property
+    def best(self) -> CandidateOutcome | None:
+        """The first of the first model that has one which is sold, fits and meets the goal."""
+        return next((best for best in map(self.best_of, self.ranks) if best is not None), None)
+
+    def best_of(self, model: str) -> CandidateOutcome | None:
+        """The first of a model, if it is sold, fits and meets the goal."""
+        ranks = self.ranks[model]
+        if not ranks or ranks[0].outcome.misses or ranks[0].outcome.hypothetical:
+            return None
+        return ranks[0].outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    study: Study
+    model: str
+    candidate: Candidate
+    backend: str | None = None
+    """Instead of the study's own."""
+    likely: str | None = None
+    """The stack that is faster than others on fewer devices and on more."""
+
+
+def run(
+    study: Study,
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+    offers: Sequence[Rent] | None = None,
+) -> Result:
+    """Carry out a study; interrupting it keeps what is done.
+
+    `offers` are dated rents instead of the catalogue's.
+    """
+    with Workers(processes) as workers:
+        return _carried_out(study, workers, progress, offers)
+
+
+def _carried_out(
+    study: Study, workers: Workers, progress: Progress | None, offers: Sequence[Rent] | None
+) -> Result:
+    sizes = [(study, place, model, offers) for place, model in unsolved(study)]
+    if sizes:
+        found = workers.each(_size, sizes)
+        study = with_sizes(study, [(sizes[at][1], size) for at, size in found])
+    candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
+    tasks = [
+        _Task(study, model, candidate) for model in study.rows for candidate in candidates.values()
+    ]
+    done: dict[int, CandidateOutcome] = {}
+    interrupted = False
+    told = _StudyProgress(progress, len(tasks) + _changes_asked(study))
+    try:
+        for index, outcome in _evaluated(tasks, workers, told):
+            done[index] = outcome
+        done |= dict(_natives(tasks, done, workers))
+    except KeyboardInterrupt:
+        interrupted = True
+    outcomes = tuple(done[index] for index in sorted(done))
+    if study.jobs:  # each candidate's outcome says how much of it is used
+        candidates |= {o.candidate: loaded(candidates[o.candidate], o) for o in outcomes}
+    result = Result(
+        study=study,
+        outcomes=outcomes,
+        ranks=_ranks(study, outcomes),
+        interrupted=interrupted,
+        candidates=candidates,
+        break_even=tuple(break_evens(list(candidates.values()))),
+    )
+    return result if interrupted else _followed(result, workers, told)
+
+
+def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureStore) -> int:
+    return size_of(*asked, store)
+
+
+def _ranks(study: Study, outcomes: Sequence[CandidateOutcome]) -> dict[str, list[Rank]]:
+    return {
+        model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
+        for model in study.rows
+    }
+
+
+def _natives(
+    tasks: Sequence[_Task], done: Mapping[int, CandidateOutcome], workers: Workers
+) -> Iterator[tuple[int, CandidateOutcome]]:
+    """Yield the first outcomes of each model with what our own runtime would take there.
+
+    None where the study names the stack that it asks of.
+    """
+    if tasks[0].study.work.backend != PUBLIC or tasks[0].study.jobs:
+        return
+    places = {(done[at].model, done[at].candidate): at for at in done}
+    wanted: dict[tuple[str, ...], list[int]] = {}
+    for model, ranks in _ranks(tasks[0].study, list(done.values())).items():
+        for rank in ranks[:NATIVE_TOO]:
+            at = places[model, rank.outcome.candidate]
+            task = tasks[at]
+            if rank.outcome.stack == NATIVE:
+                yield at, _with_native(done[at], done[at].step_s)
+            elif task.candidate.tuning not in ("lora", "qlora"):
+                key = same_plan(task.study, model, task.candidate)
+                wanted.setdefault(key, []).append(at)
+    groups = list(wanted.values())
+    own = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
+    for group, found in workers.each(_plan, own):
+        if found.prediction is not None:
+            step = exact(found.prediction.step_time_s)
+            for at in groups[group]:
+                yield at, _with_native(done[at], step)
+
+
+def _with_native(outcome: CandidateOutcome, step: Span | None) -> CandidateOutcome:
+    return outcome if step is None else replace(outcome, native_step_s=step.value)
+
+
+def _changes_asked(study: Study) -> int:
+    """Return how many changes of single candidates a study asks for."""
+    marginal = study.marginal.changes.values() if study.marginal else ()
+    return sum(map(len, marginal)) + sum(len(curve.factors) for curve in study.curves)
+
+
+class _StudyProgress:
+    """Progress over all rounds of evaluations: candidates first, then changes."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def more(self, count: int) -> None:
+        """Report that `count` more tasks are done."""
+        self._done = min(self._total, self._done + count)
+        if self._progress:
+            self._progress(self._done, self._total)
+
+
+def _followed(result: Result, workers: Workers, told: _StudyProgress) -> Result:
+    """Add marginal values, curves and doubts, which are about single candidates."""
+    study = result.study
+    best = result.best or next((o for o in result.outcomes if o.fits), None)
+    if best is None:
+        return result
+    marginal: tuple[Changed, ...] = ()
+    base = best
+    if study.marginal is not None:
+        base = _base(result, study.marginal.offer, best)
+        wanted = [(c, f) for c, factors in study.marginal.changes.items() for f in factors]
+        marginal = tuple(_changes(result, base, wanted, workers, told))
+    curves = []
+    for curve in study.curves:
+        base = _base(result, curve.offer, best)
+        wanted = [(curve.change, factor) for factor in curve.factors]
+        found = tuple(_changes(result, base, wanted, workers, told))
+        if found:  # none where the cluster has nothing of the kind
+            curves.append(found)
+    first = result.ranks[best.model]
+    return replace(
+        result,
+        marginal=marginal,
+        curves=tuple(curves),
+        doubts=tuple(doubts(study, best)),
+        flips=tuple(flips(study, first)),
+        base=base,
+    )
+
+
+def _base(result: Result, offer: str | None, best: CandidateOutcome) -> CandidateOutcome:
+    if offer is None:
+        return best
+    for outcome in result.outcomes:
+        if outcome.candidate == offer and outcome.fits:
+            return outcome
+    raise DocumentError(
+        "offer", f"'{offer}' is no candidate that fits; there are {', '.join(result.candidates)}"
+    )
+
+
+def _changes(
+    result: Result,
+    base: CandidateOutcome,
+    wanted: Sequence[tuple[ChangeName, float]],
+    workers: Workers,
+    told: _StudyProgress,
+) -> Iterator[Changed]:
+    """Yield what each change of a candidate does to it, planned again at the same price."""
+    candidate = result.candidates[base.candidate]
+    possible, tasks = [], []
+    for change, factor in wanted:
+        cluster = changed(candidate.cluster, change, factor)
+        if cluster is None:
+            continue
+        other = replace(
+            candidate,
+            name=f"{candidate.name}, {WORDS[change]} x {factor:g}",
+            cluster=cluster,
+            narrower=candidate.cluster if change == "domain" and factor > 1 else None,
+        )
+        possible.append((change, factor))
+        tasks.append(
+            _Task(_resized_work(result.study, base, change, cluster.devices), base.model, other)
+        )
+    outcomes = dict(_evaluated(tasks, workers, told))
+    for index, (change, factor) in enumerate(possible):
+        yield _compared(base, change, factor, outcomes[index])
+
+
+def _resized_work(study: Study, base: CandidateOutcome, change: ChangeName, devices: int) -> Study:
+    """Return the study with a global batch that grows with the devices, if they change."""
+    if change != "devices" or base.tokens_per_s is None or base.plan is None:
+        return study
+    each = base.plan.global_batch / base.devices
+    batch = max(1, round(each * devices))
+    work = study.work.model_copy(update={"global_batch": batch})
+    return study.model_copy(update={"work": work})
+
+
+def _compared(
+    base: CandidateOutcome, change: ChangeName, factor: float, outcome: CandidateOutcome
+) -> Changed:
+    time = float("inf")
+    cost = premium = None
+    if outcome.fits and outcome.tokens_per_s is not None and base.tokens_per_s is not None:
+        time = base.tokens_per_s.value / outcome.tokens_per_s.value
+        cost = time * outcome.devices / base.devices
+        price = base.usd_per_device_hour
+        if price is not None:
+            premium = price.value * (1 / cost - 1)
+    return Changed(
+        change=change,
+        factor=factor,
+        outcome=outcome,
+        time=time,
+        cost=cost,
+        premium_usd_per_device_hour=premium,
+        plan_changed=outcome.layout != base.layout,
+    )
+
+
+def _evaluated(
+    tasks: Sequence[_Task], workers: Workers, told: _StudyProgress
+) -> Iterator[tuple[int, CandidateOutcome]]:
+    """Yield outcomes with the index of their task, as they come.
+
+    Candidates that differ in their terms alone are planned once.
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for index, task in enumerate(tasks):
+        key = same_plan(task.study, task.model, task.candidate)
+        alike.setdefault(key, []).append(index)
+    groups = list(alike.values())
+    for group, found in _planned_by_size([tasks[group[0]] for group in groups], workers):
+        for index in groups[group]:
+            task = tasks[index]
+            yield index, evaluate(task.study, task.model, task.candidate, found)
+        told.more(len(groups[group]))
+
+
+def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple[int, Planned]]:
+    """Yield plans; where sizes alone differ, the least, a middle and the most are planned first.
+
+    Between two sizes on which the same stack is fastest, only that one is searched.
+    """
+    rows = [row for row in _rows_of_sizes(tasks) if len(row) > SIZES_FIRST + 1]
+    ends = {at for row in rows for at in (row[0], row[len(row) // 2], row[-1])}
+    later = {at for row in rows for at in row} - ends
+    first = [at for at in range(len(tasks)) if at not in later]
+    known: dict[int, Planned] = {}
+    for place, found in workers.each(_plan, [tasks[at] for at in first]):
+        known[first[place]] = found
+        yield first[place], found
+    rest, order = [], sorted(later)
+    for row in rows:
+        for at in row:
+            if at in later:
+                below = max((k for k in row[: row.index(at)] if k in ends), key=row.index)
+                above = min((k for k in row[row.index(at) :] if k in ends), key=row.index)
+                rest.append((at, _between(known[below], known[above])))
+    rest.sort()
+    own = [replace(tasks[at], likely=stack) for at, stack in rest]
+    for place, found in workers.each(_plan, own):
+        yield order[place], found
+
+
+def _between(fewer: Planned, more: Planned) -> str | None:
+    """Return the stack that wins on fewer and on more devices, or on more where none fits fewer."""
+    return more.stack if fewer.stack in ("", more.stack) and more.stack else None
+
+
+def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
+    """Return indexes of tasks that differ in the number of nodes alone, the fewest first."""
+    rows: dict[tuple[object, ...], list[int]] = {}
+    for index, task in enumerate(tasks):
+        candidate = task.candidate
+        if task.backend is not None or len(candidate.cluster.groups) > 1:
+            continue
+        group = candidate.limited.groups[0]
+        accelerator, per_node = group.accelerator.model_dump_json(), group.devices_per_node
+        terms = (candidate.tuning, candidate.fix, candidate.allow, candidate.changes)
+        work = task.study.work.model_dump_json()
+        rows.setdefault((task.model, accelerator, per_node, terms, work), []).append(index)
+    return [sorted(row, key=lambda at: tasks[at].candidate.devices) for row in rows.values()]
+
+
+def _plan(task: _Task, store: FigureStore) -> Planned:
+    return planned(task.study, task.model, task.candidate, task.backend, task.likely, store)
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """Return everything a study found as plain data."""
+    return {
+        "study": result.study.model_dump(mode="json", exclude_none=True),
+        "ranked_by": ordered_by(result.study, result.outcomes),
+        "interrupted": result.interrupted,
+        "outcomes": [outcome.as_dict() for outcome in result.outcomes],
+        "ranks": {
+            model: [
+                {
+                    "candidate": rank.outcome.candidate,
+                    "place": rank.place,
+                    "tied": rank.tied,
+                    "pareto": rank.pareto,
+                    "ties_at_usd_per_device_hour": rank.ties_at_usd_per_device_hour,
+                    "probability_first": rank.first,
+                }
+                for rank in ranks
+            ]
+            for model, ranks in result.ranks.items()
+        },
+        "marginal": [_changed_json(change) for change in result.marginal],
+        "curves": [[_changed_json(change) for change in curve] for curve in result.curves],
+        "doubts": [{"cause": doubt.cause, "share": doubt.share} for doubt in result.doubts],
+        "flips": list(result.flips),
+        "break_even": [
+            {
+                "name": curve.name,
+                "utilisation": list(curve.utilisation),
+                "usd_per_device_hour": list(curve.usd_per_device_hour),
+                "cash_usd": list(curve.cash_usd),
+                "present_value_usd": curve.present_value_usd.as_dict(),
+                "against": {
+                    against.name: {
+                        "share": against.share,
+                        "low": against.low,
+                        "high": against.high,
+                        "waiting_usd": against.waiting_usd,
+                    }
+                    for against in curve.against
+                },
+            }
+            for curve in result.break_even
+        ],
+    }
+
+
+def _changed_json(change: Changed) -> dict[str, Any]:
+    return {
+        "change": change.change,
+        "factor": change.factor,
+        "fits": change.outcome.fits,
+        "layout": change.outcome.layout,
+        "step_time_s": change.outcome.step_s.value if change.outcome.step_s else None,
+        "time": change.time if change.outcome.fits else None,
+        "cost": change.cost,
+        "premium_usd_per_device_hour": change.premium_usd_per_device_hour,
+        "plan_changed": change.plan_changed,
+    }

@@ -1,0 +1,1 @@
+"""Checkpoints: save, load, reshard, export of weights."""

@@ -1,0 +1,261 @@
+"""Saver: writes checkpoints, of `launch` and of scripts, behind training or while it waits.
+
+Behind training the state is copied to host memory, which training waits for, and a thread writes
+the copy together with the threads of all other ranks.  They talk over a gloo group of their own, so
+that nothing of theirs meets training's collectives.  One checkpoint is under way at a time.  Before
+ranks write together they agree that each has what it is to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
+
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import LaunchError, MeshwrightError
+from meshwright.planner.system.safe_files import opened
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import shard_manifest as parts
+from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
+from meshwright.runtime.checkpoint.shard_manifest import WrittenPart
+from meshwright.runtime.checkpoint.storage import TensorWriter
+from meshwright.runtime.core.object_collectives import agreed, broadcast_json
+from meshwright.runtime.run.locks_and_signals import alone_in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSeconds:
+    """What a save behind training took, by this rank's clock."""
+
+    step: int
+    blocked_s: float
+    """That training waited, for its copy and for the ranks that agree on it."""
+    written_s: float = 0.0
+    """From its begin until it counted; 0 before that."""
+
+
+class Saver:
+    """One rank's part in writing a run's checkpoints.  All ranks make it, and use it, together."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        plan: Plan,
+        model: ModelGraph | None = None,
+        run: str | None = None,
+        config: str | None = None,
+        keep: int = KEEP,
+        companions: Mapping[str, Path] = MappingProxyType({}),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Only the last `keep` checkpoints stay.
+
+        `run` is the same on all ranks and new in each run, so that what a killed run left behind is
+        never written to; without it rank 0 draws one.  `companions` are files that are copied into
+        every checkpoint, by their names there.  `group` is one of gloo over all ranks, that nobody
+        else uses; without it one is made, where ranks are joined.
+        """
+        self.saved: Path | None = None
+        """The last checkpoint that is complete."""
+        self.took: SaveSeconds | None = None
+        """Of the last save behind training that is complete."""
+        self._joined = dist.is_initialized()
+        self._group = dist.new_group(backend="gloo") if self._joined and group is None else group
+        self._run = run or self._of_rank_0(secrets.token_hex(4))
+        self._folder, self._keep = folder, keep
+        self._plan, self._model, self._config = plan, model, config
+        self._companions = dict(companions)
+        # On GPUs the copy goes to pinned memory, which is taken once and kept.
+        on_cuda = torch.cuda.is_available()
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=on_cuda)
+        self._device = torch.cuda.current_device() if on_cuda else None
+        self._thread: threading.Thread | None = None
+        self._error: LaunchError | None = None
+        self._begun_step = 0
+        self._failed: Path | None = None
+        """What a save has left that failed, until the next one."""
+
+    def begin(self, state: Mapping[str, Tensor], done: Progress) -> None:
+        """Copy the state and let it be written; wait for the checkpoint before this one first.
+
+        Raises LaunchError, on all ranks, where weights or optimizer state are not finite.
+        """
+        self.finish()
+        self._clear_failed()
+        self._begun_step = done.step
+        begin = time.perf_counter()
+        with agreed(self._group):
+            _check_finite(state, done.step)
+            copied = self._stager.stage(dict(state))
+        blocked = SaveSeconds(step=done.step, blocked_s=time.perf_counter() - begin)
+        # A daemon, since a rank that fails must not wait for a disk.
+        self._thread = threading.Thread(
+            target=self._behind, args=(copied, done, blocked), name="saving", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> Path | None:
+        """Wait until what was begun is complete; return the last complete checkpoint."""
+        self._join()
+        self.check()
+        return self.saved
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Tell now if a checkpoint could not be written."""
+        if self._error is not None:
+            raise self._error
+
+    def failed(self, *, waits: bool) -> tuple[int, str] | None:
+        """Return the step of a save behind training that failed, and why, once.
+
+        If it does not wait, only of one that has ended.
+        """
+        if waits:
+            self._join()
+        error, self._error = self._error, None
+        return None if error is None else (self._begun_step, str(error))
+
+    def _clear_failed(self) -> None:
+        """Delete what a save has left that failed: it may be what fills the disk."""
+        if self._failed is not None and self._is_first:
+            for left in self._failed.parent.glob(f"{self._failed.name}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        self._failed = None
+
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        done: Progress,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Path:
+        """Write a checkpoint while training waits, without a copy; return where it is.
+
+        `beside` are files of this rank by name.  Raises LaunchError, on all ranks, where it cannot
+        be written.
+        """
+        self.finish()
+        self.saved = self._write(state, done, beside)
+        return self.saved
+
+    def _behind(self, copied: Mapping[str, Tensor], done: Progress, blocked: SaveSeconds) -> None:
+        if self._device is not None:
+            # A thread begins on device 0, and would open a context there.
+            torch.cuda.set_device(self._device)
+        try:
+            begin = time.perf_counter()
+            self.saved = self._write(copied, done, {})
+            written_s = blocked.blocked_s + time.perf_counter() - begin
+            self.took = replace(blocked, written_s=written_s)
+        except LaunchError as error:
+            self._error = error
+        except BaseException as error:
+            self._error = LaunchError(f"saving ended: {checkpoint.short(error)}")
+
+    def _write(
+        self, state: Mapping[str, Tensor], done: Progress, files: Mapping[str, bytes]
+    ) -> Path:
+        target = self._folder / f"step-{done.step:06}"
+        temporary = self._folder / f".{target.name}.{self._run}"
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if self._joined else (0, 1)
+        held = contextlib.ExitStack()
+
+        def beside() -> list[str]:
+            for name, content in files.items():
+                with opened(temporary / name, within=temporary) as file:
+                    file.write(content)
+            if rank != 0:
+                return list(files)
+            # Held until it counts, so that nobody takes the save of a run that lives.
+            held.enter_context(alone_in(parts.folder_of(temporary)))
+            names = checkpoint.begin(
+                temporary,
+                done,
+                plan=self._plan,
+                model=self._model,
+                config=self._config,
+                companions=self._companions,
+            )
+            return [*names, *files]
+
+        writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=beside)
+        try:
+            with held, contextlib.nullcontext() if self._joined else _alone():
+                dcp.save(dict(state), storage_writer=writer, process_group=self._group)
+                # Here every rank has written its part.
+                own = (
+                    self._committed(temporary, target, done, writer.written) if rank == 0 else None
+                )
+                problem = self._of_rank_0(own)
+        except (Exception, CheckpointException) as error:
+            self._failed = temporary
+            problem = f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
+            raise LaunchError(problem) from error
+        if problem is not None:
+            self._failed = temporary
+            raise LaunchError(problem)
+        return target
+
+    @property
+    def _is_first(self) -> bool:
+        return not self._joined or dist.get_rank() == 0
+
+    def _of_rank_0(self, own: str | None) -> str | None:
+        """Return what rank 0 has."""
+        if not self._joined:
+            return own
+        found: str | None = broadcast_json(own, source=0, group=self._group)
+        return found
+
+    def _committed(
+        self, temporary: Path, target: Path, done: Progress, written: Sequence[WrittenPart]
+    ) -> str | None:
+        """Commit a checkpoint; return what was wrong, if anything was."""
+        try:
+            checkpoint.finish(temporary, done, written)
+            checkpoint.let_count(temporary, target)
+            checkpoint.prune(target.parent, self._keep)
+        except (OSError, MeshwrightError) as error:
+            return f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
+        return None
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Let a process without a group write alone, as it should."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _check_finite(state: Mapping[str, Tensor], step: int) -> None:
+    """Refuse to save weights that no training can go on from."""
+    for value in state.values():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if local.is_floating_point() and not bool(torch.isfinite(local).all()):
+            raise LaunchError(
+                f"step {step} left weights or optimizer state that are not finite; they are not "
+                "saved. Lower the learning rate"
+            )

@@ -1,0 +1,1 @@
+"""Shared by the runtime: mesh, collectives, batches, loss, pinned memory, torch internals."""

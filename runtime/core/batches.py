@@ -1,0 +1,166 @@
+"""Batches: pytrees of tensors, cut along their samples.
+
+A leaf that is a tensor with a dim has its samples along dim 0, and all such leaves have as many.
+Everything else (numbers, strings, None, tensors without dims) goes to each micro-batch whole.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
+
+from meshwright.planner.errors import BatchError
+
+
+def samples_in(batch: Any) -> int:
+    """Return how many samples a batch has.
+
+    Raises BatchError where its leaves differ in that, or none has samples.
+
+    >>> samples_in({"x": torch.zeros(4, 2), "y": torch.zeros(4), "temperature": 0.5})
+    4
+    """
+    counts: dict[int, str] = {}
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            counts.setdefault(len(leaf), keystr(path) or "it")
+    if len(counts) > 1:
+        said = " and ".join(f"{name} has {count} samples" for count, name in counts.items())
+        raise BatchError(f"batch: {said} along dim 0; give all leaves the same samples")
+    if not counts:
+        kind = type(batch).__name__
+        own = "" if isinstance(batch, dict | tuple | list | Tensor) else f" in a {kind}"
+        raise BatchError(
+            f"batch: has no tensor with samples along dim 0{own}; give tensors of [sample, ...], "
+            "alone or in dicts, tuples and lists"
+        )
+    return next(iter(counts))
+
+
+def part_of(batch: Any, samples: range) -> Any:
+    """Return some samples of a batch, as views.
+
+    >>> part_of((torch.arange(6), "all"), range(2, 4))
+    (tensor([2, 3]), 'all')
+    """
+    return tree_map(
+        lambda leaf: (
+            leaf[samples.start : samples.stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+        ),
+        batch,
+    )
+
+
+def micro_batches(batch: Any, *, size: int, count: int) -> list[Any]:
+    """Cut this rank's slice of a batch into micro-batches.
+
+    Raises BatchError where the slice is not of `size` x `count` samples.
+    """
+    found = samples_in(batch)
+    if found != size * count:
+        raise BatchError(
+            f"batch: has {found} samples, and this rank's slice of a step has {size * count} "
+            f"(micro-batches of {size}); give engine.slice(batch) of the global batch, and drop "
+            "the last batch of an epoch if it is smaller (drop_last=True)"
+        )
+    return [part_of(batch, range(at, at + size)) for at in range(0, found, size)]
+
+
+def cut_by(batch: Any, size: int) -> list[Any]:
+    """Cut a batch into parts of `size` samples, the last one with what is left.
+
+    >>> [len(part) for part in cut_by(torch.zeros(5), 2)]
+    [2, 2, 1]
+    """
+    found = samples_in(batch)
+    return [part_of(batch, range(at, min(at + size, found))) for at in range(0, found, size)]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Put micro-batches of equal structure together along their samples.
+
+    >>> joined([(torch.ones(1), "a"), (torch.zeros(1), "a")])
+    (tensor([1., 0.]), 'a')
+    """
+
+    def whole(*leaves: Any) -> Any:
+        first = leaves[0]
+        return torch.cat(leaves) if isinstance(first, Tensor) and first.ndim else first
+
+    return tree_map(whole, parts[0], *parts[1:])
+
+
+def check_samples(outputs: Any, batch: Any) -> None:
+    """Refuse outputs that cannot be put together along their samples.
+
+    Raises BatchError where a leaf with dims has another number of samples than the batch.
+
+    >>> check_samples((torch.zeros(4, 7), torch.tensor(1.0)), torch.zeros(4, 2))
+    """
+    samples = samples_in(batch)
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != samples:
+            raise BatchError(
+                f"outputs: {keystr(path) or 'it'} has shape {list(leaf.shape)} for {samples} "
+                "samples, and is put together along dim 0; return [sample, ...]: views of a sample "
+                "as torch.stack(views, 1), positions behind samples, and what has no samples as a "
+                "number without dims, or expanded to them"
+            )
+
+
+def lengths_of(example: Any) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of the leaves of a batch behind their samples, by their place.
+
+    >>> lengths_of({"ids": torch.zeros(4, 7), "scale": torch.tensor(1.0)})
+    {"['ids']": (7,)}
+    """
+    return {
+        keystr(path) or "batch": tuple(leaf.shape[1:])
+        for path, leaf in tree_flatten_with_path(example)[0]
+        if isinstance(leaf, Tensor) and leaf.ndim
+    }
+
+
+def check_lengths(batch: Any, most: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a batch whose samples are longer than those of the example, `most` of `lengths_of`.
+
+    Shorter ones are fine: memory was planned for the longest.
+    """
+    for name, shape in lengths_of(batch).items():
+        for dim, (found, allowed) in enumerate(zip(shape, most.get(name, ())), start=1):  # noqa: B905
+            if found > allowed:
+                raise BatchError(
+                    f"batch: {name} has length {found} along dim {dim}, and the example of "
+                    f"Engine(batch=...) {allowed}; lengths vary up to the example's, for which "
+                    "memory is planned: give one as long as the longest batch, also to "
+                    "meshwright.plan, or cut the batch off"
+                )
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch whose tensors are on a device."""
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+    )
+
+
+def shape_print(batch: Any) -> int:
+    """Return a number that two batches of other shapes or types hardly share."""
+    leaves, spec = tree_flatten(batch)
+    shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return zlib.crc32(repr((shapes, spec)).encode())
+
+
+def fingerprint(batch: Any) -> int:
+    """Return a number that two batches of different values hardly share."""
+    found = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            elements = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            found = zlib.crc32(elements.numpy().tobytes(), found)
+    return found

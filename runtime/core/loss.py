@@ -1,0 +1,126 @@
+"""Loss as a sum and a count: what a micro-batch adds to the loss, and how much of it counts.
+
+The loss of a step is the mean over everything that counts in the global batch: tokens that are not
+masked, samples, pixels.  Micro-batches and ranks hold unequal parts of it, so no mean of means will
+do: sums and counts are added over all of them, and the gradient is divided once.
+
+    wanted          G = sum of the gradients of all sums / C,     C = sum of all counts
+    backward        of sum / D on each rank, D a constant
+    data            parallelism makes the mean over the R ranks that have samples of their own
+    then            gradients are multiplied with R D / C, after the last backward
+
+D is a power of two near C / R, so that dividing by it changes no digit and keeps 16-bit gradients
+in range.  Nothing about the other ranks must be known before backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.planner.errors import BatchError
+
+IGNORED = -100
+"""The target of a position that does not count, as in torch's cross-entropy."""
+
+
+def divisor_near(count: float) -> float:
+    """Return the power of two nearest to an expected count.
+
+    >>> divisor_near(1000.0), divisor_near(1.0)
+    (1024.0, 1.0)
+    """
+    return float(2.0 ** round(math.log2(max(count, 1.0))))
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a loss says of one micro-batch."""
+
+    total: Tensor
+    """The sum over all that counts, 0-dim, with its graph."""
+    count: Tensor | float
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Sums like `total`, or pairs of a sum and a count of its own."""
+
+
+def counted(returned: Any, samples: int) -> Counted:
+    """Read what a loss function returned: sum and count, with or without metrics, or one mean.
+
+    A mean is taken as one over `samples` that count alike.
+    """
+    if isinstance(returned, Tensor):
+        return Counted(_scalar(returned, "the loss") * samples, float(samples))
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise BatchError(
+            f"the loss returned {type(returned).__name__}; it returns (sum, count), "
+            "(sum, count, metrics), or one tensor that is a mean over samples"
+        )
+    total, count = returned[:2]
+    metrics = returned[2] if len(returned) == 3 else {}
+    if not isinstance(total, Tensor):
+        raise BatchError(
+            f"the loss returned a sum of type {type(total).__name__}; it must be a tensor"
+        )
+    if not isinstance(metrics, Mapping):
+        raise BatchError(
+            f"the loss returned metrics of type {type(metrics).__name__}; give a dict of names"
+        )
+    if isinstance(count, Tensor):
+        count = _scalar(count, "the count").detach()
+    return Counted(_scalar(total, "the sum"), count, metrics)
+
+
+def _scalar(value: Tensor, what: str) -> Tensor:
+    if value.numel() != 1:
+        raise BatchError(f"{what} has shape {tuple(value.shape)}; it is one number: add .sum()")
+    return value.reshape(())
+
+
+class Totals:
+    """Sums and counts of the micro-batches that a rank has seen since the last step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin another step."""
+        # Sums of many losses are made in fp64: the mean of a large batch keeps its digits.
+        self.values = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self.metrics: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, one: Counted) -> None:
+        """Add a micro-batch."""
+        self.values += self._pair(one.total, one.count)
+        for name, value in one.metrics.items():
+            pair = value if isinstance(value, tuple) else (value, one.count)
+            made = self._pair(*pair)
+            self.metrics[name] = self.metrics[name] + made if name in self.metrics else made
+
+    @torch.no_grad()
+    def add_inner(self, value: Tensor) -> None:
+        """Add a loss from inside the module: a sum that counts nothing more."""
+        self.values += self._pair(value, 0.0)
+
+    def _pair(self, total: Any, count: Any) -> Tensor:
+        return torch.stack([self._number(total), self._number(count)])
+
+    def _number(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return plain(value).reshape(()).to(self._device, torch.float64)
+        # Filled on the device: a copy from the host would wait for all that runs there.
+        return torch.full((), float(value), dtype=torch.float64, device=self._device)
+
+
+def plain(value: Tensor) -> Tensor:
+    """Return a value without its graph, as this rank has it."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,123 @@
+"""Plain data between the ranks of a process group: JSON in tensors of bytes.
+
+torch's own object collectives (`all_gather_object`, `broadcast_object_list`) unpickle what other
+ranks sent, which runs code that a message names.  JSON is data alone.  A message has a limit, so
+that no rank makes another allocate without bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.planner.errors import LaunchError, MeshwrightError
+from meshwright.runtime.checkpoint.tensor_index import ITEM_BYTES
+
+MAX_BYTES = 2**28
+"""Of one rank's message."""
+
+
+def all_gather_json(own: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what each rank of the group gave, by rank; all of them call it."""
+    message = _encoded(own)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
+    counts = [_checked(size, rank) for rank, size in enumerate(sizes)]
+    padded = torch.zeros(max(counts), dtype=torch.uint8)
+    padded[: message.numel()] = message
+    received = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(received, padded, group=group)
+    return [
+        _decoded(text[:count], rank)
+        for rank, (text, count) in enumerate(zip(received, counts, strict=True))
+    ]
+
+
+@contextlib.contextmanager
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Do something on each rank of a group, and raise on all where it fails on any.
+
+    All of them call it, and nothing inside may wait for others.  What comes behind may: no rank
+    waits for one that has failed.  A rank that did not fail raises LaunchError with the error of
+    the first that did.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # of the user's own code, too
+        failed = error
+    if dist.is_initialized():
+        every = all_gather_json(None if failed is None else _said(failed), group=group)
+        problem = next(((rank, said) for rank, said in enumerate(every) if said is not None), None)
+        if problem is not None and failed is None:
+            raise LaunchError(f"rank {problem[0]}: {problem[1]}")
+    if failed is not None:
+        raise failed
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
+
+
+def broadcast_json(own: Any, *, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Return what rank `source` (of all ranks) gave; all ranks of the group call it."""
+    sends = dist.get_rank() == source
+    message = _encoded(own) if sends else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([message.numel()])
+    dist.broadcast(size, src=source, group=group)
+    count = _checked(size, source)
+    if not sends:
+        message = torch.empty(count, dtype=torch.uint8)
+    dist.broadcast(message, src=source, group=group)
+    return _decoded(message, source)
+
+
+def broadcast_tensors(own: Sequence[Tensor] | None, *, source: int, group: Any) -> list[Tensor]:
+    """Return the tensors of the rank at place `source` of a group, on the CPU; all of it call it.
+
+    A tensor has at most MAX_BYTES.
+    """
+    first = dist.get_global_rank(group, source)
+    said = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in own or ()]
+    result = []
+    told = broadcast_json(said, source=first, group=group)
+    for at, (name, shape) in enumerate(told):
+        if name not in ITEM_BYTES or math.prod(shape) * ITEM_BYTES[name] > MAX_BYTES:
+            raise LaunchError(
+                f"rank {first}: sends {name} {shape}, which is no tensor of a batch; "
+                "give smaller ones, of a plain dtype"
+            )
+        made = torch.empty(shape, dtype=getattr(torch, name))
+        if own is not None:
+            made.copy_(own[at])
+        dist.broadcast(made, src=first, group=group)
+        result.append(made)
+    return result
+
+
+def _encoded(data: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
+
+
+def _checked(size: Tensor, rank: int) -> int:
+    """Return a message's size; every rank sees the same, so all refuse it together."""
+    count = int(size)
+    if not 0 < count <= MAX_BYTES:
+        raise LaunchError(
+            f"rank {rank}: its message has {count} bytes; a message has 1 to {MAX_BYTES}"
+        )
+    return count
+
+
+def _decoded(message: Tensor, rank: int) -> Any:
+    try:
+        return json.loads(message.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(f"rank {rank}: its message is not JSON: {error}") from None

@@ -1,0 +1,558 @@
+"""Trials: what runs before training leaves the user's objects and random numbers as they were.
+
+    with untouched(module, loss):            # state outside of a module: classes, globals, closures
+        copied(module)(x)                    # the module itself is copied
+
+A copy does not reach what its functions share with the original: attributes of classes, globals
+that methods name, variables of closures, caches.  These are put back after a trial, and so are
+the random numbers of Python, numpy and torch.  What can be neither copied nor put back is refused.
+Not seen: state inside extensions and libraries, open files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dis
+import functools
+import itertools
+import random
+import sys
+import types
+import warnings
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from meshwright.planner.errors import RecordError
+
+MOST_OBJECTS = 200_000
+"""Objects that are looked at, those nearest to the module first."""
+MOST_SURROUNDING = 2_000
+"""Of them, where they are looked at in each step."""
+GLOBAL_NAMES = frozenset(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"))
+"""Instructions that name a global (`LOAD_NAME` in a class inside a function)."""
+MOST_COPIED_BYTES = 1 << 20
+"""Of a tensor or array that is put back; a larger tensor is refused where it changed."""
+LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "functorch", "meshwright"))
+"""Packages whose functions and classes keep nothing of a user's; installed ones are others."""
+MOST_CHECKED = 200_000_000
+"""Parameters of a module whose forward on the host costs seconds at most."""
+ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, zip)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+"""Classes of Python whose objects have attributes of the user's."""
+TABLES = ("_parameters", "_buffers")
+"""Of a module, what is copied with it."""
+
+
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy of a module; its tensors may have no data.
+
+    Raises RecordError where something in it cannot be copied.
+    """
+    memo = {} if memo is None else memo
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, FakeTensor) and id(tensor) not in memo:
+            made = tensor.detach().clone()
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = made
+    for part in module.modules():  # what a hook makes anew before each forward (weight_norm)
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    for one in _ReachableObjects((module,)).generators:
+        memo[id(one)] = one.clone_state()
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise RecordError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and a "
+            "copy is tried before it trains; keep what cannot be copied outside the module"
+        ) from error
+
+
+@contextlib.contextmanager
+def untouched(*roots: Any) -> Iterator[None]:
+    """Put random numbers, and what objects and functions refer to, back as they were.
+
+    Parameters and buffers of the first, if it is a module, are left alone: its copy is run.
+    Raises RecordError where a tensor too large to be put back was changed in place.
+    """
+    numbers, seen = RandomNumbers(), _ReachableObjects(roots)
+    seen.refuse_generators()
+    try:
+        yield
+    finally:
+        numbers.put_back()
+        changed = seen.put_back()
+    if changed:
+        raise RecordError(
+            f"{changed}: is changed in place by a trial before training and is too large to be put "
+            "back; keep it inside the module, which is copied"
+        )
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random numbers of Python, numpy and torch."""
+    torch.manual_seed(seed)
+    seed_python(seed)
+
+
+def seed_python(seed: int) -> None:
+    """Seed the random numbers of Python and numpy."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+class PythonNumbers:
+    """The states of the random numbers of Python and numpy in this process."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def put_back(self) -> None:
+        """Draw from here on what would have been drawn."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    def drew_as(self, other: PythonNumbers) -> bool:
+        """Tell whether Python and numpy stand where they stood in another state."""
+        return self.python == other.python and _words(self.numpy) == _words(other.numpy)
+
+
+class RandomNumbers(PythonNumbers):
+    """The states of the random numbers of Python, numpy and torch in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def put_back(self) -> None:
+        """Draw from here on what would have been drawn."""
+        super().put_back()
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def drew_torch(self) -> bool:
+        """Tell whether random numbers of torch were drawn on the host since."""
+        return not torch.equal(self._torch, torch.get_rng_state())
+
+
+def _words(state: Any) -> Any:
+    """Return a state of numpy's random numbers as what can be compared."""
+    return state and tuple(one.tobytes() if hasattr(one, "tobytes") else one for one in state)
+
+
+class _ReachableObjects:
+    """Objects that some others refer to, with their contents."""
+
+    most = MOST_OBJECTS
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.generators: list[torch.Generator] = []
+        self._suspended: list[tuple[str, str]] = []
+        self._entries: list[tuple[str, Callable[[], Any], Any, Callable[[Any], None]]] = []
+        """(name, its contents now, contents then, how to put them back)."""
+        self._known: set[int] = set()
+        self._kept: list[Any] = []  # ids of objects come again
+        roots = list(roots)
+        copied_one = roots[0] if roots and isinstance(roots[0], nn.Module) else nn.Module()
+        self._copied = {id(part) for part in copied_one.modules()}
+        """Modules whose parameters and buffers are those of a copy while a trial runs."""
+        waiting = deque((root, "") for root in roots)
+        while waiting and len(self._kept) < self.most:
+            one, name = waiting.popleft()
+            if id(one) in self._known or isinstance(one, _PLAIN):
+                continue
+            self._known.add(id(one))
+            self._kept.append(one)
+            waiting += self._look(one, name)
+
+    def refuse_generators(self) -> None:
+        """Refuse a suspended function: nobody can bring it back to where it stood."""
+        for name, what in self._suspended:
+            raise RecordError(
+                f"{name}: is a {what}, which a trial before training would advance, and it can be "
+                "neither copied nor put back; use a class with __next__, or a list"
+            )
+
+    def put_back(self) -> str | None:
+        """Put contents back; return the name of what changed and cannot be put back, if any."""
+        lost = None
+        for name, now, then, put in self._entries:
+            found = now()
+            if not _is_same(found, then):
+                if put is _lost:
+                    lost = lost or name
+                else:
+                    put(then)
+        return lost
+
+    def changes(self) -> frozenset[str]:
+        """Return the names of what has other values now."""
+        found = set()
+        for name, now, then, _ in self._entries:
+            here = now()
+            if not _is_same(here, then):
+                found |= set(_differing(name, then, here))
+        return frozenset(found)
+
+    def _note(
+        self, name: str, now: Callable[[], Any], put: Callable[[Any], None], then: Any = None
+    ) -> None:
+        self._entries.append((name, now, now() if then is None else then, put))
+
+    def _look(  # noqa: PLR0912 - a case for each kind of object
+        self, one: Any, name: str
+    ) -> Iterator[tuple[Any, str]]:
+        """Note what an object has, and yield what it refers to."""
+        match one:
+            case Tensor():
+                self._tensor(one, name)
+            case dict():
+                self._note(name, lambda: dict(one), functools.partial(_fill_dict, one))
+                for key, value in list(dict.items(one)):
+                    yield value, f"{name}[{key!r}]" if not name.isidentifier() else f"{name}.{key}"
+            case list() | deque():
+                self._note(name, lambda: list(one), functools.partial(_fill_list, one))
+                yield from ((value, f"{name}[{at}]") for at, value in enumerate(list(one)))
+            case set():
+                self._note(name, lambda: set(one), functools.partial(_fill_set, one))
+            case bytearray():
+                self._note(
+                    name, lambda: bytes(one), functools.partial(one.__setitem__, slice(None))
+                )
+            case tuple() | frozenset():
+                yield from ((value, f"{name}[{at}]") for at, value in enumerate(one))
+            case random.Random():
+                self._note(name, one.getstate, one.setstate)
+            case torch.Generator():
+                self.generators.append(one)
+                self._note(name, one.get_state, lambda then: _set_state(one, then))
+            case types.GeneratorType():
+                self._suspended.append((name, "generator"))
+            case types.FunctionType():
+                yield from self._function(one, name)
+            case types.MethodType():
+                yield one.__func__, name
+                yield one.__self__, name
+            case functools.partial():
+                yield from ((value, name) for value in (one.func, one.args, one.keywords))
+            case functools._lru_cache_wrapper():
+                self._note(name, one.cache_info, lambda _: one.cache_clear())
+                yield one.__wrapped__, name
+            case classmethod() | staticmethod():
+                yield one.__func__, name
+            case property():
+                yield from ((value, name) for value in (one.fget, one.fset))
+            case type():
+                yield from self._class(one, name)
+            case types.ModuleType():
+                pass
+            case _:
+                yield from self._object(one, name)
+
+    def _tensor(self, one: Tensor, name: str) -> None:
+        if isinstance(one, FakeTensor) or one.is_meta:
+            return
+        if one.numel() * one.element_size() > MOST_COPIED_BYTES:
+            self._note(name, lambda: one._version, _lost)
+            return
+        self._note(name, lambda: one.detach().clone(), lambda then: _copy_into(one, then))
+
+    def _function(self, one: types.FunctionType, name: str) -> Iterator[tuple[Any, str]]:
+        if _is_library(one.__module__):
+            return
+        yield one.__dict__, one.__name__
+        yield from ((value, f"{one.__name__}'s default") for value in one.__defaults__ or ())
+        yield one.__kwdefaults__ or {}, f"{one.__name__}'s default"
+        for key, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
+            if _filled(cell):
+                yield from self._place(
+                    key, functools.partial(getattr, cell, "cell_contents", None), _cell(cell)
+                )
+        for key in _globals_of(one.__code__):
+            if key in one.__globals__:
+                yield from self._global(one.__globals__, key, one.__code__)
+
+    def _global(
+        self, table: dict[str, Any], key: str, code: types.CodeType
+    ) -> Iterator[tuple[Any, str]]:
+        value = table[key]
+        if isinstance(value, types.ModuleType):
+            if not _is_library(value.__name__):
+                for own in _names(code):
+                    if own in vars(value) and not isinstance(vars(value)[own], types.ModuleType):
+                        yield from self._place(
+                            f"{key}.{own}",
+                            functools.partial(vars(value).get, own),
+                            functools.partial(vars(value).__setitem__, own),
+                        )
+            return
+        yield from self._place(
+            key, functools.partial(table.get, key), functools.partial(table.__setitem__, key)
+        )
+
+    def _place(
+        self, name: str, now: Callable[[], Any], put: Callable[[Any], None]
+    ) -> Iterator[tuple[Any, str]]:
+        """Note a variable, and yield what it refers to."""
+        value = now()
+        if isinstance(value, ITERATORS):
+            self._iterator(name, value, put)
+            return
+        self._note(name, lambda: [now()], lambda then: put(then[0]))
+        yield value, name
+
+    def _iterator(self, name: str, value: Any, put: Callable[[Any], None]) -> None:
+        """Put a copy in an iterator's place: nothing tells whether it went on."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                twin = copy.deepcopy(value)
+        except Exception:
+            self._suspended.append((name, type(value).__name__))
+            return
+        self._entries.append((name, object, twin, put))
+
+    def _class(self, one: type, name: str) -> Iterator[tuple[Any, str]]:
+        if _is_library(one.__module__):
+            return
+
+        def own() -> dict[str, Any]:
+            return {
+                key: value
+                for key, value in vars(one).items()
+                if not (key.startswith("__") and key.endswith("__")) and key != "_abc_impl"
+            }
+
+        self._note(one.__name__, own, functools.partial(_fill_class, one, own))
+        for key, value in own().items():
+            if isinstance(value, ITERATORS):
+                self._iterator(f"{one.__name__}.{key}", value, functools.partial(setattr, one, key))
+            else:
+                yield value, f"{one.__name__}.{key}"
+        for key in ("__init__", "__call__", "__getitem__", "__next__", "__iter__"):
+            if key in vars(one):
+                yield vars(one)[key], f"{one.__name__}.{key}"
+        yield from ((base, base.__name__) for base in one.__bases__)
+
+    def _object(self, one: Any, name: str) -> Iterator[tuple[Any, str]]:
+        if _is_library(type(one).__module__) and self._numbers(one, name):
+            return
+        yield type(one), type(one).__name__
+        if _is_library(type(one).__module__) and not isinstance(one, (nn.Module, *NAMESPACES)):
+            return
+        own = getattr(one, "__dict__", None)
+        if isinstance(own, dict):
+            self._note(name, lambda: dict(own), functools.partial(_fill_dict, own))
+            yield from self._attributes(one, own, name)
+        for key in _slots(type(one)):
+            if hasattr(one, key):
+                yield from self._place(
+                    f"{name}.{key}",
+                    functools.partial(getattr, one, key, None),
+                    functools.partial(_set_slot, one, key),
+                )
+
+    def _numbers(self, one: Any, name: str) -> bool:
+        """Note an array or a generator of numpy; return whether it is one."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return False
+        one = one.bit_generator if isinstance(one, numpy.random.Generator) else one
+        if isinstance(one, numpy.random.BitGenerator):
+            self._note(name, lambda: one.state, functools.partial(setattr, one, "state"))
+        elif isinstance(one, numpy.random.RandomState):
+            self._note(name, one.get_state, one.set_state)
+        elif isinstance(one, numpy.ndarray) and one.nbytes <= MOST_COPIED_BYTES:
+            self._note(name, one.copy, functools.partial(_copy_array, one))
+        return isinstance(one, numpy.ndarray | numpy.random.BitGenerator | numpy.random.RandomState)
+
+    def _attributes(self, one: Any, own: dict[str, Any], name: str) -> Iterator[tuple[Any, str]]:
+        is_module, before = isinstance(one, nn.Module), f"{name}." if name else ""
+        for key, value in list(own.items()):
+            if is_module and key == "_modules":
+                for child, part in value.items():
+                    yield part, f"{before}{child}"
+            elif isinstance(value, ITERATORS) and not is_module:
+                self._iterator(f"{before}{key}", value, functools.partial(own.__setitem__, key))
+            elif not (id(one) in self._copied and key in TABLES):
+                yield value, f"{before}{key}"
+
+
+class Changes(_ReachableObjects):
+    """What some objects refer to, to tell later what of it has other values: `changes()`."""
+
+
+class Surroundings(_ReachableObjects):
+    """The same of what a module has beside its units, cheap enough to be looked at in each step."""
+
+    most = MOST_SURROUNDING
+
+    def __init__(self, module: nn.Module, units: Iterable[nn.Module], *others: Any) -> None:
+        """Nothing inside `units` is looked at, and no container of more than `most` entries."""
+        self._apart = {id(part) for unit in units for part in unit.modules()}
+        super().__init__((module, *others))
+
+    def _look(self, one: Any, name: str) -> Iterator[tuple[Any, str]]:
+        if id(one) in self._apart:
+            return
+        if isinstance(one, list | dict | set | deque | bytearray) and len(one) > self.most:
+            return
+        yield from super()._look(one, name)
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range,
+    types.BuiltinFunctionType, types.CodeType,
+)  # fmt: skip
+
+
+def _lost(then: Any) -> None:
+    """Stand for a way to put something back where there is none."""
+
+
+def _copy_into(one: Tensor, then: Tensor) -> None:
+    with torch.no_grad():
+        one.detach().copy_(then)
+
+
+def _set_state(one: torch.Generator, then: Tensor) -> None:
+    one.set_state(then)
+
+
+def _copy_array(one: Any, then: Any) -> None:
+    one[...] = then
+
+
+def _fill_dict(one: dict[Any, Any], then: Mapping[Any, Any]) -> None:
+    one.clear()
+    one.update(then)
+
+
+def _fill_list(one: Any, then: Sequence[Any]) -> None:
+    one.clear()
+    one.extend(then)
+
+
+def _fill_set(one: set[Any], then: set[Any]) -> None:
+    one.clear()
+    one.update(then)
+
+
+def _fill_class(one: type, own: Callable[[], dict[str, Any]], then: Mapping[str, Any]) -> None:
+    for key in own():
+        if key not in then:
+            delattr(one, key)
+    for key, value in then.items():
+        if vars(one).get(key, one) is not value:
+            setattr(one, key, value)
+
+
+def _set_slot(one: Any, key: str, value: Any) -> None:
+    object.__setattr__(one, key, value)
+
+
+def _slots(one: type) -> Iterator[str]:
+    for base in one.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        yield from (
+            key
+            for key in ((slots,) if isinstance(slots, str) else slots)
+            if key not in ("__dict__", "__weakref__") and not key.startswith("__")
+        )
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _cell(cell: types.CellType) -> Callable[[Any], None]:
+    return functools.partial(setattr, cell, "cell_contents")
+
+
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a function, and functions inside it, use, attributes too."""
+    inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals that a function, and functions inside it, use.
+
+    A loop's variable `step` is none of them because a forward reads `self.step`.
+    """
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in GLOBAL_NAMES}
+    inner = (_globals_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return frozenset(own).union(*inner)
+
+
+@functools.cache
+def _is_library(module: str | None) -> bool:
+    package = (module or "builtins").partition(".")[0]
+    if package in LIBRARIES:
+        return package != "__main__"
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return any(folder in Path(file).parts for folder in ("site-packages", "dist-packages"))
+
+
+def _is_same(one: Any, other: Any) -> bool:  # noqa: PLR0911 - a case for each kind of contents
+    """Tell whether contents are the same objects, or equal numbers."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    match one:
+        case FakeTensor():
+            return False
+        case Tensor():
+            alike = one.shape == other.shape and one.dtype == other.dtype
+            return alike and torch.allclose(one, other, equal_nan=True)
+        case dict():
+            same = one.keys() == other.keys()
+            return same and all(_is_plainly(value, other[key]) for key, value in one.items())
+        case list():
+            return len(one) == len(other) and all(map(_is_plainly, one, other))
+        case _ if hasattr(one, "tobytes"):
+            return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
+        case _ if isinstance(one, (*_PLAIN, set)):
+            return bool(one == other)
+        case _:
+            return repr(one) == repr(other)
+
+
+def _is_plainly(one: Any, other: Any) -> bool:
+    """Tell whether two entries are the same object, or equal values that cannot change."""
+    return one is other or (
+        isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other)
+    )
+
+
+def _differing(name: str, then: Any, here: Any) -> Iterator[str]:
+    """Yield the names of the entries whose values differ."""
+    if not isinstance(then, dict):
+        same = isinstance(then, list) and isinstance(here, list) and len(then) == len(here)
+        if not (same and all(_is_same(a, b) for a, b in zip(then, here, strict=True))):
+            yield name
+        return
+    for key in (*then, *(key for key in here if key not in then)):
+        if key not in then or key not in here or not _is_same(then[key], here[key]):
+            yield f"{name}.{key}" if name else str(key)

@@ -1,0 +1,1 @@
+"""Training data: corpus, packing, chat templates, loader, sample digests."""

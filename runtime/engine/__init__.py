@@ -1,0 +1,1 @@
+"""The Engine: applies a plan to a module and runs training steps."""

@@ -1,0 +1,463 @@
+"""Whether module and loss treat samples one by one: the example is compared with its parts.
+
+A plan cuts the batch into micro-batches and adds what the loss says of each.  A loss whose samples
+depend on each other (negatives of the batch, statistics, ranks), or a mean over unequal parts,
+would be another one under every plan; so would a module that makes something else of a sample
+beside other samples, and a loss that remembers how often it was called.  What a loss trains beside
+the module, no plan trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import BatchError, MeshwrightError, RecordError
+from meshwright.runtime.core import auxiliary_loss as inner_loss
+from meshwright.runtime.core.batches import cut_by, part_of, samples_in
+from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.core.loss import counted, plain
+from meshwright.runtime.core.side_effects import (
+    MOST_CHECKED,
+    Changes,
+    PythonNumbers,
+    RandomNumbers,
+    copied,
+    seed_all,
+    untouched,
+)
+from meshwright.runtime.engine.module_graph import SAMPLES, Loss, few_samples
+from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Value
+from meshwright.runtime.tracing.tracer import Recorder, arguments, has_data, own_tensors
+
+MOST_SAMPLES = 32
+"""Of a part that is tried, unless a micro-batch has no smaller divisor."""
+MOST_ELEMENTS = 1 << 25
+"""Of outputs that are tried at once; parts are smaller where samples are large."""
+CLOSE = 1e-5
+"""How far sums in another order may lie apart in fp32, over the sum of their sizes."""
+MOST_TRIAL_FLOPS = 10**10
+"""Of a forward that is tried, as far as parameters and elements of the batch tell."""
+CLOSE_OUTPUTS = 1e-3
+"""How far outputs of samples in other company may lie apart, over the largest."""
+SHRINK = 0.3
+"""By how much outputs are made smaller so that no two samples are alike."""
+
+
+def check_loss(
+    plan: Plan,
+    module: nn.Module,
+    recorder: Recorder,
+    batch: Any,
+    loss: Loss,
+    *,
+    by_micro_batch: bool = False,
+) -> None:
+    """Refuse a loss that is not the sum of those of parts of the example, if the plan cuts batches.
+
+    The module runs on SAMPLES of the example, and its outputs are repeated, each time smaller;
+    outputs without samples (a loss inside the module) are made for each part anew.  Of a module
+    too large to run here, outputs are random numbers.  A loss that draws cannot be compared.  A
+    module that can be run here is also run on samples at once and in parts, unless its user says
+    that its micro-batches are meant.
+
+    Raises BatchError that names `whole_batch`, or where the loss fails on a part, has parameters of
+    its own that are trained, or remembers its calls; RecordError where the module's samples depend
+    on each other.
+    """
+    parts = plan.mesh.data_shard * plan.mesh.data_replicate * plan.micro_batches
+    cut = parts > 1 and not isinstance(loss, whole_batch)
+    with untouched(module, recorder.inputs, loss), torch.enable_grad():
+        torch.manual_seed(0)
+        own = copied(loss) if isinstance(loss, nn.Module) else loss
+        trial = _LossTrial(plan, module, recorder, batch, own)
+        trial.refuse_own_parameters()
+        found = trial.compared() if cut else None
+        if cut and found is None:
+            trial.refuse_memory(parts)
+        apart = parts > 1 and not by_micro_batch
+        other = trial.coupled_output() if apart and found is None else None
+    if other is not None:
+        raise RecordError(
+            f"{type(module).__name__}: {other}, so that training would depend on how the plan cuts "
+            f"the batch (into {parts} micro-batches here). Batch tensors are [sample, ...] "
+            "(batch_first=True). Sum what is of the whole batch by meshwright.batch_sum, move it "
+            "into loss=meshwright.whole_batch(loss), or say Engine(by_micro_batch=True) if its "
+            "micro-batch is meant"
+        )
+    if found is not None:
+        raise BatchError(
+            f"loss: {found}, so that training would depend on how the plan cuts the batch (into "
+            f"{parts} micro-batches here).{_whole_leaf(batch)} If samples belong together, write "
+            "loss=meshwright.whole_batch(loss). Otherwise return a sum over samples and the count "
+            'of what was summed, such as (F.cross_entropy(out, y, reduction="sum"), len(y))'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _LossSums:
+    """What a loss says, as numbers that add up over parts."""
+
+    values: dict[str, float]
+
+    @classmethod
+    def of(cls, returned: Any, samples: int) -> _LossSums:
+        """Read what a loss returned."""
+        one = counted(returned, samples)
+        values = {"sum": _number(one.total), "count": _number(one.count)}
+        for name, value in one.metrics.items():
+            pair = value if isinstance(value, tuple) else (value, 0.0)
+            values |= {f"metric '{name}'": _number(pair[0])}
+            values |= {f"count of metric '{name}'": _number(pair[1])}
+        return cls(values)
+
+    def differs(self, parts: list[_LossSums], samples: int) -> str | None:
+        """Say which number of the whole is not the sum of the parts'."""
+        for name, whole in self.values.items():
+            found = [part.values.get(name, math.nan) for part in parts]
+            total, size = math.fsum(found), abs(whole) + math.fsum(map(abs, found))
+            if math.isfinite(whole) and not abs(whole - total) <= CLOSE * size:
+                return (
+                    f"its {name} over {samples} samples is {whole:.6g}, and over the same samples "
+                    f"in {len(parts)} parts {total:.6g}"
+                )
+        return None
+
+
+class _LossTrial:
+    """A loss called on outputs for a few samples, and on parts of them."""
+
+    def __init__(
+        self, plan: Plan, module: nn.Module, recorder: Recorder, batch: Any, loss: Loss
+    ) -> None:
+        self._plan = plan
+        self._module = module
+        self._recorder = recorder
+        self._batch = batch
+        self._loss = loss
+
+    def compared(self) -> str | None:
+        """Return what of the whole is not the sum of its parts, if anything."""
+        if not has_data(tree_leaves(self._batch)):
+            return None
+        real = self._is_real()
+        few = few_samples(self._batch, SAMPLES)
+        made = self._made(few) if real else _recorded(self._recorder.first, few)
+        loose = [leaf for leaf in tree_leaves(made) if _is_float(leaf) and not _is_sampled(leaf)]
+        size = self._size(made)
+        if real and loose:
+            return self._compared(lambda batch, _: self._made(batch, drawing=False), size)
+        kinds = [*_repeated(made, 2 * size, real=real), *([lambda *_: made] if real else [])]
+        for at, outputs in enumerate(kinds):
+            last = real and at == len(kinds) - 1
+            try:
+                if not last:
+                    return self._compared(outputs, size)
+                self._sums(outputs, few, range(SAMPLES))
+            except _LossError as error:
+                if last:
+                    raise BatchError(
+                        f"loss: fails with the module's outputs ({_said(made)}) and the batch "
+                        f"({_said(self._batch)}): {error}; it is loss(outputs, batch), and takes "
+                        "its targets out of the batch"
+                    ) from error.__cause__
+        return None
+
+    def refuse_own_parameters(self) -> None:
+        """Refuse a loss that trains what the module does not return to it."""
+        if not self._is_real():
+            return
+        few = few_samples(self._batch, SAMPLES)
+        made = tree_map(_fresh, self._made(few))
+        try:
+            one = counted(self._called(made, few), SAMPLES)
+        except _LossError:
+            return  # what is wrong with it is said by `compared`, or by the first step
+        given = {id(leaf) for leaf in tree_leaves((made, few))}
+        own = next((leaf for leaf in _trained_by(one.total) if id(leaf) not in given), None)
+        if own is not None:
+            raise BatchError(
+                f"loss: trains a parameter of its own ({list(own.shape)}), and an Engine trains "
+                "those of its module. Make it part of the module, whose forward returns it to the "
+                "loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, write "
+                "requires_grad_(False)"
+            )
+
+    def refuse_memory(self, parts: int) -> None:
+        """Refuse a loss that says something else of the same samples when it is called again."""
+        if not self._is_real():
+            return
+        few = few_samples(self._batch, SAMPLES)
+        made = self._made(few)
+        before = Changes((self._loss,))
+        if before.generators:
+            return
+        found = []
+        with untouched(self._loss):
+            for _ in range(2):
+                seed_all(0)
+                try:
+                    returned = self._called(tree_map(_fresh, made), few)
+                except _LossError:
+                    return
+                found.append(_LossSums.of(returned, SAMPLES).values)
+            changed = before.changes()
+        if str(found[0]) != str(found[1]):
+            what = f" ('{min(changed)}' changes)" if changed else ""
+            raise BatchError(
+                f"loss: says something else of the same samples when it is called again{what}, and "
+                f"a step calls it {parts} times here, on several ranks, so that training would "
+                "depend on the plan. Change what it remembers between steps in the training loop, "
+                "or give it with the batch as a tensor without dims"
+            )
+
+    def coupled_output(self) -> str | None:
+        """Return how an output depends on other samples, if any does; BatchNorms are known to.
+
+        A module that draws, or asks for sums over the batch, cannot be compared.
+        """
+        if not self._is_real():
+            return None
+        size, count = self._trial_parts()
+        if count < 2:
+            return None
+        batch = few_samples(self._batch, size * count)
+        seed_all(0)
+        before, asked = RandomNumbers(), inner_loss.times_asked()
+        whole = self._made(batch, drawing=False)
+        drew = before.drew_torch() or not before.drew_as(PythonNumbers())
+        if drew or inner_loss.times_asked() > asked:
+            return None
+        parts = [self._made(one, drawing=False) for one in cut_by(batch, size)]
+        for leaf, *of_parts in zip(tree_leaves(whole), *map(tree_leaves, parts), strict=False):
+            if isinstance(leaf, Tensor) and all(isinstance(one, Tensor) for one in of_parts):
+                apart = _apart(leaf, of_parts, size)
+                if apart > CLOSE_OUTPUTS:
+                    return (
+                        "what it makes of a sample depends on the other samples of the batch (by "
+                        f"{apart:.2g} of its size, between {size * count} samples at once and "
+                        f"{size})"
+                    )
+        return None
+
+    def _trial_parts(self) -> tuple[int, int]:
+        """Return how many samples are run at once, and in how many parts all that are run.
+
+        Those of a micro-batch if that is little work; else few, of a divisor of its size.
+        """
+        samples, whole = samples_in(self._batch), self._plan.micro_batch
+        weights = sum(parameter.numel() for parameter in self._module.parameters())
+        leaves = (leaf for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor))
+        flops = 2 * weights * max(1, sum(leaf.numel() for leaf in leaves) // samples)
+        most = max(2 * SAMPLES, min(2 * MOST_SAMPLES, MOST_TRIAL_FLOPS // max(1, flops)))
+        size = max(n for n in range(1, most // 2 + 1) if whole % n == 0)
+        return size, min(samples, most) // size
+
+    def _is_real(self) -> bool:
+        """Whether module and batch have values, and the module is small enough to run here."""
+        count = sum(parameter.numel() for parameter in self._module.parameters())
+        given = (*tree_leaves(self._batch), *self._module.parameters())
+        return count <= MOST_CHECKED and has_data(given)
+
+    def _size(self, made: Any) -> int:
+        """Return how many samples a part has: those of a micro-batch, or a divisor of it."""
+        elements = sum(
+            leaf.numel() // SAMPLES for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
+        )
+        whole = self._plan.micro_batch
+        most = max(1, min(MOST_SAMPLES, MOST_ELEMENTS // max(1, 2 * elements)))
+        found = max(size for size in range(1, most + 1) if whole % size == 0)
+        return found if found > 1 or whole * elements * 2 > MOST_ELEMENTS else whole
+
+    def _made(self, batch: Any, *, drawing: bool = True) -> Any:
+        """Return what a copy of the module makes, in eval mode where samples must not share."""
+        module = copied(self._module)
+        norms = [
+            one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)
+        ]
+        shares = norms or any(layer.draws for layer in self._recorder.first.layers)
+        if shares and not drawing:
+            module.eval()
+            for norm in norms:  # one without statistics takes those of its samples
+                if norm.running_mean is None:
+                    like = next(module.parameters())
+                    norm.running_mean = like.new_zeros(norm.num_features)
+                    norm.running_var = like.new_ones(norm.num_features)
+        args, kwargs = arguments(self._recorder.inputs(own_tensors(batch)))
+        made = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
+        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, made)
+
+    def _compared(self, outputs: _Outputs, size: int) -> str | None:
+        samples = 2 * size
+        batch = few_samples(self._batch, samples)
+        whole = self._sums(outputs, batch, range(samples))
+        torch.manual_seed(1)
+        if self._sums(outputs, batch, range(samples)).values != whole.values:
+            return None  # it draws random numbers
+        halves = (range(size), range(size, samples))
+        try:
+            parts = [self._sums(outputs, part_of(batch, own), own) for own in halves]
+        except _LossError as error:
+            return f"it can be called on {samples} samples and not on {size} ({error})"
+        return whole.differs(parts, samples)
+
+    def _sums(self, outputs: _Outputs, batch: Any, own: range) -> _LossSums:
+        made = outputs(batch, own)
+        with untouched(self._loss):
+            returned = self._called(made, batch)
+        return _LossSums.of(returned, len(own))
+
+    def _called(self, made: Any, batch: Any) -> Any:
+        """Call the loss."""
+        try:
+            return self._loss(made, own_tensors(batch))
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise _LossError(text) from error
+
+
+_Outputs = Callable[[Any, range], Any]
+"""What the module makes of a batch, which is these of all samples."""
+
+
+class _LossError(Exception):
+    """What a loss raised on outputs that it may not be made for."""
+
+
+def _repeated(made: Any, samples: int, *, real: bool) -> list[_Outputs]:
+    """Return outputs for `samples` samples in the ways that are tried, none alike another."""
+    leaves, spec = tree_flatten(made)
+
+    def tiled(change: Callable[[Tensor], Tensor]) -> _Outputs:
+        whole = [_tiled(leaf, samples, change) for leaf in leaves]
+        return lambda _, own: part_of(tree_unflatten([_fresh(x) for x in whole], spec), own)
+
+    if real:
+        return [tiled(_full), tiled(lambda leaf: leaf)]
+    return [tiled(torch.randn_like), tiled(torch.rand_like), tiled(lambda x: -torch.rand_like(x))]
+
+
+def _full(leaf: Tensor) -> Tensor:
+    """Return a leaf in fp32 at least: sums of 16 bits are too coarse to compare."""
+    return leaf.float() if leaf.element_size() < 4 else leaf
+
+
+def _tiled(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> Any:
+    if not _is_sampled(leaf):
+        return leaf
+    made = leaf.detach()[[at % SAMPLES for at in range(samples)]]
+    if not _is_float(made):
+        return made
+    made = change(made)
+    less = 1 - SHRINK * torch.arange(samples, dtype=made.dtype) / samples
+    return made * less.view(-1, *(1,) * (made.ndim - 1))
+
+
+def _fresh(leaf: Any) -> Any:
+    """Return a copy that a loss may change or differentiate by."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.is_floating_point())
+
+
+def _trained_by(total: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a loss's backward gives a gradient."""
+    waiting, seen = [total.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        waiting += [one for one, _ in node.next_functions]
+
+
+def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
+    """Return how far an output of samples lies from those of parts of `size`, over its size.
+
+    A dim may have several rows for each sample, one after the other or view by view.  0 where no
+    dim has as many for each.
+    """
+    first, count = parts[0].shape, size * len(parts)
+    for dim, length in enumerate(whole.shape):
+        rows = length // count
+        beside = (*whole.shape[:dim], *whole.shape[dim + 1 :])
+        if length != rows * count or not whole.numel():
+            continue
+        if any(one.ndim != whole.ndim or one.shape[dim] != rows * size for one in parts):
+            continue
+        if beside != (*first[:dim], *first[dim + 1 :]):
+            continue
+        one = whole.double()
+        views = [part.double().unflatten(dim, (rows, size)) for part in parts]
+        ordered = (torch.cat([view.flatten(dim, dim + 1) for view in views], dim),
+                   torch.cat(views, dim + 1).flatten(dim, dim + 1))  # fmt: skip
+        gap = min(float((one - other).abs().nan_to_num(0.0).max()) for other in ordered)
+        return gap / max(float(one.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-12)
+    return 0.0
+
+
+def _whole_leaf(batch: Any) -> str:
+    """Return in words which list of the batch is as long as its samples and is not cut, if any."""
+    samples = samples_in(batch)
+    leaves = batch if isinstance(batch, Mapping | tuple | list) else ()
+    for key, one in leaves.items() if isinstance(leaves, Mapping) else enumerate(leaves):
+        numbers = isinstance(one, list) and all(isinstance(x, int | float) for x in one)
+        if (numbers or hasattr(one, "__array_interface__")) and len(one) == samples:
+            kind = type(one).__name__
+            return f" The batch's [{key!r}] is a {kind}, which is not cut: make it a tensor."
+    return ""
+
+
+def _recorded(recording: Recording, few: Any) -> Any:
+    """Return outputs of the shapes of a recording, without a run of the module."""
+    given = tree_leaves(few)
+
+    def made(leaf: Any) -> Any:
+        match leaf:
+            case Value(at):
+                value = recording.values[at]
+                return torch.zeros(value.shape, dtype=value.dtype)
+            case Leaf(at):
+                return given[at]
+            case ModuleTensor():
+                return torch.ones(())
+            case _:
+                return leaf
+
+    return tree_unflatten([made(leaf) for leaf in recording.result], recording.result_spec)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _is_sampled(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == SAMPLES
+
+
+def _number(value: Any) -> float:
+    return float(plain(value) if isinstance(value, Tensor) else value)
+
+
+def _said(tree: Any) -> str:
+    """Return what a pytree is made of: `a tuple of Tensor [8, 4], Tensor [8]`."""
+    leaves = [
+        f"{type(leaf).__name__} {list(leaf.shape)}" if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in tree_leaves(tree)
+    ]  # fmt: skip
+    if isinstance(tree, Tensor):
+        return leaves[0]
+    return f"a {type(tree).__name__} of {', '.join(leaves[:4])}"

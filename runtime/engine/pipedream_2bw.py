@@ -1,0 +1,242 @@
+"""PipeDream-2BW: a pipeline that never drains, on weights of two ages.
+
+Step k's micro-batches go forward and backward on the weights that k - 1 steps have made, so the
+pipeline is filled with step k + 1 while step k's gradients are still on their way:
+
+    W(k+1) = W(k) + AdamW's move by the gradient of step k at W(max(0, k-1))
+
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1.  A rank
+has two versions of its weights and, since clipping needs the norm over all ranks, the gradients
+of two steps.  Step k's update is made when call k + 1 ends; `drain` makes it earlier, and changes
+no number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.planner.schedules import schedule
+from meshwright.planner.schedules.actions import Action
+from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
+from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.trace import Recording
+
+
+class WeightVersions:
+    """The weights of one stage at two ages; the newest are what the optimizer updates."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+        self._of: dict[int, list[Tensor]] = {0: [p.data for p in self._parameters]}
+
+    @property
+    def newest(self) -> int:
+        """How many updates the newest weights have seen."""
+        return max(self._of)
+
+    def use(self, number: int) -> None:
+        """Let the parameters have the values that `number` updates have made."""
+        for parameter, value in zip(self._parameters, self._of[number], strict=True):
+            if parameter.data_ptr() != value.data_ptr():
+                parameter.data = value
+
+    def next(self) -> None:
+        """Begin a new version as a copy of the newest, in place of the oldest, and use it."""
+        newest = self.newest
+        values = self._of[newest]
+        if len(self._of) == 2:
+            made = self._of.pop(min(self._of))
+        else:
+            made = [torch.empty_like(value) for value in values]
+        torch._foreach_copy_(made, values)
+        self._of[newest + 1] = made
+        self.use(newest + 1)
+
+
+class StalePipeline(RecordedPipeline):
+    """This rank's one stage, and the part of the endless schedule that each call executes."""
+
+    def __init__(
+        self,
+        own: Mapping[int, RecordedStage],
+        *,
+        name: str,
+        stages: int,
+        recording: Recording,
+        micro_batches: int,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        device: torch.device,
+        loss: Callable[[Any, MicroBatch], Tensor],
+    ) -> None:
+        """`own` is the one stage of this rank, by its number.
+
+        `groups` are of the same ranks: one for activations, one for gradients.
+
+        Messages of two directions in one group could each wait for the other to be received.
+        """
+        shape = {"stages": stages, "micro_batches": micro_batches}
+        super().__init__(
+            own,
+            schedule.orders(name, stages=stages, micro_batches=micro_batches),
+            recording=recording,
+            micro_batches=micro_batches,
+            groups=groups,
+            device=device,
+            loss=loss,
+        )
+        (part,) = self._parts
+        both = schedule.orders(name, **shape, steps=2)[part.stage]
+        second = both.index(Action(part.stage, "F", micro_batches))
+        behind = stages - 1 - part.stage  # micro-batches that are in flight when a step ends
+        self._fill, self._go_on = both[:second], both[second : len(both) - behind]
+        self._rest = both[len(both) - behind :]
+        (self._module,) = own.values()
+        self._part, self._last_stage = part, part.stage == stages - 1
+        self._gradient_group = groups[1]
+        self._parameters = [p for p in part.module.parameters() if p.requires_grad]
+        self.versions = WeightVersions(self._parameters)
+        self._steps = 0
+        self._filled = False
+        self._due: list[int] = []
+        self._in_flight: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+        """What each micro-batch under way was given and made, by its step and number."""
+        self._grads: dict[int, list[Tensor | None]] = {}
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """Begin a step and go on with the one before; return the losses on the last stage."""
+        first = self._steps - 1 if self._filled else self._steps
+        losses: list[Tensor] = []
+        for action in self._go_on if self._filled else self._fill:
+            later, micro_batch = divmod(action.micro_batch, self._micro_batches)
+            if action.kind == "F":
+                losses += self._forward(first + later, micro_batch)
+            else:
+                self._backward(first + later, micro_batch)
+        self._due.append(self._steps)
+        self._steps += 1
+        self._filled = True
+        self.versions.use(self.versions.newest)
+        return losses
+
+    def drain(self) -> None:
+        """Do all backwards that are left."""
+        if self._filled:
+            for action in self._rest:
+                self._backward(self._steps - 1, action.micro_batch % self._micro_batches)
+            for work, _ in self._under_way:
+                work.wait()
+            self._under_way.clear()
+            self._filled = False
+            self.versions.use(self.versions.newest)
+
+    def due(self) -> bool:
+        """Tell whether a step whose gradients all ranks have made waits for its update."""
+        return len(self._due) > self._filled
+
+    def begin_update(self) -> None:
+        """Let the parameters be a new version, with the gradients of the oldest step due."""
+        self.versions.next()
+        grads = self._grads.pop(self._due.pop(0))
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+
+    def _forward(self, step: int, micro_batch: int) -> list[Tensor]:
+        """Run a micro-batch forward; return its loss, if this is the last stage."""
+        self.versions.use(max(0, step - 1))
+        taken = [
+            self._received(like, self._part.stage - 1).requires_grad_(like.requires_grad)
+            for like in (self._part.inputs if self._part.stage else ())
+        ]
+        self._module.select(micro_batch)
+        made = self._part.module(*taken)
+        made = (made,) if self._last_stage else made
+        if not self._last_stage:
+            for output in made:
+                self._send(output.detach(), self._group, self._part.stage + 1)
+        self._in_flight[step, micro_batch] = taken, made
+        return list(made) if self._last_stage else []
+
+    def _backward(self, step: int, micro_batch: int) -> None:
+        """Run a micro-batch backward, on the weights of its forward, into its step's gradients."""
+        self.versions.use(max(0, step - 1))
+        taken, made = self._in_flight.pop((step, micro_batch))
+        made = tuple(output for output in made if output.requires_grad)
+        gradients = [
+            torch.empty_like(output, memory_format=torch.contiguous_format)
+            for output in (() if self._last_stage else made)
+        ]
+        for gradient in gradients:
+            dist.recv(gradient, group=self._gradient_group, group_src=self._part.stage + 1)
+        known = self._grads.get(step) or [None] * len(self._parameters)
+        for parameter, grad in zip(self._parameters, known, strict=True):
+            parameter.grad = grad
+        torch.autograd.backward(made, gradients or None)
+        self._grads[step] = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        for received in taken:
+            if received.requires_grad:
+                grad = torch.zeros_like(received) if received.grad is None else received.grad
+                self._send(grad, self._gradient_group, self._part.stage - 1)
+
+    def _send(self, tensor: Tensor, group: dist.ProcessGroup, stage: int) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=group, group_dst=stage)
+        assert work is not None
+        self._under_way = [pair for pair in self._under_way if not pair[0].is_completed()]
+        self._under_way.append((work, tensor))
+
+
+class LateUpdates:
+    """Updates of a pipeline that never drains: each by the gradients of the step before."""
+
+    def __init__(
+        self,
+        pipeline: StalePipeline,
+        optimizers: TorchOptimizers,
+        clip_norm: float,
+        updated: Callable[[], None],
+    ) -> None:
+        """`updated` is called after each update."""
+        self._pipeline, self._optimizers, self._clip_norm = pipeline, optimizers, clip_norm
+        self._updated = updated
+        self._counts: deque[Tensor] = deque()
+        """Of the steps whose update waits; oldest first."""
+        self._norm = 0.0
+
+    def update(self, totals: Tensor) -> tuple[float, float, float]:
+        """Update by a step that is due, if any; return the loss of all ranks, the last norm and
+        who asks to end (`Gradients.ending`).
+
+        `totals` are the sum and count of this rank's losses of the step that has begun.
+        """
+        if not self._pipeline.due():
+            said = torch.cat((totals, totals.new_tensor([self._optimizers.ending()])))
+            dist.all_reduce(said)
+            self._counts.append(said[1])
+            return float(said[0] / said[1]), self._norm, float(said[2])
+        self._pipeline.begin_update()
+        optimizers = self._optimizers
+        optimizers.follow()
+        measured = optimizers.step(totals, self._clip_norm, self._counts.popleft())
+        self._updated()
+        self._counts.append(measured.count)
+        loss, self._norm, _, drift, ending = measured.report.tolist()
+        if drift and optimizers.agreement is not None:
+            optimizers.agreement.refuse_drift()
+        return loss, self._norm, ending
+
+    def drain(self, none: Tensor) -> None:
+        """Do all backwards and updates that are left; `none` are totals of no losses."""
+        self._pipeline.drain()
+        if self._pipeline.due():
+            self.update(none)
+            self._counts.pop()  # no step has begun

@@ -1,0 +1,595 @@
+"""Passes: forwards and backwards of a script's micro-batches over the stages of a rank.
+
+    passes = Passes(plan, place, parts, recorder, loss=loss, ...)
+    micros = passes.cut(batch, step=3)       # this rank's slice, as micro-batches
+    passes.train(micros)                     # gradients are added up; sums and counts are noted
+
+Under a pipeline a batch has whatever shape the example allows: each shape has a recording and
+boundaries of its own, and all ranks that see a batch are asked whether they see the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
+
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import BatchError, LaunchError
+from meshwright.planner.schedules import schedule, schedule_of
+from meshwright.runtime.core import batches
+from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.core.auxiliary_loss import BatchSums, InnerLosses, running
+from meshwright.runtime.core.global_batch_loss import (
+    gradients_by_output,
+    of_all_slices,
+    surrogate,
+    whole_batch,
+)
+from meshwright.runtime.core.loss import Totals, counted
+from meshwright.runtime.core.lru import Recent
+from meshwright.runtime.core.mesh import Place
+from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
+from meshwright.runtime.core.torch_internals import forget_forward_order
+from meshwright.runtime.engine.apply_plan import Staged
+from meshwright.runtime.engine.pipedream_2bw import StalePipeline
+from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
+from meshwright.runtime.optim.gradients import Gradients
+from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
+from meshwright.runtime.parallel.attention_api import divided, positions_in
+from meshwright.runtime.parallel.batch_norm import RunningStatistics
+from meshwright.runtime.parallel.context_parallel import whole_positions
+from meshwright.runtime.parallel.data_parallel import gathers_anew, reduces_apart, reduces_at_once
+from meshwright.runtime.parallel.replicas import Replicas
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, step_seed
+from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
+
+
+class StepPasses:
+    """This rank's part of the forwards and backwards of a batch."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        place: Place,
+        parts: Sequence[Staged],
+        recorder: Recorder,
+        *,
+        example: Any,
+        loss: Callable[[Any, Any], Any],
+        gradients: Gradients,
+        statistics: RunningStatistics | None,
+        sums: bool,
+        compares: bool = True,
+        device: torch.device,
+    ) -> None:
+        """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled;
+        `statistics` are those of BatchNorms, where there may be some.
+
+        `sums` says that the module asks for sums over the batch, and `compares` that batches and
+        loss are a user's own: ranks may not have them alike, and there may be metrics.
+        """
+        self.totals = Totals(device)
+        self._plan = plan
+        self._place = place
+        self._parts = tuple(parts)
+        self._recorder = recorder
+        self._most = batches.lengths_of(example)
+        self._loss = loss
+        self._gradients = gradients
+        self._statistics = statistics
+        self._device = device
+        self._sums = sums
+        # By all ranks together, also those whose stage sums nothing.
+        summed = sums and place.mesh is not None and place.replicas > 1
+        self._replica_group = place.replica_group if summed else None
+        self._compares = compares
+        self._surveyed: Totals | None = None
+        """What the loss counts, while sums over the batch are made."""
+        self._taken: list[Any] | None = None
+        """What the module makes, while it is asked for."""
+        self._by_output: dict[int, list[Tensor | None]] = {}
+        """Gradients of a loss over the whole batch, by micro-batch."""
+        self._metric_names: tuple[str, ...] | None = None
+        self._learns = False
+        """Whether a loss of the running step has a gradient, or none is missed."""
+        self._divided = (
+            place.replicas if reduces_apart(plan, place) and plan.mesh.expert == 1 else 1
+        )
+        """By what a loss is divided so that the sum of replicas' gradients is their mean: backends
+        that make a mean themselves go through all memory once more."""
+        self._replicas = self._new_replicas()
+        self._batches = 0
+        """How many were seen; values of some are compared."""
+        self._one_slice: list[int] | None = None
+        """The digest of the last batch that was compared, if all slices had the same one."""
+        self._counts: list[int] | None = None
+        """[slice] Samples of a batch of any size, while one is evaluated."""
+        self._filler: Any = None
+        """A micro-batch of one sample, for forwards that other slices need."""
+        self._filling = False
+        self._pipelines = Recent[RecordedPipeline](MOST_RECORDINGS)
+
+    # --- batches ----------------------------------------------------------------------------
+
+    def cut(self, batch: Any, *, step: int, drawing: bool = True) -> list[MicroBatch]:
+        """Cut this rank's slice into micro-batches; all ranks call it together.
+
+        Raises BatchError where the slice is not of the plan's size, has longer samples than the
+        example, or ranks that feed one slice have different samples.
+        """
+        size, count = self._plan.micro_batch, self._plan.micro_batches_of(self._place.data_rank)
+        self._counts = None
+        cut = batches.micro_batches(batch, size=size, count=count)
+        batches.check_lengths(batch, self._most)
+        self._renew(batch)
+        if self._compares:
+            self._agree(batch)
+        return self._micros(cut, step=step, drawing=drawing)
+
+    def cut_any(self, batch: Any, *, step: int, drawing: bool = False) -> list[MicroBatch]:
+        """Cut a slice of any number of samples, none included; all ranks call it together.
+
+        The last micro-batch may be smaller, and a rank that has fewer than others runs forwards of
+        a sample that counts for nothing, so that all ranks run as many.
+        """
+        batches.check_lengths(batch, self._most)
+        self._renew(batch)
+        if self._compares:
+            self._agree(batch, any_size=True)
+        found = batches.samples_in(batch)
+        counts = torch.zeros(self._place.data_degree, device=self._device)
+        counts[self._place.data_rank] = found
+        if self._place.mesh is not None:
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        self._counts = [int(count) for count in counts.tolist()]
+        if isinstance(self._loss, whole_batch) and not all(self._counts):
+            raise BatchError(
+                f"batch: slices have {self._counts} samples, and whole_batch(loss) gathers some of "
+                "each; give every slice at least one"
+            )
+        some = batches.part_of(batch, range(1)) if found else _zeros(batch)
+        self._filler = batches.on_device(some, self._device)
+        return self._micros(
+            batches.cut_by(batch, self._plan.micro_batch), step=step, drawing=drawing
+        )
+
+    def _renew(self, batch: Any) -> None:
+        """Record anew what the training loop changed beside tensors."""
+        before = self._recorder.renewals
+        self._recorder.renew(batch)
+        if self._recorder.renewals > before and schedule_of(self._plan.schedule).stale:
+            raise LaunchError(
+                f"schedule: is {self._plan.schedule}, which ends the backward of a step in the "
+                "next one, and what the forward reads was changed between them; give numbers that "
+                "change as tensors without dims in the batch, or use schedule 1f1b"
+            )
+
+    def _micros(self, cut: Sequence[Any], *, step: int, drawing: bool) -> list[MicroBatch]:
+        size = self._plan.micro_batch
+        first = self._plan.samples_of(self._place.data_rank).start
+        return [
+            MicroBatch(
+                batches.on_device(one, self._device),
+                step_seed(self._plan.training.seed, step, first + at * size) if drawing else None,
+            )
+            for at, one in enumerate(cut)
+        ]
+
+    def _agree(self, batch: Any, *, any_size: bool = False) -> None:
+        """Refuse what ranks that must have equal batches do not have; all ranks raise it.
+
+        Values are compared as those of replicas are, in the first batches and now and then, shapes
+        each time: messages between stages have that of the batch, and a loss over the whole batch
+        gathers it.  Nor may all slices be the same samples, in one batch that is compared and in
+        the next: whoever divides data forgot to.
+        """
+        several = self._place.data_degree > 1 and not any_size
+        gathers = isinstance(self._loss, whole_batch) and several
+        self._batches += 1
+        due = is_due(self._batches, COMPARED_EVERY)
+        fed_alike = self._plan.mesh.pipeline * self._plan.mesh.tensor > 1
+        if not (fed_alike or gathers or (several and due)):
+            return
+        fed = self._place.data_rank * self._place.context.degree + self._place.context.rank
+        own = [fed, batches.shape_print(batch)]
+        if due:
+            own.append(batches.fingerprint(batch))
+        every = all_gather_json(own)
+        if gathers and (other := next((s for s in every if s[1] != every[0][1]), None)):
+            raise BatchError(
+                f"batch: slices {every[0][0]} and {other[0]} have samples of different shapes, and "
+                "whole_batch(loss) gathers all; pad them to one length"
+            )
+        first: dict[int, tuple[int, list[int]]] = {}
+        for rank, said in enumerate(every):
+            other, wanted = first.setdefault(said[0], (rank, said))
+            if said != wanted:
+                what = "samples" if said[1] == wanted[1] else "shapes"
+                raise BatchError(
+                    f"batch: ranks {other} and {rank} feed slice {said[0]} and have different "
+                    f"{what}; seed the loader alike on all ranks and take engine.slice(batch)"
+                )
+        if due and several and self._place.context.degree == 1:
+            self._refuse_one_slice(own[1:], {tuple(said[1:]) for said in every})
+
+    def _refuse_one_slice(self, own: list[int], every: set[tuple[int, ...]]) -> None:
+        """Refuse slices that are all the same, in this batch and in another one before."""
+        before, self._one_slice = self._one_slice, own if len(every) == 1 else None
+        if self._one_slice is not None and before not in (None, own):
+            raise BatchError(
+                f"batch: all {self._place.data_degree} slices are the same samples, again and "
+                "again, so that most of the data are never seen; give engine.slice(batch) of the "
+                "global batch, or divide the data by engine.slice_rank and engine.slices "
+                "(DistributedSampler(data, rank=engine.slice_rank, num_replicas=engine.slices))"
+            )
+
+    # --- passes -----------------------------------------------------------------------------
+
+    def train(self, micros: Sequence[MicroBatch]) -> None:
+        """Add the gradients of all micro-batches, and note their losses."""
+        host.forget_sums()
+        sums = self._summed(micros)
+        if isinstance(self._loss, whole_batch):
+            with running(InnerLosses(_forget, None, sums)):
+                self._whole_gradients(self._loss, micros)
+        if self._replicas is not None:
+            self._replicas.begin()
+        one = self._backward_of(torch.ones((), device=self._device))
+        draws = any(layer.draws for layer in self._recorder.first.layers)  # and may drop all layers
+        last = self._plan.rank_of_stage(len(self._plan.stages) - 1) == self._place.stage
+        self._learns = draws or not last
+        with running(InnerLosses(self._note_inner, one, sums)):
+            if self._plan.mesh.pipeline > 1:
+                self.pipeline_of(micros).run_all(micros)
+            else:
+                self._one_after_another(micros)
+        if not self._learns:
+            raise BatchError(
+                "loss: has no gradient in any micro-batch of this rank: it depends on nothing that "
+                "is trained. Make it of the module's outputs, without detach(), no_grad() or item()"
+            )
+        host.summed()
+        if self._replicas is not None:
+            self._replicas.finish()
+        if self._statistics is not None:
+            self._statistics.apply()
+
+    def evaluate(self, micros: Sequence[MicroBatch]) -> None:
+        """Note the losses of all micro-batches of `cut_any` in eval mode, and learn nothing."""
+        with self._mode(training=False):
+            inner = InnerLosses(self._note_inner, None, self._summed(micros))
+            with running(inner):
+                if isinstance(self._loss, whole_batch):
+                    self._whole_gradients(self._loss, micros)
+                else:
+                    self._forward(micros)
+            self._let_go()
+
+    @contextlib.contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        """Run stages in one mode, and put them back into train mode."""
+        modules = [part.module for part in self._parts]
+        try:
+            for module in modules:
+                module.train(training)
+            yield
+        finally:
+            for module in modules:
+                module.train()
+
+    def outputs(self, micros: Sequence[MicroBatch], *, training: bool) -> Any:
+        """Return what the module makes of `cut_any`, on every rank, without gradients."""
+        with self._mode(training=training):
+            inner = InnerLosses(_forget, None, self._summed(micros))
+            with running(inner):
+                made = self._outputs(micros)
+        if self._plan.mesh.pipeline > 1:
+            group = self._place.axis("pipeline").get_group()
+            last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
+            own = self._place.stage == last
+            leaves = tree_leaves(made) if own else []
+            if any(not isinstance(leaf, Tensor) for leaf in leaves):
+                raise LaunchError(
+                    "outputs: are not all tensors, and cannot be sent to other ranks; "
+                    "return tensors from the module"
+                )
+            sent = broadcast_tensors(leaves if own else None, source=last, group=group)
+            # Every rank has recorded what the module returns.
+            spec = self._recorder.first.result_spec
+            each = spec.num_leaves
+            made = [
+                tree_unflatten([leaf.to(self._device) for leaf in sent[at : at + each]], spec)
+                for at in range(0, len(sent), each)
+            ]
+        whole = self._at_all_positions(batches.joined(made), micros)
+        return whole if micros else batches.part_of(whole, range(0))
+
+    def _at_all_positions(self, made: Any, micros: Sequence[MicroBatch]) -> Any:
+        """Return outputs of this rank's positions together with those of the others."""
+        place = self._place.context
+        if place.degree == 1 or not micros:
+            return made
+        own = positions_in(micros[0].batch)
+        return tree_map(
+            lambda x: (
+                whole_positions(x, place)
+                if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own
+                else x
+            ),
+            made,
+        )
+
+    @torch.no_grad()
+    def _summed(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
+        """Return what the module sums over the batch, by a forward of all micro-batches."""
+        if not self._sums:
+            return None
+        sums = BatchSums()
+        self._surveyed = Totals(self._device)
+        try:
+            with running(InnerLosses(_forget, None, sums)):
+                self._forward(micros, sums)
+            counts = self.of_all(self._surveyed.values)
+        finally:
+            self._surveyed = None
+        self._let_go()
+        if self._statistics is not None:
+            self._statistics.forget()
+        sums.finish(self._of_all_slices)
+        if not isinstance(self._loss, whole_batch):
+            sums.loss_count = counts[1]
+        return sums
+
+    def _of_all_slices(self, values: Tensor) -> Tensor:
+        """Return the sum of what the ranks of this stage have of all slices and positions."""
+        if self._replica_group is not None:
+            dist.all_reduce(values, group=self._replica_group)
+        return values
+
+    def _forward(self, micros: Sequence[MicroBatch], sums: BatchSums | None = None) -> None:
+        self._run_forward(micros)
+        size = self._plan.micro_batch
+        count = max((-(-count // size) for count in self._counts or ()), default=0) - len(micros)
+        if count > 0:
+            self._filling = bool(micros)
+            try:
+                filled = BatchSums() if self._sums else None
+                with running(InnerLosses(_forget, None, filled)):
+                    self._run_forward([MicroBatch(self._filler)] * count)
+                if sums is not None and filled is not None:
+                    sums.asked_too(filled)
+            finally:
+                self._filling = False
+
+    def _run_forward(self, micros: Sequence[MicroBatch]) -> None:
+        if self._plan.mesh.pipeline == 1:
+            for micro in micros:
+                self._micro_loss(self._parts[0].module(micro=micro), micro)
+            return
+        # As many at once as a step has, all of one shape.
+        for _, alike in itertools.groupby(micros, lambda micro: key_of(micro.batch)):
+            own = list(alike)
+            for at in range(0, len(own), self._plan.micro_batches):
+                some = own[at : at + self._plan.micro_batches]
+                self.pipeline_of(some).evaluate_all(some)
+
+    def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
+        part = self._parts[0]
+        for index, micro in enumerate(micros):
+            if part.wrapped:
+                last = index == len(micros) - 1
+                module = cast(FSDPModule, part.module)
+                forget_forward_order(module)
+                module.set_is_last_backward(last)
+                module.set_requires_gradient_sync(last or reduces_at_once(self._plan, self._place))
+                module.set_reshard_after_backward(last or gathers_anew(self._plan, self._place))
+            part.module.closed(self._micro_loss(part.module(micro=micro), micro)).backward()
+
+    @torch.no_grad()
+    def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:
+        """Return what the module makes of each micro-batch, where this rank has the last stage."""
+        made: list[Any] = []
+        self._taken = made
+        heads = [part.chunked for part in self._parts if part.chunked is not None]
+        try:
+            for head in heads:
+                head.active = False
+            self._forward(micros)
+        finally:
+            self._taken = None
+            for head in heads:
+                head.active = True
+        self._let_go()
+        if self._statistics is not None:
+            self._statistics.forget()
+        for one, micro in zip(made, micros, strict=False):
+            batches.check_samples(one, micro.batch)
+        return made
+
+    def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:
+        """Note the loss of the whole batch, and its gradient by the outputs of each micro-batch."""
+        plan, place = self._plan, self._place
+        made = self._outputs(micros)
+        if not made:
+            return
+        own = batches.joined([micro.batch for micro in micros])
+        outputs, batch = (
+            of_all_slices(self._at_all_positions(one, micros), place, self._counts)
+            for one in (batches.joined(made), own)
+        )
+        # All have the same.
+        notes = place.data_rank == place.along("tensor") == place.context.rank == 0
+        if not torch.is_grad_enabled():
+            if notes:
+                samples = sum(self._counts) if self._counts else plan.global_batch
+                self.totals.add(counted(loss(outputs, batch), samples))
+            return
+        one, grads = gradients_by_output(
+            loss,
+            outputs,
+            batch,
+            own=plan.samples_of(place.data_rank),
+            size=plan.micro_batch,
+            parts=plan.global_batch // plan.micro_batch * place.context.degree,
+        )
+        grads = [divided(one, place.context) for one in grads]
+        if notes:
+            self.totals.add(one)
+        self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}
+
+    def _let_go(self) -> None:
+        """Divide parameters again: what no backward follows stays gathered."""
+        for inner in (inner for part in self._parts for inner in part.module.modules()):
+            if isinstance(inner, FSDPModule):
+                inner.reshard()
+
+    def _micro_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Note what a micro-batch adds to the loss; return where its backward begins."""
+        if self._filling:
+            return torch.zeros((), device=self._device)
+        if self._taken is not None:
+            self._taken.append(outputs)
+            return torch.zeros((), device=self._device)
+        if self._surveyed is not None and isinstance(self._loss, whole_batch):
+            return torch.zeros((), device=self._device)
+        if isinstance(self._loss, whole_batch):
+            return self._start_of(surrogate(outputs, self._by_output[id(micro)]))
+        if micro.batch is self._filler:
+            return torch.zeros((), device=self._device)
+        samples = batches.samples_in(micro.batch)
+        one = counted(self._loss(outputs, micro.batch), samples)
+        if self._place.along("tensor") == 0:  # the others of a slice have the same
+            (self.totals if self._surveyed is None else self._surveyed).add(one)
+        return self._start_of(one.total)
+
+    def _note_inner(self, value: Tensor) -> None:
+        if self._place.along("tensor") == 0:
+            self.totals.add_inner(value)
+
+    def _start_of(self, total: Tensor) -> Tensor:
+        """Return where a micro-batch's backward begins, also if it went by all that is trained."""
+        self._learns = self._learns or total.requires_grad
+        start = self._backward_of(total)
+        if torch.is_grad_enabled() and not start.requires_grad:
+            start.requires_grad_()
+        return start
+
+    def _backward_of(self, total: Tensor) -> Tensor:
+        """Return what backward of a sum of losses begins at."""
+        return self._gradients.scale.applied(total / (self._gradients.divisor * self._divided))
+
+    def measure_own_gradient(self) -> None:
+        """Let `own` have the square of this rank's gradient from the next step on."""
+        if self._replicas is not None:
+            self._replicas.measures_own = True
+
+    @property
+    def own(self) -> Tensor:
+        """What the last step gave on this rank alone: see Engine.own_values."""
+        square = None if self._replicas is None else self._replicas.own_square
+        totals = self.totals.values.clone()
+        return totals if square is None else torch.cat((totals, square.to(totals).view(1)))
+
+    def _new_replicas(self) -> Replicas | None:
+        replicated = [one for part in self._parts for one in part.replicated]
+        if not replicated:
+            return None
+        apart = any(part.store is not None for part in self._parts)
+        count = self._plan.micro_batches_of(self._place.data_rank)
+        backwards = None if apart else count
+        return Replicas(replicated, backwards=backwards, divided=self._divided > 1)
+
+    def pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
+        """Return the stages with the boundaries of these micro-batches."""
+        example, training = micros[0].batch, self._parts[0].module.training
+        return self._pipelines.get(
+            (key_of(example), training, self._recorder.renewals),
+            lambda: self._new_pipeline(example, training=training),
+        )
+
+    def _new_pipeline(self, example: Any, *, training: bool) -> RecordedPipeline:
+        plan = self._plan
+        parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
+        settings: dict[str, Any] = {
+            "recording": self._recorder.recording(example, training=training),
+            "micro_batches": plan.micro_batches,
+            "device": self._device,
+            "loss": self._micro_loss,
+        }
+        modules = {stage: part.module for stage, part in parts.items()}
+        if training and schedule_of(plan.schedule).stale:
+            return StalePipeline(
+                modules,
+                name=plan.schedule,
+                stages=len(plan.stages),
+                groups=self._place.groups_in_flight(),
+                **settings,
+            )
+        orders = schedule.orders(
+            plan.schedule,
+            stages=len(plan.stages),
+            micro_batches=plan.micro_batches,
+            virtual_stages=plan.virtual_stages,
+        )
+        stores = {stage: part.store for stage, part in parts.items() if part.store} or None
+        groups = self._place.pipeline_groups()
+        return RecordedPipeline(modules, orders, stores=stores, groups=groups, **settings)
+
+    # --- sums over all ranks ----------------------------------------------------------------
+
+    def of_all(self, values: Tensor) -> Tensor:
+        """Return the sum of what all ranks have."""
+        values = values.clone()
+        if self._place.mesh is not None:
+            dist.all_reduce(values)
+        return values
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of all ranks; those without the last stage have none of their own."""
+        if not self._compares:
+            return {}
+        if self._metric_names is None:
+            self._metric_names = self._agreed_names()
+        if not self._metric_names:
+            return {}
+        own = self.totals.metrics
+        unknown = [name for name in own if name not in self._metric_names]
+        if unknown:
+            raise BatchError(
+                f"metrics: '{unknown[0]}' was not there in the first step; return the same names "
+                "in each"
+            )
+        none = torch.zeros(2, dtype=torch.float64, device=self._device)
+        pairs = self.of_all(torch.stack([own.get(name, none) for name in self._metric_names]))
+        return {
+            name: total / count if count else float("nan")
+            for name, (total, count) in zip(self._metric_names, pairs.tolist(), strict=True)
+        }
+
+    def _agreed_names(self) -> tuple[str, ...]:
+        names: list[Any] = [tuple(self.totals.metrics)]
+        if self._place.mesh is not None:
+            names = all_gather_json(list(self.totals.metrics))
+        return tuple(dict.fromkeys(name for one in names for name in one))
+
+
+def _zeros(batch: Any) -> Any:
+    """Return a batch of one sample like one that has none."""
+    return tree_map(
+        lambda leaf: (
+            leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+        ),
+        batch,
+    )
+
+
+def _forget(value: Tensor) -> None:
+    """Take a loss inside the module in a forward that reports none."""

@@ -1,0 +1,232 @@
+"""A causal language model of transformers without rules of ours: its own class, recorded.
+
+    MODEL is config.json:recorded, or a config.json whose `model_type` the planner has no figures of
+
+What is known of it is what its forward does with tokens, so that it trains as a script's module
+does: under data parallelism, ZeRO and pipelines.  First values are the library's own, under the
+plan's seed, or those of a folder of safetensors files.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.planner.documents.document import refuse_irregular
+from meshwright.planner.documents.model import ModelGraph, recorded_file
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.units import name_of
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.checkpoint.weight_export import DType
+from meshwright.runtime.core.mesh import Place
+from meshwright.runtime.core.side_effects import copied
+from meshwright.runtime.engine.named_loss import token_loss
+from meshwright.runtime.engine.setup import built
+from meshwright.runtime.engine.token_module import TokenModel, graph_on_tokens, recording_of
+from meshwright.runtime.parallel.attention_api import library_attention
+from meshwright.runtime.tracing.tracer import can_be_tried
+
+_NAMED_ATTENTION = "meshwright_named"
+"""What the library calls attention that can be divided and restricted to documents."""
+
+
+def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
+    """Return the ModelGraph of a library's model, recorded without data on samples of `seq_len`.
+
+    `source` is `PATH:recorded`.  Raises DocumentError where the library or the recording refuses.
+    """
+    with recording_of(source):
+        with torch.device("meta"):
+            module = _built(_configuration(source))
+        name = name_of(recorded_file(source))
+        graph = graph_on_tokens(
+            module,
+            seq_len,
+            inputs=_inputs,
+            loss=_loss,
+            name=name,
+            named=_takes_our_attention(_configuration(source)),
+        )
+    return graph.model_copy(update={"source": source})
+
+
+def _takes_our_attention(config: Any) -> bool:
+    """Tell whether the library's class takes another attention by its name, and positions.
+
+    It writes the name into the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return _takes_positions(_built(config, named=True))
+    except (KeyError, ValueError):
+        return False
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+class LibraryModel(TokenModel):
+    """What an Engine trains, on tokens, of a model that only the library knows."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        device: torch.device,
+        weights: Path | None = None,
+        documents: bool = False,
+        place: Place | None = None,
+    ) -> None:
+        """`weights` is a local folder of safetensors files; None draws first values."""
+        self._config = _configuration(plan.model.source)
+        named = documents or plan.mesh.context > 1
+        try:
+            module = built(lambda: _built(self._config, weights, named=named), plan)
+        except (KeyError, ValueError) as error:
+            if not named:
+                raise
+            raise LaunchError(
+                f"{self._config.model_type}: its own class takes no other attention "
+                f"({type(error).__name__}: {error}), so it is neither divided over positions nor "
+                "restricted to documents; use context 1, and train on text"
+            ) from error
+        super().__init__(
+            module,
+            plan,
+            inputs=_inputs,
+            loss=_loss,
+            device=device,
+            documents=documents,
+            numbered=_takes_positions(module),
+            place=place,
+        )
+        if named:
+            _refuse_other_attention(self.module, self._config, self.example)
+        _refuse_sight_of_targets(self.module, self._config, self.example[0][:1])
+
+    def configuration(self) -> str | None:
+        """Return the config.json of the model as the library has it."""
+        text: str = self._config.to_json_string(use_diff=False)
+        return text
+
+
+def saved_by_library(
+    config: Path, named: Mapping[str, Tensor], folder: Path, *, dtype: DType
+) -> None:
+    """Write a folder as the library's `save_pretrained` does, of weights by module names."""
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+
+    module: Any = _built(_config_at(config))
+    lacking, unknown = module.load_state_dict(named, strict=False)
+    assert not unknown, unknown
+    tied = set(dict(module.named_parameters(remove_duplicate=False))) - set(
+        dict(module.named_parameters())
+    )
+    absent = [name for name in lacking if name not in tied]
+    if absent:
+        raise LaunchError(
+            f"{config.parent}: has no {absent[0]}, which the model has; "
+            "restore it, or plan again from the folder as it is"
+        )
+    disable_progress_bar()
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    module.to(types[dtype]).save_pretrained(folder)
+
+
+def _configuration(source: str) -> Any:
+    return _config_at(Path(recorded_file(source)))
+
+
+def _config_at(file: Path) -> Any:
+    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
+
+    folder = file.parent if file.suffix == ".json" else file
+    refuse_irregular(folder)
+    try:
+        config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its checks of fields raise several kinds
+        raise LaunchError(f"{file}: transformers refuses the config.json: {error}") from error
+    config.use_cache = False
+    return config
+
+
+def _built(config: Any, weights: Path | None = None, *, named: bool = False) -> nn.Module:
+    """Return the library's own model; `named` gives it attention that can be divided."""
+    from transformers import (  # noqa: PLC0415 - takes seconds to import
+        AttentionInterface,
+        AutoModelForCausalLM,
+    )
+
+    settings = {}
+    if named:
+        AttentionInterface.register(_NAMED_ATTENTION, library_attention)
+        settings = {"attn_implementation": _NAMED_ATTENTION}
+    if weights is not None:
+        refuse_irregular(weights)
+        made = AutoModelForCausalLM.from_pretrained(
+            weights,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **settings,
+        )
+    else:
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **settings)
+    module: nn.Module = made.train()
+    return module
+
+
+@torch.no_grad()
+def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> None:
+    """Refuse a model whose results change with later tokens: it would see what it is to predict.
+
+    A module that is too large for a trial is not tried.
+    """
+    if not can_be_tried(module):
+        return
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % config.get_text_config().vocab_size
+    tried = copied(module).eval()
+    first, second = (tried(**_inputs((one,))).logits[:, :-1] for one in (tokens, other))
+    if not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
+        causal = "set is_decoder: true in its config.json, or " * hasattr(config, "is_decoder")
+        raise LaunchError(
+            f"{config.model_type}: its results change with the tokens after them, which it is to "
+            f"predict; {causal}train it on masked tokens from a script with meshwright.Engine "
+            "(docs/train-bert.md)"
+        )
+
+
+@torch.no_grad()
+def _refuse_other_attention(module: nn.Module, config: Any, batch: tuple[Tensor, ...]) -> None:
+    """Refuse a model whose own attention does something else than ours in its place.
+
+    A module that is too large for a trial is not tried.
+    """
+    if not can_be_tried(module):
+        return
+    tried: Any = copied(module).eval()
+    given = _inputs(tuple(leaf[:1] for leaf in batch))
+    ours = tried(**given).logits
+    tried.set_attn_implementation("eager")
+    if not torch.allclose(ours, tried(**given).logits, rtol=1e-4, atol=1e-5):
+        raise LaunchError(
+            f"{config.model_type}: its attention is another than meshwright.attention, which alone "
+            "is divided and restricted to documents; use context 1, and train on text"
+        )
+
+
+def _inputs(batch: tuple[Tensor, ...]) -> dict[str, Any]:
+    given = {"input_ids": batch[0], "use_cache": False}
+    return given | ({"position_ids": batch[2]} if len(batch) > 2 else {})
+
+
+_loss = token_loss(lambda batch: batch[1])

@@ -1,0 +1,296 @@
+"""A module of the user's own under a plan: recorded, checked, and cut into this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.planner.documents.document import first_error
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core import auxiliary_loss as inner_loss
+from meshwright.runtime.core import batches
+from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.core.mesh import Place, place_of
+from meshwright.runtime.engine.apply_plan import Staged
+from meshwright.runtime.engine.default_plan import script_plan
+from meshwright.runtime.engine.loss_check import check_loss
+from meshwright.runtime.engine.module_graph import (
+    SAMPLES,
+    changes_by_samples,
+    check_module,
+    check_replay,
+    few_samples,
+    refuse_changing,
+)
+from meshwright.runtime.engine.named_loss import check_chunks, token_loss
+from meshwright.runtime.engine.setup import built
+from meshwright.runtime.engine.user_stage import (
+    adapt,
+    check_layers,
+    frozen_and_buffers,
+    holders_of,
+    modules_of,
+    refuse_hooks,
+    refuse_plan,
+    refuse_shared_memory,
+    refuse_sparse,
+    refuse_without_products,
+    script_stage,
+)
+from meshwright.runtime.optim.gradients import Slot, copies_of
+from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, ParameterGroup, grouped
+from meshwright.runtime.parallel import expert_parallel as experts
+from meshwright.runtime.parallel.attention_api import SeenKeys, divided, positions_in, seeing
+from meshwright.runtime.parallel.context_check import check_parts, check_positions
+from meshwright.runtime.parallel.data_parallel import activation_type
+from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
+from meshwright.runtime.parallel.tensor_styles import Styles, styles_by_name
+from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.tracing.trace import Node
+from meshwright.runtime.tracing.tracer import Inputs, Recorder
+from meshwright.runtime.tracing.unused_parameters import Participation
+
+
+class OwnModel:
+    """What an Engine trains, from a function that builds it."""
+
+    counts = 1
+    """How much of each sample the loss is expected to count."""
+    by_plan = False
+    """Whether the optimizer is that of the plan's `training`."""
+    divides_logits = False
+    """Whether the loss gets logits that are divided over the tensor axis."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        wanted: Plan | Mapping[str, Any],
+        *,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Factory,
+        batch: Any,
+        inputs: Inputs | None,
+        groups: GroupOf | None,
+        units: Sequence[str] | None,
+        tensor: Styles | None,
+        by_micro_batch: bool = False,
+        device: torch.device,
+        place: Place | None = None,
+    ) -> None:
+        """See Engine; `wanted` is a plan, or fields of a layout, of which a plan is made.
+
+        `place` is this rank's if it is not that of all ranks in the plan.
+        """
+        module = built(build, wanted)
+        refuse_hooks(module.named_parameters())
+        refuse_sparse(module)
+        refuse_shared_memory(module)
+        few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
+        recorder = Recorder.of(module, few, inputs, units=units)
+        changing = check_replay(module, recorder, few)
+        self.sums = inner_loss.times_asked() > asked
+        """The module asks for sums over the batch."""
+        if isinstance(wanted, Plan):
+            if not self._sees_less(wanted):  # which was planned without positions
+                check_module(wanted, recorder)
+            plan = wanted
+        else:
+            name = getattr(build, "__name__", type(module).__name__)
+            try:
+                plan = script_plan(
+                    recorder,
+                    wanted,
+                    name=type(module).__name__ if name == "<lambda>" else name,
+                    ranks=dist.get_world_size() if dist.is_initialized() else 1,
+                    global_batch=batches.samples_in(batch),
+                    device=device.type,
+                )
+            except ValidationError as error:
+                raise first_error(error) from error
+        dtype = activation_type(plan.precision)
+        refuse_plan(plan, module, loss, by_plan=self.by_plan)
+        if plan.training.lora is not None:
+            adapt(plan, module, recorder)
+        plain = recorder  # modules are tried in fp32
+        if dtype != torch.float32 or plan.training.lora is not None:
+            recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
+        check_layers(plan, recorder)
+        refuse_without_products(plan, module, recorder)
+        refuse_changing(
+            plan,
+            changing,
+            twice=self.sums or isinstance(loss, whole_batch),
+            by_samples=lambda: changes_by_samples(module, plain, few, changing),
+        )
+        check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
+        self._draws: Mapping[Draw, int] = {}
+        """Which dim of what a node draws has positions."""
+        self._check_divisions(plan, module, plain, few, loss)
+        self.plan = plan
+        self.recorder = recorder
+        self.aliases: Mapping[str, str] = recorder.aliases
+        self.order = tuple(_names(module))
+        """Of parameters and buffers, as the module's own state_dict() has them."""
+        self.participation: Participation | None = Participation()
+        self.module = module
+        """All of it, on the host, whose parts stages have taken."""
+        self._device = device
+        self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
+        # Last: a plan that no module goes with needs no ranks.
+        self.place = place or place_of(plan, device)
+        self.loss = loss
+        self._holders = holders_of(plan, recorder, self.place)
+        recorder.follow(module)
+        self._groups = grouped(module.named_parameters(), optimizer, groups)
+
+    def _check_divisions(
+        self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
+    ) -> None:
+        """Refuse a module whose experts, loss or positions cannot be divided as the plan wants."""
+        degree = plan.mesh.expert
+        if degree > 1:
+            found = experts.modules_of(module)
+            if not found:
+                raise LaunchError(
+                    f"mesh.expert: is {degree}, and no module of {type(module).__name__} has "
+                    "gate_up_proj and down_proj of several experts; use ZeRO 3, which divides all"
+                )
+            for path, one in found.items():
+                experts.check(one, path, degree)
+        if plan.loss is not None:
+            check_chunks(plan.loss, module, recorder, few, loss)
+        if not self._sees_less(plan):
+            return
+        why = "documents" if plan.mesh.context == 1 else f"mesh.context: is {plan.mesh.context}"
+        check_positions(module, recorder, few, loss, why)
+        if plan.mesh.context > 1:
+            self._draws = check_parts(module, recorder, few, loss, why)
+
+    @contextmanager
+    def _seeing(self, batch: Any, node: Node) -> Iterator[None]:
+        """Let a node of a micro-batch see and draw what this rank's positions do."""
+        place = self.place.context
+        with ExitStack() as held:
+            held.enter_context(seeing(self._seen(batch)))
+            if place.degree > 1 and node.draws:
+                length = positions_in(batch) * place.degree
+                own = place.positions(length)
+                held.enter_context(DividedDraws(node.name, self._draws, own, length))
+            yield
+
+    def _seen(self, batch: Any) -> SeenKeys:
+        """Return what attention sees in a micro-batch."""
+        return SeenKeys(context=self.place.context, batch=batch)
+
+    def _tried(self, few: Any) -> Any:
+        """Return the batch of trials, for the tensor axis, of what is divided there."""
+        return few
+
+    def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
+        """Return this rank's stages, the plan applied."""
+        plan, numbers = self.plan, self.plan.stages_of_rank(self.place.stage)
+        assert self.participation is not None
+        parts = tuple(
+            script_stage(
+                plan,
+                own,
+                self.recorder,
+                self.place,
+                stage=stage,
+                device=self._device,
+                styles=self._styles,
+                participation=self.participation,
+                loss=self.loss if isinstance(self.loss, token_loss) else None,
+                compiler=compiler,
+            )
+            for stage, own in zip(
+                numbers,
+                modules_of(plan, self.module, self.recorder, self.place, numbers),
+                strict=True,
+            )
+        )
+        for part in parts:
+            part.module.around = self.around(plan)
+        return parts
+
+    def around(self, plan: Plan) -> Callable[[Any, Node], AbstractContextManager[None]] | None:
+        """Return what each call of a stage's nodes is made in, by the batch of its micro-batch."""
+        return self._seeing if self._sees_less(plan) or plan.loss is not None else None
+
+    def _sees_less(self, plan: Plan) -> bool:
+        """Tell whether attention sees less than a sample: some positions, or a document."""
+        return plan.mesh.context > 1
+
+    def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:
+        """Return what this rank trains; of a parameter that several stages read, each its copy."""
+        degrees = self.place.degrees
+        world = 1 if self.place.mesh is None else degrees.devices // degrees.pipeline
+        found: dict[str, Slot] = {}
+        for part in parts:
+            for path, parameter in part.module.named_parameters():
+                name = self.aliases.get(path, path)
+                if not parameter.requires_grad:
+                    continue
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if name in found:
+                    first = found[name]
+                    if parameter is not first.parameter:
+                        copies = (*first.copies_here, (parameter, local.detach()))
+                        found[name] = replace(first, copies_here=copies)
+                    continue
+                tied = self._holders.get(name)
+                found[name] = Slot(
+                    name=name,
+                    parameter=parameter,
+                    local=local.detach(),
+                    copies=copies_of(parameter, world) * (tied.size() if tied else 1),
+                    partial=name in part.summed,
+                    pieces=1,
+                    sections=part.sections.get(name, ()),
+                    tied=tied,
+                    factor=part.factors.get(path, 1.0),
+                )
+        return tuple(found.values())
+
+    def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
+        """Return what is trained by its settings, equal on all ranks."""
+        return self._groups
+
+    def batch(self, given: Any) -> Any:
+        """Return what a user's step is given, at this rank's positions."""
+        return divided(given, self.place.context)
+
+    def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+        """Return what a rank has beside what it trains, by name."""
+        return frozen_and_buffers([part.module for part in parts])
+
+    saved = beside
+    """What of that a checkpoint has."""
+
+    def learning_rate(self, steps: int) -> float | None:
+        """Return None: a scheduler of the user's own says it."""
+        return None
+
+    def expert_load(self, parts: Sequence[Staged]) -> float | None:
+        """Return None: experts of the user's own are not known."""
+        return None
+
+    def configuration(self) -> str | None:
+        """Return None: the module is the user's own code."""
+        return None
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    """Yield names of parameters and buffers in the order of `state_dict()`."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        yield from (prefix + name for name in (*part._parameters, *part._buffers))

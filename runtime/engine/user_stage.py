@@ -1,0 +1,355 @@
+"""Stages of a user's own module made parallel: units over data, the rest with the stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.planner.costs.lora import EVERY_LINEAR
+from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.model import Layer, ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.training import Training
+from meshwright.planner.errors import LaunchError
+from meshwright.planner.frameworks.native_limits import script_obstacle
+from meshwright.runtime.core.global_batch_loss import whole_batch
+from meshwright.runtime.core.mesh import Place, wants_mesh
+from meshwright.runtime.engine.apply_plan import Script, Staged, is_block, transformed
+from meshwright.runtime.engine.named_loss import token_loss
+from meshwright.runtime.engine.unsupported import foreign
+from meshwright.runtime.models.family_adapter import parameter_names
+from meshwright.runtime.models.initialize import seed_of
+from meshwright.runtime.parallel.data_parallel import reduces_apart
+from meshwright.runtime.parallel.tensor_styles import ScriptStyles
+from meshwright.runtime.techniques import lora
+from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.tracing.replayed_stage import RecordedStage
+from meshwright.runtime.tracing.tracer import Recorder
+from meshwright.runtime.tracing.unused_parameters import Participation
+
+
+def check_layers(plan: Plan, recorder: Recorder) -> None:
+    """Refuse a plan that places other layers than the module has."""
+    planned = [item.layer for stage in plan.stages for item in stage.layers]
+    found = [layer.name for layer in recorder.first.layers]
+    if planned != found:
+        at = next((i for i, (a, b) in enumerate(zip(planned, found)) if a != b), len(planned))  # noqa: B905
+        raise LaunchError(
+            f"the plan has {len(planned)} layers and the module {len(found)}; the first that "
+            f"differs is number {at}: {[*planned, 'none'][min(at, len(planned))]} in the plan, "
+            f"{[*found, 'none'][min(at, len(found))]} in the module; plan again with this module"
+        )
+
+
+def refuse_plan(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool = False) -> None:
+    """Refuse what is not executed for modules of a script, with the way out.
+
+    `by_plan` says that the optimizer is that of the plan's `training`.
+    """
+    for text in _refused(plan, module, loss, by_plan=by_plan):
+        raise LaunchError(text)
+
+
+def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
+    """Yield why each field of a plan is refused, and what to do instead.
+
+    Fields of the layout are claimed in planner.frameworks.executed_fields; those beside it are
+    here.
+    """
+    not_by_engine = "which meshwright.Engine does not execute"
+    other = foreign(plan)
+    if other:
+        yield other
+    if plan.document_len is not None and not by_plan:
+        yield (
+            f"document_len: is {plan.document_len}, {not_by_engine}; say it to "
+            "meshwright.attention(..., starts=...), or by masks, and leave it out"
+        )
+    # What is by the plan was asked for by `supported`.
+    obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)
+    if obstacle is not None:
+        yield str(obstacle)
+    for name, field in () if by_plan else Training.model_fields.items():
+        value = getattr(plan.training, name)
+        if name not in ("seed", "lora") and value != field.default:
+            yield (
+                f"training.{name}: is {value}, {not_by_engine}; leave it out, and say it in "
+                "Engine(optimizer=..., clip_norm=...) or by a scheduler of torch"
+            )
+    for text in _unequal(plan, module, loss):
+        yield f"shares: are unequal, {not_by_engine}; {text}"
+
+
+def planned_model(plan: Plan) -> ModelGraph:
+    """Return the figures that a plan has of a module, or its layers' names without figures."""
+    names = [item.layer for stage in plan.stages for item in stage.layers]
+    return plan.model.graph or ModelGraph(
+        name=plan.model.name,
+        source=plan.model.source,
+        layers=tuple(Layer(name=name, kind="own", parameters=0) for name in names),
+    )
+
+
+def _unequal(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
+    """Yield what gathers as much from each rank, where ranks take unequal shares."""
+    if plan.shares is not None:
+        norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+        name = next((name for name, part in module.named_modules() if isinstance(part, norms)), "")
+        if name:
+            yield (
+                f"{name} is a BatchNorm, whose statistics are those of all ranks' micro-batches: "
+                "use equal shares, or another norm"
+            )
+        if isinstance(loss, whole_batch):
+            yield "a loss over the whole batch gathers as much from each rank: use equal shares"
+
+
+def refuse_without_products(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
+    """Refuse 8 bits where no unit has a Linear inside that would multiply in them."""
+    if plan.precision not in EIGHT_BITS:
+        return
+    units = {node.unit for node in recorder.first.nodes if node.unit is not None}
+    parts = (module.get_submodule(unit) for unit in units)
+    inside = (one for part in parts if is_block(part) for one in part.modules())
+    if not any(type(one) is nn.Linear for one in inside):
+        raise LaunchError(
+            f"precision: is {plan.precision}, and no unit of {type(module).__name__} has an "
+            "nn.Linear inside; name units around them with units=, or use bf16"
+        )
+
+
+def modules_of(
+    plan: Plan, module: nn.Module, recorder: Recorder, place: Place, stages: Sequence[int]
+) -> list[nn.Module]:
+    """[stage of this rank] Return the module that each takes its parts of.
+
+    Data parallelism divides a parameter in each stage by itself: a stage that reads one which an
+    earlier stage of the rank reads too gets a module of its own, with copies (Slot.copies_here).
+
+    Raises LaunchError where such a parameter is not trained, or its unit has buffers.
+    """
+    if not wraps_stages(plan, place):
+        return [module] * len(stages)
+    known: set[str] = set()
+    result = []
+    for stage in stages:
+        layers = recorder.first.layers[slice(*plan.span_of_stage(stage))]
+        read = {recorder.aliases[name] for layer in layers for name in layer.parameters}
+        shared = sorted(read & known)
+        for name in shared:
+            _refuse_untrained(module, recorder, name, plan.schedule)
+        result.append(copy.deepcopy(module) if shared else module)
+        known |= read
+    return result
+
+
+def _refuse_untrained(module: nn.Module, recorder: Recorder, name: str, schedule: str) -> None:
+    units = {node.unit for node in recorder.first.nodes if node.unit is not None}
+    holding = [unit for unit in units if name.startswith(f"{unit}.") or not unit]
+    buffers = any(True for unit in holding for _ in module.get_submodule(unit).buffers())
+    if module.get_parameter(name).requires_grad and not buffers:
+        return
+    reason = "its module has buffers" if buffers else "is not trained"
+    raise LaunchError(
+        f"{name}: is read by two stages of one rank, is divided by data parallelism, and {reason}, "
+        f"which schedule {schedule} does not go with; use schedule 1f1b"
+    )
+
+
+def wraps_stages(plan: Plan, place: Place) -> bool:
+    """Tell whether FSDP is at work in this rank's stages."""
+    apart = reduces_apart(plan, place)
+    return place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
+
+
+def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
+    """Return the ranks that hold a copy each of a parameter that several stages read, by name.
+
+    All ranks call it together; the groups of a rank are those of its pipeline.
+    """
+    if place.mesh is None or plan.mesh.pipeline == 1:
+        return {}
+    layers = iter(recorder.first.layers)
+    holders: dict[str, set[int]] = {}
+    for stage, one in enumerate(plan.stages):
+        for _ in one.layers:
+            for name in next(layers).parameters:
+                holders.setdefault(recorder.aliases[name], set()).add(plan.rank_of_stage(stage))
+    result: dict[str, dist.ProcessGroup] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for name, ranks in sorted(holders.items()):
+        at = tuple(sorted(ranks))
+        if len(at) == 1:
+            continue
+        if at not in made:
+            for pipeline in place.pipelines:
+                group = dist.new_group([pipeline[rank] for rank in at])
+                if dist.get_rank() in pipeline:
+                    made[at] = group
+        if place.stage in at:
+            result[name] = made[at]
+    return result
+
+
+def refuse_hooks(
+    parameters: Iterable[tuple[str, nn.Parameter]], ours: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Refuse gradient hooks on parameters beside `ours`: how many each has, by name.
+
+    Those that data parallelism puts in their place have none, and a gradient that a hook sees is
+    that of a part of a batch.
+    """
+    for name, count in hooked(parameters).items():
+        if count > ours.get(name, 0):
+            raise LaunchError(
+                f"{name}: has a gradient hook, which sees gradients of parts of the batch or is "
+                "never called, as the plan divides it; change gradients between "
+                "engine.gradients() and engine.optimizer_step()"
+            )
+
+
+def hooked(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+    """Return how many gradient hooks parameters have, by name, of those that have some."""
+    return {
+        name: count
+        for name, one in parameters
+        if (
+            count := len(one._backward_hooks or ())
+            + len(getattr(one, "_post_accumulate_grad_hooks", None) or ())
+        )
+    }
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Refuse tables whose gradients are sparse: ranks sum gradients as dense memory."""
+    for name, one in module.named_modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse:
+            raise LaunchError(
+                f"{name or type(one).__name__}: {type(one).__name__}(sparse=True) makes sparse "
+                "gradients, which ranks cannot sum; build it with sparse=False"
+            )
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Refuse numbers that belong to several elements of parameters: plans would tell them apart."""
+    seen: dict[int, list[tuple[int, int, str]]] = {}
+    for name, one in module.named_parameters():
+        if _overlaps_itself(one):
+            raise LaunchError(
+                f"{name}: has elements that stand several times in the same memory; make it "
+                "contiguous"
+            )
+        pairs = zip(one.shape, one.stride(), strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in pairs) if one.numel() else 0
+        begin = int(one.storage_offset()) * one.element_size()
+        end = begin + span * one.element_size()
+        others = seen.setdefault(one.untyped_storage()._cdata, [])
+        for other_begin, other_end, other in others:
+            if begin < other_end and other_begin < end:
+                raise LaunchError(
+                    f"{name} and {other} share memory as two parameters; let both modules hold one "
+                    "parameter, or clone one of them"
+                )
+        others.append((begin, end, name))
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether two elements of a tensor may be the same in memory.
+
+    They are not if each stride leads beyond all that the smaller ones reach.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
+    """Put the plan's adapters of low rank on a module's Linears, and freeze all else.
+
+    "all-linear" leaves out a Linear that is a unit by itself, such as a head.
+    """
+    settings = plan.training.lora
+    assert settings is not None
+    apart = {node.unit for node in recorder.first.nodes if node.unit}
+    every = EVERY_LINEAR in settings.targets
+    frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    adapted = lora.adapt(
+        {"": module}, settings, frozen=frozen, besides=apart if every else frozenset()
+    )
+    if not adapted:
+        lora.refuse(settings, type(module).__name__)
+    for name, owner, attribute in parameter_names("", module):
+        if lora.is_adapters(name):
+            value = torch.empty(owner._parameters[attribute].shape)  # type: ignore[union-attr]
+            lora.fill(name, value, torch.Generator().manual_seed(seed_of(plan.training.seed, name)))
+            owner._parameters[attribute] = nn.Parameter(value)
+
+
+def script_stage(
+    plan: Plan,
+    module: nn.Module,
+    recorder: Recorder,
+    place: Place,
+    *,
+    stage: int,
+    device: torch.device,
+    styles: ScriptStyles,
+    participation: Participation,
+    loss: token_loss | None,
+    compiler: Compiler | None = None,
+) -> Staged:
+    """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
+    made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
+    # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
+    unused = made.keep(recorder.unused if stage == 0 else (), module)
+    made.to(device)
+    for parameter in made.parameters():
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            # Other memory lies between, and fused updates run through all of it.
+            parameter.data = parameter.data.contiguous()
+    wraps = wraps_stages(plan, place)
+    if wraps and recorder.refused is not None:
+        # What runs between units is not known, and ranks may run other units: gathered whole.
+        made.units = {}
+    return transformed(
+        Staged(
+            plan=plan,
+            stage=stage,
+            place=place,
+            device=device,
+            module=made,
+            of=Script(
+                module=module,
+                recorder=recorder,
+                styles=styles,
+                participation=participation,
+                loss=loss,
+            ),
+            unused=unused,
+            compiler=compiler,
+            wrapped=wraps,
+        )
+    )
+
+
+def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint keeps beside trained parameters, by name, sharing live memory."""
+    result: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if not parameter.requires_grad:
+                result[name] = parameter.detach()
+        for prefix, part in stage.named_modules():
+            for attribute, buffer in part._buffers.items():
+                if buffer is not None and attribute not in part._non_persistent_buffers_set:
+                    result[f"{prefix}.{attribute}" if prefix else attribute] = buffer
+    return result

@@ -1,0 +1,1 @@
+"""Ranks: started, supervised, reported; the training loop they run."""

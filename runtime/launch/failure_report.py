@@ -1,0 +1,285 @@
+"""What ends a launch before its time: the error that says which rank, how, and what can be done.
+
+Incidents are written down, and evidence of them stored, in the folder of the run.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.planner.documents.events import Cause, Event, Incident
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.units import bytes_text
+from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.planner.system.safe_files import folder_within, opened
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.launch import failure_cause as faults
+from meshwright.runtime.launch.preflight import Preflight
+from meshwright.runtime.launch.rank_processes import (
+    BadEnd,
+    blames_a_peer,
+    is_timeout,
+    log_end,
+    log_text,
+)
+from meshwright.runtime.resilience.hang_detector import HungRank
+from meshwright.runtime.resilience.heartbeat import stack_file
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.recovery_policy import RankEnd
+from meshwright.runtime.run.rendezvous import NodeLeft
+
+MOST_EVIDENCE = 1000
+"""Characters of an error that are written down."""
+MOST_KEPT = 4000
+"""Characters of a rank's stack, and of the end of its log, that are stored with an incident."""
+MOST_WAITING = 3
+"""Ranks that an error names beside the one that they wait for."""
+
+
+class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A rank ended, and its program has not said why: the same training may go on."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        lead: str,
+        output: Path,
+        local_rank: int = 0,
+        end: RankEnd | None = None,
+        left: NodeLeft | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.left = left
+        """What was heard, where it was another node."""
+        self.lead = lead
+        """What happened, without what can be done."""
+        self.local_rank = local_rank
+        self.end = end
+        """None where it was a rank of another node, which tells it."""
+        self.output = output
+
+
+class EndsToGrow(RankFailed):
+    """The ranks have ended after a save, so that the run goes on on more nodes."""
+
+
+class RanksHang(RankFailed):
+    """Ranks waited for others in vain."""
+
+
+class RankLost(RankFailed):
+    """A rank ended as if its device were gone: killed from outside, or by its driver."""
+
+
+def happened(ready: Preflight, event: Event) -> None:
+    """Write down what happened, on the node that leads."""
+    if ready.ranks.leads:
+        run.append_record(event, run.events_file(ready.output))
+
+
+def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:
+    """Return the error that names the rank that the others wait for, and where they do."""
+    first, *others = waiting
+    lead = f"the run hangs after step {after_step}: {first.text}"
+    lead += "".join(f"; {one.text}" for one in others[:MOST_WAITING])
+    return RanksHang(
+        f"{lead}{way_on(ready)}. Stacks of all ranks are in {ready.output / 'flight'}",
+        lead=lead,
+        local_rank=ready.ranks.devices[first.rank],
+        end=RankEnd(
+            cause="hang",
+            rank=first.rank,
+            after_step=after_step,
+            waits=first.collective is not None,
+        ),
+        output=ready.output,
+    )
+
+
+def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> None:
+    """Write down what ended an attempt, with what its ranks left behind."""
+    keep_evidence(ready)
+    end = error.end if isinstance(error, RankFailed) else None
+    cause = end.cause if end else "program"
+    rank = end.rank if end else None
+    happened(ready, incident(cause, str(error), after_step=after_step, rank=rank))
+
+
+def keep_evidence(ready: Preflight) -> None:
+    """Copy this node's stacks and the ends of its logs: the next attempt empties their folders."""
+    with run.never_fatal(ready.output / "incidents"):
+        _keep_evidence(ready)
+
+
+def _keep_evidence(ready: Preflight) -> None:
+    attempt = run.account_of(ready.output).attempts
+    for rank in ready.ranks.devices:
+        name = f"rank-{rank:05}"
+        for file, kind in (
+            (stack_file(ready.output, rank), "stack"),
+            (run.log_file(ready.output, rank), "log"),
+        ):
+            if text := log_text(file)[-MOST_KEPT:]:
+                kept_in = run.evidence_folder(ready.output, attempt)
+                folder = folder_within(
+                    folder_within(ready.output, kept_in.parent.name), kept_in.name
+                )
+                with opened(folder / f"{name}.{kind}", within=ready.output) as kept:
+                    kept.write(text.encode(errors="replace"))
+
+
+def incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None = None) -> Incident:
+    """Return an incident of now."""
+    return Incident(
+        at_unix_s=time.time(),
+        cause=cause,
+        rank=rank,
+        after_step=after_step,
+        evidence=evidence[:MOST_EVIDENCE] or "nothing was said",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """What is known of memory when a rank has ended."""
+
+    prediction: Prediction | None = None
+    killed: bool = False
+    """Whether the system has killed a process of this launch for memory."""
+    most_bytes: int | None = None
+    """The most host memory that the rank had, where that was looked at."""
+
+
+def _out_of_memory(
+    ready: Preflight, bad: BadEnd, memory: MemoryUse, *, after_step: int
+) -> tuple[str, RankEnd] | None:
+    """Return what the rank held beside what was predicted, and its end; None for another end."""
+    ended, failure = bad.cause, bad.failure
+    raised = failure is not None and failure.kind == "OutOfMemoryError"
+    if not raised and not (memory.killed and failure is None and ended.code == -signal.SIGKILL):
+        return None
+    on_host = ready.ranks.device == "cuda" and not raised
+    held = dict(failure.held) if failure is not None else {}
+    total = failure.needed_bytes if failure is not None else memory.most_bytes
+    needed = None
+    said = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in held.items() if size)
+    text = f"; held: {said}" if said else ""
+    text += f"; needed {bytes_text(total)} at least" if total else ""
+    if memory.prediction is not None and not on_host:
+        stage = memory.prediction.stages[_stage_of(ready, ended.rank)]
+        parts = stage.memory_parts.items()
+        listed = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in parts if size)
+        text += f"; predicted: {listed}, {bytes_text(stage.peak_memory_bytes)} in all"
+        if total:
+            needed = min(1e3, max(1.0, total / stage.peak_memory_bytes))
+    return text, RankEnd(
+        cause="out_of_memory",
+        rank=ended.rank,
+        after_step=after_step,
+        needed=needed,
+        on_host=on_host,
+    )
+
+
+_WRONG = ("ReplicaDrifted", "StepDiffered", "NotANumber")
+"""Failures of ranks whose numbers are wrong."""
+
+
+def _wrong_numbers(
+    ready: Preflight, rank: int, failure: run.Failure, *, after_step: int
+) -> RankFailed:
+    """Return the error of damaged memory or arithmetic, or of a loss that is no number."""
+    suspect = rank if failure.suspect is None else failure.suspect
+    drifted = failure.kind != "NotANumber"
+    return RankFailed(
+        failure.message,
+        lead=failure.message,
+        local_rank=ready.ranks.devices.get(suspect, 0),
+        end=RankEnd(
+            cause="corruption" if drifted else "not_a_number",
+            rank=suspect,
+            after_step=after_step,
+            named=failure.suspect is not None,
+        ),
+        output=ready.output,
+    )
+
+
+def _stage_of(ready: Preflight, rank: int) -> int:
+    return ready.plan.stages_of_rank(ready.plan.mesh.coordinate(rank, "pipeline"))[0]
+
+
+def bad_end(
+    ready: Preflight, bad: BadEnd, *, after_step: int, memory: MemoryUse | None = None
+) -> Exception:
+    """Return the error that says which rank ended the run, how, and what can be done."""
+    ended, failure = bad.cause, bad.failure
+    if failure is not None and failure.kind == "DocumentError":
+        return DocumentError("", failure.message)
+    if failure is not None and failure.kind in _WRONG:
+        return _wrong_numbers(ready, ended.rank, failure, after_step=after_step)
+    if failure is not None and failure.kind in ("LaunchError", "NoPlanFits"):
+        return LaunchError(failure.message)
+    log = run.log_file(ready.output, ended.rank)
+    said = log_text(log)
+    how, waits = _how(ready, bad, said, after_step=after_step)
+    kind: type[RankFailed] | None = None
+    end: RankEnd | None = None
+    cause: Cause = "crash"
+    full = _out_of_memory(ready, bad, memory or MemoryUse(), after_step=after_step)
+    if full is not None:
+        kind, (text, end) = RankFailed, full
+        how += text
+    elif faults.device_lost(ended.code, failure, said):
+        # SIGKILL alone is no evidence of the device: its rank may start on it again.
+        killed = failure is None and not faults.names_hardware(said)
+        kind, cause = RankLost, "crash" if killed else "device"
+    elif waits:
+        kind, cause = RanksHang, "hang"
+    elif failure is None and ended.code < 0:
+        kind = RankFailed
+    elif failure is not None and blames_a_peer(failure):
+        # No rank ended before it: a connection did, of which each side blames the other.
+        kind = RankFailed
+        end = RankEnd(cause="hang", rank=ended.rank, after_step=after_step, waits=True)
+    message = f"{how}{way_on(ready)}{log_end(log)}"
+    if kind is None:
+        return LaunchError(message)
+    return kind(
+        message,
+        lead=how,
+        local_rank=ready.ranks.devices[ended.rank],
+        end=end or RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
+        output=ready.output,
+    )
+
+
+def _how(ready: Preflight, bad: BadEnd, said: str, *, after_step: int) -> tuple[str, bool]:
+    """Return which rank ended the run and how, and whether it waited for others in vain."""
+    ended, failure = bad.cause, bad.failure
+    waited = faults.hang(said)
+    if waited is not None:
+        late = faults.behind(ready.output, waited.group)
+        others = ", ".join(f"rank {rank} began {count}" for rank, count in late.items())
+        how = f"{waited.text} after step {after_step}"
+        return (f"{how}; {others}" if others else how), True
+    if failure is not None and is_timeout(failure):
+        seen = {seen.rank for seen in bad.seen}
+        silent = [rank for rank in ready.ranks.devices if rank not in seen]
+        named = f" (ranks {', '.join(map(str, silent[:8]))} said nothing)" if silent else ""
+        limit = f"{ready.plan.timeout_s:g} s (the plan's timeout_s)"
+        how = f"waited {limit} for other ranks{named}"
+        return f"rank {ended.rank} {how} after step {after_step}", True
+    how = faults.how(ended.code, failure)
+    return f"rank {ended.rank} {how} after step {after_step}", False
+
+
+def way_on(ready: Preflight) -> str:
+    """Return what was saved, as the end of a sentence."""
+    saved = checkpoint.newest(ready.run.checkpoint) if ready.run.checkpoint else None
+    return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"

@@ -1,0 +1,311 @@
+"""Launching a plan, on this machine or on every node of a job: one process per rank.
+
+runtime.launch.preflight has checked everything that can be checked before;
+runtime.launch.rank_config is what ranks get; runtime.launch.rank_main is what each process runs;
+runtime.launch.rank_processes starts and ends them, and runtime.launch.monitor is what is looked at
+meanwhile.  A launch ends in a report or in one error that says what can be done
+(meshwright.runtime.launch.failure_report).
+
+On several nodes a launcher runs on each, and starts the ranks whose devices the node has.  They
+meet (runtime.run.rendezvous) before they start, agree that they do the same, and leave together;
+the one with rank 0 shows progress and has the report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+from meshwright.planner.documents.document import read
+from meshwright.planner.documents.events import Attempt, AttemptEnded, Event, Expected
+from meshwright.planner.errors import HandedOver, Interrupted, LaunchError
+from meshwright.planner.errors.shown import lines
+from meshwright.planner.report.terminal import Terminal
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import commit_recovery as unfinished
+from meshwright.runtime.launch import failure_cause as faults
+from meshwright.runtime.launch.failure_report import (
+    EndsToGrow,
+    MemoryUse,
+    RankFailed,
+    RanksHang,
+    bad_end,
+    happened,
+    incident,
+    way_on,
+    write_incident,
+)
+from meshwright.runtime.launch.host_memory_limits import killed_for_memory
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.monitor import Looks, Pace
+from meshwright.runtime.launch.preflight import Preflight, preflight
+from meshwright.runtime.launch.rank_config import write_orders
+from meshwright.runtime.launch.rank_processes import supervised
+from meshwright.runtime.resilience.hang_detector import HangWatch
+from meshwright.runtime.resilience.heartbeat import BEACONS, beacons
+from meshwright.runtime.run import preemption as notice
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run import scale_up as growth
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
+from meshwright.runtime.run.progress_line import ProgressLine
+from meshwright.runtime.run.rendezvous import NodeLeft, Rendezvous
+from meshwright.runtime.run.run_folder import RankOrders, RankRecord
+from meshwright.runtime.run.run_report import RunReport, expected_text, summarise
+from meshwright.runtime.run.telemetry import Telemetry
+
+SAID_S = 3600.0
+"""A longer run says before it what share of the time it should train."""
+_GROWS = "to go on on more nodes, ranks have ended after a save"
+
+
+def launch(asked: Launch) -> RunReport | None:
+    """Run a plan, and return what it did and measured; a dry run prints its commands instead.
+
+    A run resumed at step 30 with steps=50 does 20 more.  Without data, Python's own sources are the
+    text; without a tokenizer, that of the model's folder or else bytes.
+    Nodes other than the one with rank 0 return nothing.  With `survive` RanksHang names a rank that
+    hangs.
+    """
+    started_unix_s, started_s = time.time(), time.monotonic()
+    node_rank, agent = asked.node_rank, asked.agent
+    check = functools.partial(
+        preflight,
+        asked.plan,
+        asked.run,
+        model=asked.model,
+        device=asked.device,
+        node=node_rank.node,
+        nodes=asked.nodes,
+    )
+    say = Terminal(stderr=True, quiet=asked.quiet, soft_wrap=True)
+    if asked.dry_run:
+        ready = check()
+        _warn(ready, asked, say)
+        print(lines(ready.text()))
+        return None
+    with contextlib.ExitStack() as held:
+        rendezvous = held.enter_context(
+            Rendezvous(
+                node_rank,
+                warn=lambda text: say.print(f"warning: {text}"),
+                meanwhile=lambda: None if agent is None else agent.check(),
+            )
+        )
+        if asked.run.checkpoint is not None:
+            if node_rank.node == 0:
+                unfinished.commit(asked.run.checkpoint, say=say.print)
+            if node_rank.nodes > 1:
+                rendezvous.all_gather("looked for checkpoints")
+        ready = check()
+        _warn(ready, asked, say)
+        if agent is None:
+            held.enter_context(alone_in(ready.output))
+        if ready.run.checkpoint is not None and ready.ranks.leads and agent is None:
+            held.enter_context(alone_in(ready.run.checkpoint))
+        shown = ProgressLine(steps=ready.run.steps, say=say)
+        # From here on: what comes while data are prepared is a notice too.
+        shared = held.enter_context(_noticing(ready, shown))
+        try:
+            orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
+            if asked.expect is not None and ready.ranks.leads:
+                _expect(ready, asked.expect, say, told=asked.survive)
+            if asked.before is not None:
+                happened(ready, asked.before)
+            happened(ready, _attempt(ready, orders))
+            shared["MESHWRIGHT_RUN"] = orders.token
+            shared |= _of_survival(ready, asked)
+            looks = Looks(ready, shown, asked)
+            looks.telemetry = held.enter_context(_telemetry(ready))
+            _supervise(ready, rendezvous, shared, looks, asked)
+            return _report(ready, rendezvous, orders, started_s)
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted {shown.after}{way_on(ready)}") from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise LaunchError(
+                f"{error.filename}: {error.strerror} {shown.after}{way_on(ready)}. The folder of "
+                f"a run, {ready.output}, must stay as it is until the run has ended"
+            ) from error
+        finally:
+            shown.close()
+
+
+def _of_survival(ready: Preflight, asked: Launch) -> dict[str, str]:
+    """Return what ranks are given to copy their state, and to end where the run grows."""
+    found: dict[str, str] = {}
+    if asked.agent is not None:
+        found |= growth.environment(ready.output)
+    if asked.slots is not None:
+        found |= asked.slots.environment(len(ready.ranks.devices))
+    return found
+
+
+def _telemetry(ready: Preflight) -> Telemetry:
+    """Return what the node that leads serves and sends."""
+    asked = ready.run if ready.ranks.leads else LaunchRun()
+    return Telemetry(ready.output, prometheus=asked.prometheus, opentelemetry=asked.opentelemetry)
+
+
+def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
+    if asked.again:
+        return
+    for warning in ready.warnings:
+        say.print(f"warning: {warning}")
+    survives = asked.survive and not asked.dry_run
+    if survives and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
+        say.print(
+            "warning: no two ranks hold the same parameters, so flipped bits in them are not "
+            "found; data_replicate of 2 and more compares them"
+        )
+
+
+def _expect(
+    ready: Preflight, expect: Callable[[int], Expected], say: Terminal, *, told: bool
+) -> None:
+    """Write down what a run should take, before its first attempt; a long one is printed too."""
+    if run.expected_of(ready.output) is not None:
+        return
+    done = checkpoint.progress(ready.resumed).step if ready.resumed else 0
+    if ready.run.steps <= done:
+        return
+    found = expect(ready.run.steps - done)
+    happened(ready, found)
+    if found.seconds["steps"] > SAID_S or (told and found.is_of_training):
+        say.print(f"goodput predicted {expected_text(found)}")
+
+
+def _attempt(ready: Preflight, orders: RankOrders) -> Event:
+    return Attempt(
+        at_unix_s=time.time(),
+        plan=ready.plan.digest,
+        devices=ready.ranks.world,
+        after_step=checkpoint.progress(ready.resumed).step if ready.resumed else 0,
+        predicted_step_s=orders.predicted_step_s,
+    )
+
+
+@contextlib.contextmanager
+def _noticing(ready: Preflight, shown: ProgressLine) -> Iterator[dict[str, str]]:
+    """Take signals as notices where a step can be saved, else as Ctrl-C; yield what ranks need."""
+    if ready.run.checkpoint is None:
+        with signals_interrupt():
+            yield {}
+        return
+    shared = notice.environment(ready.output)
+
+    def noticed(number: int) -> None:
+        shown.say.print(notice.leave_notice(ready.output, number))
+        happened(ready, incident("notice", notice.name_of(number), after_step=shown.step))
+
+    with signals_interrupt(noticed):
+        yield shared
+
+
+def _supervise(
+    ready: Preflight,
+    rendezvous: Rendezvous,
+    shared: dict[str, str],
+    looks: Looks,
+    asked: Launch,
+) -> None:
+    """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
+    killed = killed_for_memory()
+    most: dict[int, int] = {}
+    recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
+    shown = looks.shown
+    with contextlib.ExitStack() as held:
+        if asked.survive:
+            seen = looks.seen = held.enter_context(beacons(len(ready.ranks.devices)))
+            shared[BEACONS] = str(seen.file)
+            devices, start_s = ready.ranks.devices, ready.plan.timeout_s
+            looks.watch = HangWatch(
+                seen,
+                devices,
+                ready.output,
+                start_s=start_s,
+                alone=rendezvous.node_rank.nodes == 1,
+            )
+            looks.pace = Pace(ready, shown, seen, asked.prediction, most)
+        shown.follow(run.metrics_file(ready.output))
+        try:
+            bad = supervised(
+                ready.command,
+                list(ready.ranks.devices),
+                lambda rank, port: {**ready.ranks.environment(rank, port=port), **recorded},
+                folder=ready.output,
+                world=ready.ranks.world,
+                rendezvous=rendezvous,
+                leads=ready.ranks.leads,
+                shared=shared,
+                grace_s=0.0,  # they leave these signals to us, and what they wrote is whole
+                zygote=asked.zygote,
+                refresh=looks,
+            )
+        except RanksHang as error:
+            write_incident(ready, error, after_step=looks.after_step)
+            raise
+        except NodeLeft as error:
+            if looks.agent is None:  # with agents whoever decides knows the cause
+                write_incident(ready, error, after_step=looks.after_step)
+            lead = str(error)
+            raise RankFailed(lead, lead=lead, output=ready.output, left=error) from error
+        finally:
+            if ready.run.checkpoint is not None and ready.ranks.leads:
+                unfinished.commit(ready.run.checkpoint, say=shown.say.print)
+        if bad is not None:
+            memory = MemoryUse(
+                prediction=asked.prediction,
+                killed=killed_for_memory() > killed,
+                most_bytes=most.get(bad.cause.rank),
+            )
+            ended = bad_end(ready, bad, after_step=looks.after_step, memory=memory)
+            write_incident(ready, ended, after_step=looks.after_step)
+            raise ended
+
+
+def _report(
+    ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, started_s: float
+) -> RunReport | None:
+    """Return the report on the node with rank 0, from the records of all nodes."""
+    own = {
+        rank: read(RankRecord, run.record_file(ready.output, rank)).model_dump(mode="json")
+        for rank in ready.ranks.devices
+    }
+    known = {
+        int(rank): record for told in rendezvous.all_gather(own) for rank, record in told.items()
+    }
+    if not ready.ranks.leads:
+        stopped = {record["stopped"] for record in own.values()}
+        if "notice" in stopped:
+            raise HandedOver(f"a notice ended the run{way_on(ready)}")
+        if "grow" in stopped:
+            raise EndsToGrow(_GROWS, lead=_GROWS, output=ready.output)
+        return None
+    ranks = [RankRecord.model_validate(known[rank]) for rank in range(ready.ranks.world)]
+    done = ranks[0].first_step + len(ranks[0].step_s) - 1
+    ended = ranks[0].stopped
+    happened(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
+    if ended == "grow":
+        raise EndsToGrow(f"{_GROWS}, that of step {done}", lead=_GROWS, output=ready.output)
+    report = summarise(
+        ready.plan,
+        orders,
+        ranks=ranks,
+        steps=list(run.read_records(run.metrics_file(ready.output))),
+        wall_s=time.monotonic() - started_s,
+        files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),
+        cost=run.account_of(ready.output),
+        before=run.expected_of(ready.output),
+    )
+    file = ready.output / "report.json"
+    run.write_json(report, file)
+    if report.stopped == "notice":
+        raise HandedOver(
+            f"a notice ended the run after step {done} of {orders.steps}{way_on(ready)}, and the "
+            f"report is in {file}; start it again with --resume"
+        )
+    return report

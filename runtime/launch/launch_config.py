@@ -1,0 +1,75 @@
+"""One launch of a plan, as one record: what is asked for, what is known, and what lives longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+from meshwright.planner.documents.events import Decision, Expected
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.whatif.pricing.survival import SaveFigures
+from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.resilience.node_agent import NodeAgent
+from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.node_rank import ALONE, NodeRank
+from meshwright.runtime.run.run_folder import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A plan, what its run is asked for, and what this node has for one attempt at it."""
+
+    plan: Path | str
+    run: LaunchRun
+    _: KW_ONLY
+    model: ModelGraph | None = None
+    """The graph of the plan's model; given for a `file.py:factory`, which takes torch to trace."""
+    device: Device | None = None
+    """None for what the plan's cluster has."""
+    dry_run: bool = False
+    """Print the commands of ranks alone."""
+    quiet: bool = False
+    """Print neither progress nor warnings on stderr."""
+    node_rank: NodeRank = ALONE
+    nodes: Sequence[int] = ()
+    """How many devices each of several nodes has."""
+
+    prediction: Prediction | None = None
+    """With it the report has the MFU, and steps that leave its range are named."""
+    expect: Callable[[int], Expected] | None = None
+    """Where the seconds of a number of steps should go, which the report compares."""
+    saves: SaveFigures | None = None
+    """From these the steps between checkpoints are computed again, as saves are measured."""
+
+    survive: bool = False
+    """Ranks tell where they are; one that hangs ends the run, and slower ones are named."""
+    agent: NodeAgent | None = None
+    """Says whether other nodes live; by its epochs no other launch is in our folders."""
+    zygote: Zygote | None = None
+    """Forks the ranks, so that the next attempt need not import torch again."""
+    slots: Slots | None = None
+    """Where ranks copy their state."""
+    copies: bool = True
+    """Whether ranks go on from what is in slots."""
+    before: Decision | None = None
+    """Why the plan is another than the one that the run was given."""
+    again: bool = False
+    """Ranks of this command ran before, and what was to be said about its request was said."""
+    begun: Callable[[], None] | None = None
+    """Called after the first step, on the node with rank 0."""
+    meanwhile: Callable[[], None] | None = None
+    """Called while ranks run, on the node with rank 0."""
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """What a step should take."""
+        return self.prediction.step_time_s if self.prediction else None
+
+    @property
+    def peak_step_s(self) -> float | None:
+        """What a step would take with every device at its peak."""
+        found = self.prediction
+        return found.mfu * found.step_time_s or None if found else None

@@ -1,0 +1,114 @@
+"""What a launcher looks at while its ranks run: their steps, pace, and whether they hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from meshwright.planner.documents.events import Drift, PhaseDone, SaveFailed, StepRecord, events_of
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.runtime.launch.failure_report import happened, hung
+from meshwright.runtime.launch.host_memory_limits import most_bytes
+from meshwright.runtime.launch.launch_config import Launch
+from meshwright.runtime.launch.preflight import Preflight
+from meshwright.runtime.resilience.hang_detector import HangWatch
+from meshwright.runtime.resilience.heartbeat import Beacons
+from meshwright.runtime.resilience.straggler_detector import DriftWatch
+from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.progress_line import ProgressLine
+from meshwright.runtime.run.telemetry import Telemetry
+
+PACE_S = 1.0
+"""Between looks at the pace of ranks where no step is reported."""
+
+
+class Pace:
+    """Looks whether steps are as predicted and ranks alike, and says what is not."""
+
+    def __init__(
+        self,
+        ready: Preflight,
+        shown: ProgressLine,
+        seen: Beacons,
+        prediction: Prediction | None,
+        most: dict[int, int],
+    ) -> None:
+        """`most` gets the most host memory that each rank has had."""
+        self._ready, self._shown, self._seen, self._most = ready, shown, seen, most
+        self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
+        self._next_s = 0.0
+
+    def __call__(self, news: Sequence[StepRecord]) -> None:
+        """Look at steps that were done, and at ranks once a while."""
+        now_s = time.monotonic()
+        if not news and now_s < self._next_s:
+            return
+        if now_s >= self._next_s:
+            self._next_s = now_s + PACE_S
+            places = self._seen.places()
+            for rank, place in self._ready.ranks.devices.items():
+                self._most[rank] = most_bytes(places[place].process) or self._most.get(rank, 0)
+        local = self._seen.paces()
+        paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
+        for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
+            happened(self._ready, found)
+            if isinstance(found, Drift):
+                self._shown.say.print(f"warning: {found.text}")
+
+
+class Looks:
+    """What a launcher does while its ranks run: it shows steps, and looks for ranks that hang."""
+
+    def __init__(self, ready: Preflight, shown: ProgressLine, asked: Launch) -> None:
+        self.shown, self.agent = shown, asked.agent
+        self.watch: HangWatch | None = None
+        self.pace: Callable[[Sequence[StepRecord]], None] | None = None
+        self.telemetry: Telemetry | None = None
+        self.seen: Beacons | None = None
+        self._ready, self._asked = ready, asked
+        self._begin_s = time.monotonic()
+        self._before = shown.step
+        self._predicted_s = run.account_of(ready.output).start_s
+        tells = asked.survive and ready.ranks.leads
+        self._events = run.AddedLines(run.events_file(ready.output)) if tells else None
+
+    @property
+    def after_step(self) -> int:
+        """The last step that was done, as far as this node knows."""
+        places = [] if self.seen is None else self.seen.places()
+        return max([self.shown.step, *(place.done for place in places)])
+
+    def __call__(self) -> None:
+        """Look once; raises RanksHang where a rank hangs."""
+        news = self.shown.refresh()
+        if self.pace is not None:
+            self.pace(news)
+        if self._events is not None and news:
+            self._tell_failed_saves(self._events.read())
+        if self.telemetry is not None:
+            self.telemetry.look()
+        if self._begin_s and self.shown.step > self._before:
+            took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
+            started = PhaseDone(
+                at_unix_s=time.time(),
+                phase="start",
+                measured_s=took_s,
+                predicted_s=self._predicted_s,
+            )
+            happened(self._ready, started)
+            if self._asked.begun is not None and self._ready.ranks.leads:
+                self._asked.begun()
+        if self.agent is not None:
+            self.agent.check()
+        if self._asked.meanwhile is not None and self._ready.ranks.leads:
+            self._asked.meanwhile()
+        waiting = self.watch.look() if self.watch is not None else []
+        if waiting:
+            raise hung(self._ready, waiting, after_step=self.after_step)
+
+    def _tell_failed_saves(self, lines: Sequence[bytes]) -> None:
+        """Say what could not be saved: ranks write it down, and train on."""
+        # Few lines are read as what they are.
+        for event in events_of(line for line in lines if b'"save_failed"' in line):
+            if isinstance(event, SaveFailed):
+                self.shown.say.print(f"warning: {event.text}")

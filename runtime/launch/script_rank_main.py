@@ -1,0 +1,90 @@
+"""One rank of a script: `python -m meshwright.runtime.launch.script_rank_main train.py ARGS`.
+
+It dies with its launcher, says in a file why it stopped, and otherwise is the script itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.errors import HandedOver
+from meshwright.runtime.launch.rank_main import die_with_launcher, leave, tell
+from meshwright.runtime.run import preemption as notice
+
+PLAN_VARIABLE = "MESHWRIGHT_PLAN"
+"""Names the plan's file for a script's Engine."""
+OUTPUT_VARIABLE = "MESHWRIGHT_OUTPUT"
+"""Names the folder where a script's Engine writes its metrics."""
+
+
+def main() -> int:
+    """Run the script that the command line names, as if it had been started by itself."""
+    die_with_launcher()
+    notice.wait_for_launcher(notice.OF_SCRIPTS)
+    faulthandler.enable()
+    script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code in (None, 0):
+            return 0
+        code = ended.code if isinstance(ended.code, int) else 1
+        said = "" if isinstance(ended.code, int) else str(ended.code)
+        if said:
+            print(said, file=sys.stderr)
+        tell("SystemExit", said, **_place())
+        return code
+    except HandedOver:
+        _hand_over()
+    except BaseException as error:
+        _say(error, script)
+        return 1
+    return 0
+
+
+def handed_over(output: Path, rank: int) -> Path:
+    """Return the file by which a rank says that its script has saved and ended for a notice."""
+    return output / "ranks" / f"rank-{rank:05}.handed-over"
+
+
+def _hand_over() -> None:
+    from meshwright.planner.system.safe_files import opened  # noqa: PLC0415
+
+    place = _place()
+    opened(handed_over(**place), within=place["output"]).close()
+
+
+def _place() -> dict[str, Any]:
+    return {"rank": int(os.environ["RANK"]), "output": Path(os.environ[OUTPUT_VARIABLE])}
+
+
+def _say(error: BaseException, script: str) -> None:
+    """Print where the script failed, and tell the launcher."""
+    from meshwright.planner.system.safe_files import opened  # noqa: PLC0415
+    from meshwright.runtime.launch.rank_processes import blames_a_peer  # noqa: PLC0415
+    from meshwright.runtime.run import run_folder as run  # noqa: PLC0415 - what imports pydantic comes behind the script
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__)))
+    failure = tell(type(error).__name__, str(error), **_place())
+    if failure.rank == 0 and blames_a_peer(failure):
+        # The console has what rank 0 prints, and shall have the cause: the other rank's end.
+        output = Path(os.environ[OUTPUT_VARIABLE])
+        with opened(run.log_file(output, 0), within=output, append=True) as log:
+            log.write(text.encode(errors="replace"))
+    else:
+        print(text, end="", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,1 @@
+"""Models: families of transformers, a reference decoder, pretrained weights, initialization."""

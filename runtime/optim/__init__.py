@@ -1,0 +1,1 @@
+"""Optimizers over shards, gradients, comparison of replicas, averages of weights."""

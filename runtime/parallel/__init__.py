@@ -1,0 +1,1 @@
+"""Parallelism: data, tensor, context and expert axes, attention, batch norm."""

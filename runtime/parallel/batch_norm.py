@@ -1,0 +1,137 @@
+"""BatchNorm under a plan: what is normalised together, and running statistics that agree.
+
+Each micro-batch is normalised by itself, as under DDP, with its positions on all ranks; or,
+synchronised, with those of the other data ranks that run at the same time, so that results follow
+micro-batch x slices.
+
+A forward puts the mean and variance of its micro-batch aside.  Behind the last backward those of
+all data ranks are applied in the order of samples, as one process that runs all micro-batches one
+after another does.  Buffers are then equal on all ranks, and to that process; a recomputation,
+which runs the layer once more, changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.planner.documents.plan import Axis
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.mesh import Place
+from meshwright.runtime.core.torch_internals import in_backward, refuse_graph
+from meshwright.runtime.parallel.synchronised_norm import synchronised_batch_norm
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+Kind = Literal["per_micro_batch", "synchronised"]
+"""What is normalised together."""
+
+
+class RunningStatistics:
+    """What the BatchNorms of this rank's stages have seen since `apply`."""
+
+    def __init__(
+        self, modules: Iterable[nn.Module], place: Place, *, kind: Kind = "per_micro_batch"
+    ) -> None:
+        """Take over every BatchNorm in these modules that keeps running statistics.
+
+        Where ranks normalise together it takes the others too.  `synchronised` needs ranks with as
+        many micro-batches each.
+        """
+        slices = _groups(place, "data_shard", "data_replicate")
+        synchronised = kind == "synchronised"
+        self._together = (*_groups(place, "context"), *(slices if synchronised else ()))
+        """Groups over which a micro-batch is normalised."""
+        self._slices = () if synchronised else slices
+        """Groups over which statistics are applied one after the other."""
+        self._norms: list[_BatchNorm] = []
+        self._seen: dict[_BatchNorm, list[Tensor]] = {}
+        for module in modules:
+            for name, part in module.named_modules():
+                if isinstance(part, nn.SyncBatchNorm):
+                    raise LaunchError(
+                        f"{name}: is a SyncBatchNorm, which knows nothing of a plan's ranks; "
+                        'use BatchNorm, and batch_norm="synchronised" of the engine'
+                    )
+                if isinstance(part, _BatchNorm) and (
+                    part.running_mean is not None or self._together
+                ):
+                    self._norms.append(part)
+                    self._seen[part] = []
+                    part.forward = functools.partial(self._forward, part)  # type: ignore[method-assign]
+
+    def _forward(self, norm: _BatchNorm, x: Tensor) -> Tensor:
+        if not norm.training:
+            return type(norm).forward(norm, x)
+        refuse_graph()
+        norm._check_input_dim(x)
+        made, mean, variance = (
+            synchronised_batch_norm(x, norm.weight, norm.bias, eps=norm.eps, groups=self._together)
+            if self._together
+            else _batch_norm(norm, x)
+        )
+        if norm.running_mean is not None and not in_backward():  # a recomputation sees nothing new
+            self._seen[norm].append(torch.stack((mean, variance)))
+        return made
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Move running statistics by what all data ranks have seen, in the order of samples."""
+        used = [norm for norm in self._norms if self._seen[norm]]
+        if not used:
+            return
+        # A norm that runs twice in a micro-batch has two rows of it.
+        own = [
+            torch.stack(self._seen[norm]) for norm in used
+        ]  # [norm][row, mean/variance, feature]
+        flat = torch.cat([rows.flatten() for rows in own])
+        sizes = [rows.numel() for rows in own]
+        every = [part.split(sizes) for part in self._of_all_slices(flat)]
+        for at, norm in enumerate(used):
+            assert norm.running_mean is not None and norm.running_var is not None
+            for mean, variance in torch.cat([parts[at].view_as(own[at]) for parts in every]):
+                weight = norm.momentum
+                if norm.num_batches_tracked is not None:
+                    norm.num_batches_tracked += 1
+                    if weight is None:
+                        weight = 1.0 / float(norm.num_batches_tracked)
+                norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), weight or 0.0)
+                norm.running_var.lerp_(variance.to(norm.running_var.dtype), weight or 0.0)
+            self._seen[norm].clear()
+
+    def forget(self) -> None:
+        """Drop what was seen."""
+        for seen in self._seen.values():
+            seen.clear()
+
+    def _of_all_slices(self, own: Tensor) -> tuple[Tensor, ...]:
+        """Return what the data ranks have, in the order of their slices."""
+        rows = own[None]
+        for group in self._slices:
+            parts = [torch.empty_like(rows) for _ in range(group.size())]
+            dist.all_gather(parts, rows.contiguous(), group=group)
+            rows = torch.cat(parts)
+        return tuple(rows)
+
+
+def _groups(place: Place, *axes: Axis) -> tuple[dist.ProcessGroup, ...]:
+    """Return this rank's groups of several ranks along axes."""
+    if place.mesh is None:
+        return ()
+    groups = (place.axis(axis).get_group() for axis in axes)
+    return tuple(group for group in groups if group.size() > 1)
+
+
+def _batch_norm(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a norm makes of one micro-batch, and its mean and variance [feature]."""
+    mean = torch.zeros(norm.num_features, device=x.device, dtype=torch.float32)
+    variance = torch.zeros_like(mean)
+    made = functional.batch_norm(
+        x, mean, variance, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps
+    )
+    return made, mean, variance

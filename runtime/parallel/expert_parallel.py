@@ -1,0 +1,421 @@
+"""Mixtures of experts: tokens to the experts that their router chose, and back.
+
+An experts module has the matrices of all its experts in two parameters, `gate_up_proj` [expert,
+2 ffn, hidden] (gate above up) and `down_proj` [expert, hidden, ffn], and an activation `act_fn`;
+called with tokens [token, hidden], chosen experts and their weights [token, choice], it returns
+each token's weighted sum.  No token is dropped.
+
+Expert parallelism: neighbouring ranks hold the experts in equal parts, and every rank sends each of
+its tokens to the ranks of its experts.  Ranks tell one another first how many tokens come, so that
+the exchange has the sizes it needs.  While tokens are on the way, the experts that all tokens share
+compute; in backward their gradients are made while those of the tokens are on the way back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.parallel.tensor_parallel import distribute, on_local_parts
+
+HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
+"""Which dim of an experts module's parameters is the hidden one."""
+_SHARED = ("shared", "shared_experts", "shared_expert")
+"""What mixtures call the experts that all tokens share."""
+_ALIGNMENT_BYTES = 16  # that grouped products ask of every row
+
+
+def mixed(
+    module: nn.Module,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Return each token's weighted sum of its experts' outputs, [token, hidden].
+
+    With a group, the module has this rank's part of the experts, in the order of ranks, and
+    `meanwhile` is called while tokens are on the way to them.
+    """
+    each = index.shape[1]
+    ranks = 1 if group is None else group.size()
+    order = index.flatten().argsort(stable=True)
+    chosen = hidden[order // each]
+    rows = rows_of_experts(index, ranks * count_of(module))
+    if group is None:
+        returned = outputs(module, chosen, rows)
+    else:
+        route = _Route.of(rows, group, sent=len(chosen))
+        there = Journey(route.arriving, route.leaving, group)
+        coming = departed(chosen, there)
+        meanwhile()
+        made = outputs(module, arrived(coming, there)[route.by_expert], route.rows)
+        back = Journey(route.leaving, route.arriving, group)
+        returned = arrived(departed(made[_inverse(route.by_expert)], back), back)
+    weighted = returned * weights.flatten()[order].unsqueeze(-1)
+    return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
+
+
+def spread(module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mixed) -> None:
+    """Divide an experts module over the ranks of a mesh; values that it has stay with their part.
+
+    `mix` brings tokens to experts and back, as `mixed` does.
+    """
+    group = mesh.get_group()
+    for name in HIDDEN_DIM:
+        whole = cast(Tensor, module._parameters[name])
+        distribute(module, name, Shard(0), mesh, {})
+        if not whole.is_meta:
+            local = cast(DTensor, module._parameters[name]).to_local()
+            local.detach().copy_(whole.detach().chunk(group.size())[group.rank()])
+    module.forward = on_local_parts(module, functools.partial(mix, module, group=group))
+
+
+def compute_shared_meanwhile(layer: nn.Module) -> None:
+    """Let the shared experts of a layer compute while tokens are on the way to the others.
+
+    That is where a mixture calls them behind the routed ones, with its own input; those that come
+    before are left there, and so are those around which something else acts.
+    """
+    for path, routed in modules_of(layer).items():
+        mixture = layer.get_submodule(path.rpartition(".")[0])
+        shared = next((found for n in _SHARED if (found := getattr(mixture, n, None))), None)
+        if shared is not None and not (shared._forward_hooks or shared._forward_pre_hooks):
+            shared_ahead = _Ahead(shared)
+            mixture.register_forward_pre_hook(shared_ahead.begin)
+            routed.forward = _calling(routed.forward, shared_ahead.compute)
+
+
+def _calling(forward: Callable[..., Any], meanwhile: Callable[[], None]) -> Callable[..., Any]:
+    """Return a function, since graphs tell partial objects of one function apart."""
+
+    def calling(*args: Any) -> Any:
+        return forward(*args, meanwhile=meanwhile)
+
+    return calling
+
+
+class _Ahead:
+    """A module whose output may be made before it is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward = module.forward
+        self._input: Tensor | None = None
+        self._made: Tensor | None = None
+        module.forward = self._called
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take note of the input that the module will be called with.
+
+        A compiler orders what a graph computes beside its exchanges by itself.
+        """
+        if not torch.compiler.is_compiling():
+            self._input, self._made = args[0], None
+
+    def compute(self) -> None:
+        """Make the output, unless it was asked for already."""
+        if self._input is not None and not torch.compiler.is_compiling():
+            self._made = self._forward(self._input)
+
+    def _called(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._forward(x)
+        made, is_known = self._made, x is self._input
+        self._input = self._made = None
+        return made if made is not None and is_known else self._forward(x)
+
+
+def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return a layer's experts modules by their path."""
+    return {
+        path: module
+        for path, module in layer.named_modules()
+        if all(name in module._parameters for name in HIDDEN_DIM)
+    }
+
+
+def are_called_with(args: Sequence[Any]) -> bool:
+    """Whether these are tokens and, behind them, the experts that each has chosen.
+
+    Modules with the same parameters may take something else: those of Llama 4 take tokens alone,
+    sorted by expert.
+    """
+    if len(args) < 2 or not all(isinstance(one, Tensor) and one.ndim == 2 for one in args[:2]):
+        return False
+    hidden, index = args[:2]
+    return len(index) == len(hidden) and not index.is_floating_point()
+
+
+@torch.no_grad()
+def check(module: nn.Module, path: str, ranks: int) -> None:
+    """Refuse an experts module that ranks cannot share, or that does something else than `mixed`.
+
+    It is tried on random tokens.  Raises LaunchError with its path.
+    """
+    count = count_of(module)
+    if count % ranks:
+        raise LaunchError(f"mesh.expert: {ranks} does not divide the {count} experts of {path}")
+    if module._parameters.keys() - HIDDEN_DIM.keys() or not hasattr(module, "act_fn"):
+        raise LaunchError(f"mesh.expert: is {ranks}, and {path} has more than two matrices; use 1")
+    hidden = torch.randn(2 * count, cast(Tensor, module.down_proj).shape[1])
+    index = torch.stack([torch.randperm(count)[:2] for _ in hidden])
+    weights = torch.rand(index.shape)
+    with untouched(module):
+        tried = copied(module)
+        try:
+            made = tried(hidden, index, weights)
+        except Exception as error:
+            raise LaunchError(
+                f"mesh.expert: is {ranks}, and {path} does not take tokens, the experts that they "
+                f"choose and their weights ({type(error).__name__}); use 1"
+            ) from error
+    if not torch.allclose(made, mixed(module, hidden, index, weights), rtol=1e-4, atol=1e-5):
+        raise LaunchError(
+            f"mesh.expert: is {ranks}, and {path} is no sum of act_fn(gate) * up of its experts; "
+            "use 1"
+        )
+
+
+def count_of(module: nn.Module) -> int:
+    """Return how many experts a module has."""
+    return len(cast(Tensor, module.gate_up_proj))
+
+
+def rows_of_experts(index: Tensor, count: int) -> Tensor:
+    """Return how many tokens each of `count` experts is given, [expert]."""
+    chosen = index.flatten()
+    return index.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+class ExpertLoad:
+    """How many tokens each expert of a layer was given since the last look."""
+
+    def __init__(self, module: nn.Module, count: int, device: torch.device) -> None:
+        self._rows = torch.zeros(count, dtype=torch.int64, device=device)
+        module.register_forward_pre_hook(self._add)
+
+    def _add(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._rows.add_(rows_of_experts(args[1], len(self._rows)))
+
+    def taken(self) -> Tensor:
+        """Return the counts [expert] and begin anew.
+
+        Recomputation counts a second time; that changes no ratio.
+        """
+        rows = self._rows.clone()
+        self._rows.zero_()
+        return rows
+
+
+def imbalance(rows: Tensor) -> Tensor:
+    """Return the busiest expert's tokens over the mean, averaged over layers, of [layer, expert].
+
+    >>> float(imbalance(torch.tensor([[4, 4, 4, 4], [12, 4, 0, 0]])))
+    2.0
+    """
+    busiest, mean = rows.max(dim=1).values, rows.float().mean(dim=1)
+    return (busiest / mean).mean()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Route:
+    """How many tokens go where, from this rank and to it."""
+
+    leaving: list[int]
+    arriving: list[int]
+    rows: Tensor
+    """Tokens that each of this rank's experts gets from all ranks."""
+    by_expert: Tensor
+    """The tokens that arrive, which come rank by rank, in the order of experts."""
+
+    @classmethod
+    def of(cls, rows: Tensor, group: dist.ProcessGroup, *, sent: int) -> _Route:
+        """Ask the other ranks; `rows` are the `sent` tokens that this rank has, by expert."""
+        ranks = group.size()
+        own = rows.numel() // ranks
+        coming = told(rows, group)
+        both = torch.stack((rows, coming)).unflatten(1, (ranks, own))
+        leaving, arriving = _by_rank(both.sum(2), sent)
+        experts = torch.arange(own, device=rows.device).repeat(ranks)
+        by_expert = experts.repeat_interleave(coming, output_size=sum(arriving)).argsort(
+            stable=True
+        )
+        return cls(leaving=leaving, arriving=arriving, rows=both[1].sum(0), by_expert=by_expert)
+
+
+def _by_rank(rows: Tensor, sent: int) -> list[list[int]]:
+    """Return the tokens that leave for each rank, and those that arrive from it."""
+    return rows.tolist()
+
+
+def told(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return what every rank tells this one, where `counts` has as much for each of them."""
+    ops, sizes = torch.ops._c10d_functional, [len(counts) // group.size()] * group.size()
+    return ops.wait_tensor(ops.all_to_all_single(counts, sizes, sizes, group.group_name))
+
+
+def departed(x: Tensor, journey: Journey) -> Tensor:
+    """Begin to send rows to every rank of a group; `arrived` waits for those that come."""
+    if torch.compiler.is_compiling():
+        name = journey.group.group_name
+        return _TokenExchange.apply(x, journey.arriving, journey.leaving, name)
+    return _Departure.apply(x, journey)
+
+
+def arrived(coming: Tensor, journey: Journey) -> Tensor:
+    """Return the rows that `departed` announced, when all have come."""
+    if torch.compiler.is_compiling():
+        return _ended(coming)
+    return _Arrival.apply(coming, journey)
+
+
+class Journey:
+    """An exchange of rows that is under way, and back again in backward."""
+
+    def __init__(self, arriving: list[int], leaving: list[int], group: dist.ProcessGroup) -> None:
+        self.arriving, self.leaving, self.group = arriving, leaving, group
+        self.returning: Tensor | None = None
+
+
+class _Departure(torch.autograd.Function):
+    """Begin to send rows to every rank; their gradients have come when backward ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        return _begun(x, journey.arriving, journey.leaving, journey.group.group_name)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        returning, ctx.journey.returning = ctx.journey.returning, None
+        return _ended(returning), None
+
+
+class _Arrival(torch.autograd.Function):
+    """Wait for the rows that were sent; backward begins to send their gradients back.
+
+    Autograd wants a gradient of as many rows as have arrived, so those that left go by the journey.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        return _ended(coming)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        journey = ctx.journey
+        journey.returning = _begun(
+            grad, journey.leaving, journey.arriving, journey.group.group_name
+        )
+        return grad, None
+
+
+class _TokenExchange(torch.autograd.Function):
+    """Rows that are on their way from every rank, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
+        ctx.sizes, ctx.name = (leaving, arriving), name
+        return _begun(x, arriving, leaving, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        arriving, leaving = ctx.sizes
+        return _ended(_begun(grad, arriving, leaving, ctx.name)), None, None, None
+
+
+def _begun(x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), arriving, leaving, name)
+
+
+def _ended(coming: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(coming)
+
+
+def outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
+    """Return what experts make of the tokens x [row, hidden], of which each has `rows` in order."""
+    into, out = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
+    if "gate_up_proj_bias" in module._parameters:
+        return _biased_outputs(module, x, rows)
+    act_fn = cast(Callable[[Tensor], Tensor], module.act_fn)
+    gate, up = _product(x, into, rows).chunk(2, dim=-1)
+    return _product(act_fn(gate) * up, out, rows)
+
+
+def _biased_outputs(module: Any, x: Tensor, rows: Tensor) -> Tensor:
+    """Return the same of GPT-OSS: matrices [expert, input, output], gate and up interleaved."""
+    owner = torch.arange(len(rows), device=x.device).repeat_interleave(rows, output_size=len(x))
+    both = _product(x, module.gate_up_proj.transpose(1, 2), rows) + module.gate_up_proj_bias[owner]
+    gated = module._apply_gate(both)
+    made = _product(gated, module.down_proj.transpose(1, 2), rows)
+    return made + module.down_proj_bias[owner]
+
+
+def _product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """Return each expert's rows of x times its matrix of weights [expert, output, input]."""
+    if all(size * x.element_size() % _ALIGNMENT_BYTES == 0 for size in weights.shape[1:]):
+        ends = rows.cumsum(0, dtype=torch.int32)
+        if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+            grouped: Tensor = torch.ops.meshwright.grouped_product(x, weights, ends)
+            return grouped
+        return functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+    parts = x.split(rows.tolist())
+    return torch.cat([functional.linear(*pair) for pair in zip(parts, weights, strict=True)])
+
+
+# torch's own shapes of grouped products in a graph are those of bf16 alone.
+@torch.library.custom_op("meshwright::grouped_product", mutates_args=())
+def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return each expert's rows of x times its matrix of weights [expert, output, input]."""
+    return functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+
+
+@_grouped_product.register_fake
+def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[1])
+
+
+@torch.library.custom_op("meshwright::grouped_weights", mutates_args=())
+def _grouped_weights(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of each expert's matrix, [expert, output, input]."""
+    return functional.grouped_mm(grad.t(), x, offs=ends)
+
+
+@_grouped_weights.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(ends), grad.shape[1], x.shape[1])
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_product(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weights, ends = ctx.saved_tensors
+    grad, ops = grad.contiguous(), torch.ops.meshwright
+    into_x = ops.grouped_product(grad, weights.transpose(-2, -1), ends)
+    return into_x, ops.grouped_weights(grad, x, ends), None
+
+
+_grouped_product.register_autograd(_gradients_of_product, setup_context=_keep_operands)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the order that undoes an order."""
+    result = torch.empty_like(order)
+    result[order] = torch.arange(len(order), device=order.device)
+    return result

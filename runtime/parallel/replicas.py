@@ -1,0 +1,226 @@
+"""Replicas: ranks that hold whole copies of the same parameters, and the mean of their gradients.
+
+Gradients lie in flat buckets, each of the parameters of neighbouring layers.  When backward has
+added the last micro-batch's gradient of all parameters of a bucket, its mean over the ranks is on
+its way while backward goes on; `finish` sends what is left and waits.  Parameters are used where
+they are: unlike FSDP, there is no second copy of them.
+
+This serves what computes in the type of its parameters (fp32, tf32) and divides no states; all else
+is FSDP's to do (runtime/parallel/data_parallel.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+BUCKET_BYTES = 25 * 2**20
+"""What a bucket takes at least, if there is as much."""
+FEWEST_BUCKETS = 8
+"""Of a small model: a bucket is there as a whole when activations still are, and it overlaps."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Gradients of some parameters, one behind the other, and behind them which were made at all.
+
+    A parameter that no sample of this rank went through has no gradient here and may have one
+    elsewhere.  The flags, whose mean is above 0 then, tell.
+    """
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup
+    flat: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
+    """Where in `flat` each gradient lies, in the order in memory that its parameter has.
+
+    torch's fused optimizers run through memory and look at no strides: a convolution's weight in
+    channels_last would be updated by another element's gradient."""
+    given: list[Tensor | None] = field(default_factory=list)
+    """The gradients that lie in `flat`, as autograd knows them."""
+    added: list[int] = field(default_factory=list)
+    """Backwards that added to each gradient."""
+    complete: int = 0
+    """Gradients to which all of a step's backwards have added."""
+    work: dist.Work | None = None
+
+    def __post_init__(self) -> None:
+        self.empty()
+
+    def empty(self) -> None:
+        self.flat, self.views, self.work = None, [], None
+        self.given = [None] * len(self.parameters)
+        self.added, self.complete = [0] * len(self.parameters), 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(_local(parameter).nbytes for parameter in self.parameters)
+
+    def begin(self) -> Tensor:
+        """Make room for the gradients of a step, and for the flags, which say that all are made."""
+        locals_ = [_local(parameter) for parameter in self.parameters]
+        sizes = [local.numel() for local in locals_]
+        self.flat = locals_[0].new_empty(sum(sizes) + len(sizes), requires_grad=False)
+        *parts, flags = self.flat.split([*sizes, len(sizes)])
+        self.views = [_laid_out(part, one) for part, one in zip(parts, locals_, strict=True)]
+        flags.fill_(1.0)
+        return self.flat
+
+    def take(self, index: int) -> None:
+        """Let the gradient of a parameter lie in the bucket, if it does not yet."""
+        parameter = self.parameters[index]
+        grad = parameter.grad
+        if grad is None or grad is self.given[index]:
+            return
+        if self.flat is None:
+            self.begin()
+        view = self.views[index]
+        view.copy_(_local(grad))
+        self.given[index] = parameter.grad = _like(grad, view)
+
+    def send(self, op: dist.ReduceOp.RedOpType) -> None:
+        """Start to make the mean, or the sum."""
+        assert self.flat is not None
+        self.work = dist.all_reduce(self.flat, op=op, group=self.group, async_op=True)
+
+
+class Replicas:
+    """The mean of gradients over the ranks that hold the same parameters."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]],
+        *,
+        backwards: int | None,
+        divided: bool = False,
+    ) -> None:
+        """`divided` says that gradients come divided by the number of ranks: the mean is their sum.
+
+        `parameters` are in the order of forward, each with its ranks, once for each stage.
+
+        A step adds to each gradient in `backwards` passes. None says that autograd does not tell
+        when a gradient is complete, since some are made apart: all are sent by `finish`.
+        """
+        self._backwards = backwards
+        self._op = dist.ReduceOp.SUM if divided else dist.ReduceOp.AVG
+        found = list(parameters)
+        self._stages = Counter(parameter for parameter, _ in found)
+        """How many stages of this rank read each, in backwards of their own."""
+        self._buckets = _buckets(found)
+        self._sent = 0
+        self.measures_own = False
+        """Whether each step measures this rank's own gradient, before it becomes the mean."""
+        self.own_square: Tensor | None = None
+        """The square of its norm in the last step that was measured."""
+        self._squares: list[Tensor] = []
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._noticing(bucket, index))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Divide gradients that passes before have left, if they are summed: they are once more."""
+        if self._op == dist.ReduceOp.SUM:
+            for bucket in self._buckets:
+                left = [one.grad for one in bucket.parameters if one.grad is not None]
+                for grad in left:
+                    _local(grad).div_(bucket.group.size())
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the mean of this step into all gradients."""
+        lacking = []
+        for bucket in self._buckets[self._sent :]:
+            for index, parameter in enumerate(bucket.parameters):
+                bucket.take(index)
+                if parameter.grad is None:
+                    lacking.append((bucket, index))
+        for bucket, index in lacking:
+            flat = bucket.begin() if bucket.flat is None else bucket.flat
+            bucket.views[index].zero_()
+            flat[index - len(bucket.parameters)] = 0.0
+        for bucket in self._buckets[self._sent :]:
+            self._send(bucket)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        for bucket, index in lacking:
+            assert bucket.flat is not None
+            if bucket.flat[index - len(bucket.parameters)] > 0:
+                parameter = bucket.parameters[index]
+                parameter.grad = _like(parameter, bucket.views[index])
+        for bucket in self._buckets:
+            bucket.empty()  # the gradients keep its memory until the optimizer drops them
+        self._sent = 0
+        if self.measures_own:
+            self.own_square = torch.stack([one.double() for one in self._squares]).sum()
+            self._squares = []
+
+    def _send(self, bucket: _Bucket) -> None:
+        if self.measures_own:
+            assert bucket.flat is not None
+            own = bucket.flat[: -len(bucket.parameters)]
+            self._squares.append(torch.dot(own, own))
+        bucket.send(self._op)
+
+    def _noticing(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
+        backwards = (self._backwards or 0) * self._stages[bucket.parameters[index]]
+
+        def notice(parameter: Tensor) -> None:
+            bucket.take(index)
+            bucket.added[index] += 1
+            if bucket.added[index] != backwards:
+                return
+            bucket.complete += 1
+            # In one order on all ranks, whatever order backward has.
+            for one in self._buckets[self._sent :]:
+                if one.complete < len(one.parameters):
+                    break
+                self._send(one)
+                self._sent += 1
+
+        return notice
+
+
+def _buckets(parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> list[_Bucket]:
+    """Return buckets in the order of backward; what is shared counts where forward has it first."""
+    every: list[_Bucket] = []
+    open_: dict[dist.ProcessGroup, _Bucket] = {}
+    # A parameter that is used twice is complete when backward comes to its first use.
+    ordered = list(reversed(dict.fromkeys(parameters)))
+    whole_bytes = sum(_local(parameter).nbytes for parameter, _ in ordered)
+    enough_bytes = min(BUCKET_BYTES, whole_bytes / FEWEST_BUCKETS)
+    for parameter, group in ordered:
+        bucket = open_.get(group)
+        if bucket is None or bucket.size_bytes >= enough_bytes:
+            bucket = open_[group] = _Bucket([], group)
+            every.append(bucket)
+        bucket.parameters.append(parameter)
+    for bucket in every:
+        bucket.empty()
+    return every
+
+
+def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
+    """Return flat memory as a tensor of the shape, and where there are no gaps the strides."""
+    if like.is_contiguous():
+        return flat.view(like.shape)
+    strides = torch.empty_like(like, device="meta").stride()  # dense, in the same order
+    return flat.as_strided(like.shape, strides, flat.storage_offset())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return `local` as the same kind of tensor as another."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)

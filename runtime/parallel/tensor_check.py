@@ -1,0 +1,617 @@
+"""Whether a unit can be divided: it is run whole and in parts on random numbers, and compared.
+
+On two samples the unit runs whole and as the part of every rank, forward and backward.  What a
+collective makes is what one process had there, and what the ranks gave must add up to it; outputs
+and all gradients must be equal.  The runs also tell along which dim modules of Dropout see a part,
+and which parameters get a part of their gradient on each rank.  The user's code is not changed: a
+region whose code names sizes of the whole stays whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.planner.errors import MeshwrightError
+from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.parallel.linear_dataflow import Flow, Indivisible, flow_of, own_leaf
+from meshwright.runtime.parallel.tensor_collectives import Across
+from meshwright.runtime.parallel.tensor_regions import (
+    CONVOLUTIONS,
+    PRODUCTS,
+    Region,
+    divide_dropout,
+    part_of,
+    run_divided,
+    shards,
+    take_parts,
+)
+from meshwright.runtime.tracing.tracer import has_data
+
+MOST_CHECKED_FLOPS = 1e11
+"""Of a unit's forward, in products; the check takes some twenty times as many."""
+CLOSE = 2e-4
+"""How far a divided unit's numbers may lie from the whole one's, over the largest of them, in fp32:
+sums in another order differ by 1e-6, another head's numbers by 1."""
+NOISE = 1e-5
+"""The same over the largest gradient of the unit."""
+DROPOUTS = frozenset(
+    (
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    )
+)  # fmt: skip
+TRIED = ("on a part of it", "its code draws")
+"""How reasons begin that the user's code between two products gives."""
+ON_A_PART = (
+    "write code that runs on a part of features or heads: view(..., -1, head_size) and chunk(3) "
+    "rather than their numbers"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedUnit:
+    """How a unit is divided over the ranks of an axis, and what of it stays whole."""
+
+    degree: int
+    regions: tuple[Region, ...] = ()
+    partial: frozenset[str] = frozenset()
+    """Whole parameters whose gradient is the sum over the ranks."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Why a product or table is not divided, by path."""
+    dropouts: Mapping[str, int] = field(default_factory=dict)
+    """By path, modules of nn.Dropout that see a part, and along which dim."""
+    undrawn: tuple[Region, ...] = ()
+    """Whole regions that styles of the user's own divide, with other random numbers."""
+
+    def apply(self, unit: nn.Module, across: Across) -> None:
+        """Let a unit whose parameters are this rank's parts run over the tensor axis."""
+        for region in self.regions:
+            run_divided(unit, region, across)
+        for path, dim in self.dropouts.items():
+            divide_dropout(unit.get_submodule(path), dim, across)
+
+
+def with_data(leaf: Any) -> Any:
+    """Return a tensor on the CPU; of one without data, random numbers, zeros or True.
+
+    Those in 16 bits are in fp32, in which units are compared.
+    """
+    if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16):
+        leaf = leaf.float()
+    if not isinstance(leaf, Tensor) or has_data((leaf,)):
+        return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, dtype=leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) + (leaf.dtype == torch.bool)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run in one thread: most units are small here, and threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _AxisWatch:
+    """One process as a tensor axis: notes what is copied and summed."""
+
+    def __init__(self) -> None:
+        self.rank, self.degree = 0, 1
+        self.sums: list[Tensor] = []
+        self.grads: dict[int, Tensor | None] = {}
+
+    def copy(self, x: Tensor) -> Tensor:
+        at = len(self.grads)
+        self.grads[at] = None
+        return _Noted.apply(x, self.grads, at, self._gradient(at))
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.sums.append(x.detach().clone())
+        return x
+
+    def _gradient(self, at: int) -> Tensor | None:
+        """Return what backward is to see, if not its own."""
+        return None
+
+
+class _TrialRank(_AxisWatch):
+    """One rank of a tensor axis whose other ranks ran before or run later.
+
+    What a collective makes is what one process had there; what this rank gave is noted.
+    """
+
+    def __init__(self, rank: int, degree: int, whole: _AxisWatch) -> None:
+        super().__init__()
+        self.rank, self.degree = rank, degree
+        self._whole = whole
+
+    def _gradient(self, at: int) -> Tensor | None:
+        return self._whole.grads.get(at)
+
+    def sum(self, x: Tensor) -> Tensor:
+        at = len(self.sums)
+        super().sum(x)
+        if at >= len(self._whole.sums) or self._whole.sums[at].shape != x.shape:
+            raise Indivisible("what its parts add up to has another shape")
+        return _Replaced.apply(x, self._whole.sums[at])
+
+
+class _NoDraws(TorchFunctionMode):
+    """Lets dropout, also that of attention, drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name in DROPOUTS:
+            return kwargs["input"] if "input" in kwargs else args[0]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+class _Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, grads: dict[int, Tensor | None], at: int, known: Tensor | None
+    ) -> Tensor:
+        ctx.grads, ctx.at, ctx.known = grads, at, known
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.grads[ctx.at] = grad
+        return (grad if ctx.known is None else ctx.known), None, None, None
+
+
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return other.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@dataclass(slots=True)
+class _TrialRun:
+    """What a run of a unit left."""
+
+    outputs: list[Tensor]
+    grads: dict[str, Tensor | None]
+    inputs: list[Tensor | None]
+    across: Any
+
+
+class _DrawsOtherwise(Indivisible):
+    """A region's parts are equal to the whole but for random numbers."""
+
+    def __init__(self, partial: bool) -> None:
+        super().__init__(
+            f"{TRIED[1]} random numbers that cannot be divided (functional dropout, dropout_p of "
+            "attention); use modules of nn.Dropout, or a probability of 0"
+        )
+        self.partial = partial
+        """It has whole parameters whose gradients are summed."""
+
+
+class DivisionTrial:
+    """One kind of unit: its candidates, its run as a whole, and how it divides."""
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+        kept_whole: Mapping[str, str],
+    ) -> None:
+        self._user_unit = unit
+        self._arguments = arguments
+        self._whole: dict[str, str] = {}
+        self._kept = dict(kept_whole)
+        self._ready: tuple[nn.Module, Any, list[Region]] | None = None
+
+    def divided(self, degree: int) -> DividedUnit:
+        """Return how the unit is divided over `degree` ranks."""
+        with untouched(self._user_unit), torch.enable_grad(), _one_thread():
+            torch.manual_seed(0)
+            try:
+                candidates = self._candidates()
+            except Indivisible as error:
+                paths = [p for p, m in self._user_unit.named_modules() if isinstance(m, PRODUCTS)]
+                return DividedUnit(degree=degree, whole=dict.fromkeys(paths, str(error)))
+            return self._best(candidates, degree)
+
+    def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
+        with contextlib.suppress(Indivisible):  # all at once, as most are
+            return replace(self._checked(candidates, degree), whole=dict(self._whole))
+        whole = dict(self._whole)
+        accepted: list[Region] = []
+        undrawn: list[Region] = []
+        for region in candidates:
+            try:
+                accepted.append(self._accepted(region, degree))
+            except Indivisible as error:
+                whole |= dict.fromkeys(region.paths, str(error))
+                if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
+                    self._user_unit, region, partial=error.partial
+                ):
+                    undrawn.append(region)
+        made = DividedUnit(degree=degree)
+        while accepted:
+            try:
+                made = self._checked(accepted, degree)
+                break
+            except Indivisible as error:
+                whole |= dict.fromkeys(accepted.pop().paths, str(error))
+        return replace(made, whole=whole, undrawn=tuple(undrawn))
+
+    # --- candidates ---
+
+    def _candidates(self) -> list[Region]:
+        if self._ready is None:
+            unit = _with_random_numbers(self._user_unit)
+            given = self._arguments()
+            self._refuse_large(unit, given)
+            self._ready = unit, given, []
+            self._ready = unit, given, self._found(unit, given)
+        return self._ready[2]
+
+    @staticmethod
+    def _refuse_large(unit: nn.Module, given: Any) -> None:
+        floats = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.ndim]
+        rows = max((x.numel() // max(1, x.shape[-1]) for x in floats), default=1)
+        flops = 2.0 * rows * sum(p.numel() for p in unit.parameters() if p.ndim > 1)
+        if flops > MOST_CHECKED_FLOPS:
+            raise Indivisible(f"its forward of {flops:.1g} FLOPs is too long to be checked here")
+
+    def _found(self, unit: nn.Module, given: Any) -> list[Region]:
+        """Return the regions that the flow of tensors suggests."""
+        flow = flow_of(unit, given)
+        regions = []
+        for path, part in unit.named_modules():
+            if type(part) is nn.MultiheadAttention and not self._reason(path, flow):
+                if part._qkv_same_embed_dim and part.bias_k is None and not part.add_zero_attn:
+                    regions.append(Region(kind="heads", owner=path))
+                    self._whole.pop(f"{path}.out_proj", None)
+            elif isinstance(part, nn.Embedding) and not self._reason(path, flow):
+                plain = part.max_norm is None and not part.sparse and not part.scale_grad_by_freq
+                if plain and part.num_embeddings > flow.looked_up[path]:
+                    regions.append(Region(kind="table", owner=path))
+                else:
+                    self._whole[path] = "as many rows are looked up at once as it has"
+            elif isinstance(part, nn.Embedding):
+                self._whole[path] = self._reason(path, flow)
+        used: set[str] = set()
+        for path in flow.order:
+            before = flow.before[path]
+            free = before and not ({path, *before} & used)
+            alone = all(flow.behind[p] == {path} for p in before)
+            if not (free and alone) or any(self._reason(p, flow) for p in (path, *before)):
+                continue
+            columns = [p for p in flow.order if p in before]
+            if not all(_fits_together(unit, p, path) for p in columns):
+                continue
+            regions.append(
+                Region(
+                    kind="products",
+                    owner=_common([*columns, path]),
+                    columns={p: (unit.get_parameter(f"{p}.weight").shape[0],) for p in columns},
+                    rows=path,
+                )
+            )
+            used |= {path, *before}
+        for path in flow.order:
+            if path not in used:
+                self._whole[path] = self._reason(path, flow) or (
+                    "its output is not read by one product alone, nor its input made by one"
+                )
+        return regions
+
+    def _reason(self, path: str, flow: Flow) -> str:
+        if path in self._kept:
+            return self._kept[path]
+        if flow.calls.get(path, 1) > 1:
+            return f"is called {flow.calls[path]} times"
+        return ""
+
+    # --- trials ---
+
+    def _accepted(self, region: Region, degree: int) -> Region:
+        first: Indivisible | None = None
+        for way in _ways(region):
+            try:
+                self._checked([way], degree)
+            except _DrawsOtherwise:
+                raise
+            except Indivisible as error:
+                first = first or error
+            else:
+                return way
+        assert first is not None
+        raise first
+
+    def _checked(self, regions: Sequence[Region], degree: int) -> DividedUnit:
+        """Run the unit whole and in parts; return how it is divided where they are equal."""
+        for region in regions:
+            _refuse_indivisible(self._user_unit, region, degree)
+        made = DividedUnit(degree=degree, regions=tuple(regions))
+        made = self._tried(made, training=False)  # here nothing draws
+        try:
+            return self._tried(made, training=True)
+        except Indivisible:
+            with _NoDraws():
+                undrawn = self._tried(made, training=True)
+            raise _DrawsOtherwise(bool(undrawn.partial)) from None
+
+    def _tried(self, made: DividedUnit, *, training: bool) -> DividedUnit:
+        """Refuse what is not equal to the whole; return it with what the runs tell."""
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        plain = _run(unit, given, None, training=training)
+        watch = _AxisWatch()
+        twin = copied(unit)
+        whole_shapes = _dropped_shapes(twin)
+        made.apply(twin, watch)
+        whole = _run(twin, given, watch, training=training)
+        _compare(whole.outputs, plain.outputs, "its own code makes something else")
+        try:
+            parts = []
+            for rank in range(made.degree):
+                twin = copied(unit)
+                take_parts(twin, made.regions, rank, made.degree)
+                shapes = _dropped_shapes(twin)
+                made.apply(twin, part := _TrialRank(rank, made.degree, watch))
+                parts.append(_run(twin, given, part, training=training))
+            partial = self._equal(made.regions, plain, watch, parts, made.degree)
+            dropouts = made.dropouts or _dropouts(whole_shapes, shapes, made.degree)
+        except Indivisible as error:
+            raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
+        return replace(made, partial=made.partial | partial, dropouts=dropouts)
+
+    def _equal(
+        self,
+        regions: Sequence[Region],
+        plain: _TrialRun,
+        watch: _AxisWatch,
+        parts: list[_TrialRun],
+        degree: int,
+    ) -> frozenset[str]:
+        """Refuse parts that do not make the whole; return which parameters' gradients are parts."""
+        assert self._ready is not None
+        for part in parts:
+            _compare(part.outputs, plain.outputs, "its parts do not make the whole")
+        for at, whole in enumerate(watch.sums):
+            made = _sum([part.across.sums[at] for part in parts])
+            _compare([made], [whole], "its parts do not add up")
+        for at, whole_grad in watch.grads.items():
+            if whole_grad is not None:
+                made = _sum([part.across.grads.get(at) for part in parts])
+                _compare([made], [whole_grad], "gradients of its parts do not add up")
+        for part in parts:
+            _compare(part.inputs, plain.inputs, "gradients of what it is given differ")
+        divided = {
+            name: (dim, pieces)
+            for region in regions
+            for name, dim, pieces in shards(self._ready[0], region)
+        }
+        partial = set()
+        # Gradients that are zero but for rounding, such as that of the keys' bias.
+        found = [float(g.abs().max()) for g in plain.grads.values() if g is not None]
+        noise = NOISE * max(found, default=0.0)
+        for name, grad in plain.grads.items():
+            own = [part.grads.get(name) for part in parts]
+            if grad is None or any(one is None for one in own):
+                if grad is not None or any(one is not None for one in own):
+                    raise Indivisible(f"{name} has no gradient on some ranks")
+                continue
+            if name in divided:
+                dim, pieces = divided[name]
+                wanted = [part_of(grad, dim, pieces, rank, degree) for rank in range(degree)]
+                _compare(own, wanted, f"the gradient of {name} differs", noise)
+            elif _summed(own, grad, noise):
+                _compare([_sum(own)], [grad], f"the gradient of {name} differs", noise)
+                partial.add(name)
+        return frozenset(partial)
+
+
+def _ways(region: Region) -> Iterator[Region]:
+    """Yield a region with its columns as one matrix each, then as three or two."""
+    yield region
+    if len(region.columns) not in (1, 2):
+        return
+    choices = [
+        [(size,), *((size // n,) * n for n in (3, 2) if size % n == 0)]
+        for (size,) in region.columns.values()
+    ]
+    for chosen in itertools.islice(itertools.product(*choices), 1, None):
+        yield replace(region, columns=dict(zip(region.columns, chosen, strict=True)))
+
+
+def _in_torch_styles(unit: nn.Module, region: Region, *, partial: bool) -> bool:
+    """Whether torch's ColwiseParallel and RowwiseParallel divide a region as it would be here."""
+    parts = [unit.get_submodule(path) for path in region.paths]
+    return not partial and all(isinstance(part, nn.Linear) for part in parts)
+
+
+def _dropped_shapes(unit: nn.Module) -> dict[str, set[tuple[int, ...]]]:
+    """Let modules of nn.Dropout note the shapes that they are given, by path."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for path, part in unit.named_modules():
+        if type(part) is nn.Dropout:
+            shapes[path] = set()
+            part.register_forward_pre_hook(
+                lambda _, args, seen=shapes[path]: seen.update(tuple(x.shape) for x in args)
+            )
+    return shapes
+
+
+def _dropouts(
+    whole: Mapping[str, set[tuple[int, ...]]], part: Mapping[str, set[tuple[int, ...]]], degree: int
+) -> dict[str, int]:
+    """Return the modules that are given a part, by path, and along which dim."""
+    result = {}
+    for path, shapes in whole.items():
+        if shapes == part[path]:
+            continue
+        (one, *_), (other, *_) = shapes, part[path]
+        dims = [at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a == b * degree]
+        if len(shapes) > 1 or len(part[path]) > 1 or len(dims) != 1:
+            raise Indivisible(f"{path} is given tensors of several shapes, not all of them divided")
+        result[path] = dims[0]
+    return result
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def _refuse_indivisible(unit: nn.Module, region: Region, degree: int) -> None:
+    for name, dim, pieces in shards(unit, region):
+        path, _, attribute = name.rpartition(".")
+        if unit.get_submodule(path)._parameters.get(attribute) is None:
+            continue
+        for size in pieces:
+            if size % degree:
+                what = "rows" if region.kind == "table" else "output" if dim == 0 else "input"
+                word = what if what == "rows" else f"{what} features"
+                raise Indivisible(f"{degree} does not divide its {size} {word}")
+    if any(len(pieces) > 1 for _, _, pieces in shards(unit, region)) and not all(
+        parameter.requires_grad for parameter in unit.parameters()
+    ):
+        raise Indivisible("several matrices in one are divided where all of them are trained")
+    if region.kind == "heads":
+        heads = unit.get_submodule(region.owner).num_heads
+        if heads % degree:  # type: ignore[operator]
+            raise Indivisible(f"{degree} does not divide its {heads} heads")
+
+
+def _with_random_numbers(unit: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for parameter in unit.parameters():
+        if not parameter.is_floating_point():
+            raise Indivisible("has weights that are no numbers in floating point")
+        made = torch.randn(parameter.shape)
+        if parameter.ndim > 1:
+            made /= math.sqrt(max(1, made.numel() // made.shape[0]))
+        memo[id(parameter)] = nn.Parameter(made)
+    for buffer in unit.buffers():
+        memo[id(buffer)] = with_data(buffer).clone()
+    return copied(unit, memo)
+
+
+def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialRun:
+    """Run a unit, and backward from random gradients that every run has alike."""
+    unit = unit.train(training) if across is not None else copied(unit).train(training)
+    args, kwargs = tree_map(own_leaf, given)
+    torch.manual_seed(0)
+    try:
+        made = tree_leaves(unit(*args, **kwargs))
+        outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        _backward(outputs)
+    except Indivisible:
+        raise
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        AssertionError,
+        MeshwrightError,
+    ) as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise Indivisible(f"{type(error).__name__}: {line}") from error
+    taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return _TrialRun(
+        outputs=[one.detach() for one in outputs],
+        grads={name: p.grad for name, p in unit.named_parameters()},
+        inputs=[x.grad for x in taken],
+        across=across,
+    )
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    """Go backward from random gradients, the same in every run."""
+    generator = torch.Generator().manual_seed(1)
+    needing = [one for one in outputs if one.requires_grad]
+    grads = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in needing]
+    if needing:
+        torch.autograd.backward(needing, grads)
+
+
+def _summed(own: Sequence[Tensor | None], whole: Tensor, noise: float) -> bool:
+    """Whether what ranks have are parts of a gradient to be summed, rather than copies of it.
+
+    Where it is zero but for rounding, copies are equal to the bit; parts of a sum are not, and
+    ranks that did not add them would drift apart.
+    """
+    copies = [one for one in own if one is not None]
+    if len(copies) < len(own) or not all(_close(one, whole, noise) for one in copies):
+        return True
+    alike = all(torch.equal(copies[0], other) for other in copies[1:])
+    return not alike and float(whole.abs().max()) <= noise
+
+
+def _close(one: Tensor, other: Tensor, noise: float = 1e-6) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    finite = torch.isfinite(other)
+    if not torch.equal(finite, torch.isfinite(one)):
+        return False
+    if not finite.any():
+        return True
+    largest = float(other[finite].abs().max())
+    return float((one[finite] - other[finite]).abs().max()) <= CLOSE * largest + noise
+
+
+def _compare(
+    found: Sequence[Tensor | None],
+    wanted: Sequence[Tensor | None],
+    otherwise: str,
+    noise: float = 1e-6,
+) -> None:
+    if len(found) != len(wanted):
+        raise Indivisible(otherwise)
+    for one, other in zip(found, wanted, strict=True):
+        if (one is None) != (other is None):
+            raise Indivisible(otherwise)
+        if one is not None and other is not None and not _close(one, other, noise):
+            raise Indivisible(otherwise)
+
+
+def _fits_together(unit: nn.Module, column: str, rows: str) -> bool:
+    one, other = unit.get_submodule(column), unit.get_submodule(rows)
+    for part in (one, other):
+        if isinstance(part, CONVOLUTIONS) and (
+            part.groups != 1 or part.padding_mode != "zeros" or part.transposed
+        ):
+            return False
+    return isinstance(one, CONVOLUTIONS) == isinstance(other, CONVOLUTIONS)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the innermost module that contains all of these."""
+    steps = [path.split(".")[:-1] for path in paths]
+    shared = []
+    for at in zip(*steps, strict=False):
+        if len(set(at)) > 1:
+            break
+        shared.append(at[0])
+    return ".".join(shared)

@@ -1,0 +1,1 @@
+"""Failures while a run trains: heartbeats, hangs, stragglers, membership, peer copies."""

@@ -1,0 +1,155 @@
+"""Mirrors: the state of ranks after their newest steps, in memory that outlives them.
+
+After a step each rank copies its parts of the state into a slot of its launcher, which sends them
+to a partner on another node (`runtime.resilience.replication`).  A state is copied once the one
+before is on all nodes.  Ranks that are started again, under any plan, go on from the newest state
+of which they find all parts that they hold (`runtime.resilience.peer_restore`).  How many steps lie
+between two copies follows from what the last ones took, so that they cost at most COPIES_SHARE of
+training.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
+from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
+from meshwright.runtime.data.sample_digest import SampleDigest
+from meshwright.runtime.resilience.peer_restore import gathered, key_of
+from meshwright.runtime.resilience.shared_memory import NodeSlots, slots_of_node
+
+MEASURED = 3
+"""Copies, the first of them one after each step; their interval follows from the mean of the
+last ones."""
+
+COPY_OVER_CALLS = 1.7
+"""CPU seconds of a copy over those of its calls: the work behind it finds caches and pages changed
+(`benchmarks/survive_cost.py` measured 1.63, 1.67 and 1.82)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirroredState:
+    """What ranks go on from."""
+
+    step: int
+    snapshots: tuple[Snapshot, ...]
+    used: SampleDigest
+    """Of the samples that were used until then."""
+
+
+class Mirror:
+    """One rank's copies of its state; all ranks make it, and use it, together."""
+
+    def __init__(
+        self, node: NodeSlots, *, local_rank: int, ranks: int, run: str, plan: str
+    ) -> None:
+        """`ranks` are those of this node.
+
+        `run` is the same on all ranks and new in each attempt; `plan` is its plan's digest.
+        """
+        self._node, self._own = node, node.own[local_rank]
+        self._local_rank, self._ranks = local_rank, ranks
+        self._run, self._plan = run, plan
+        self._next = 0
+        self._every = 1
+        self._copies_s: deque[float] = deque(maxlen=MEASURED)
+        self._behind: tuple[int, str] | None = None
+        """Step and run of the state that must stay until the next one is kept."""
+        self._last_step: int | None = None
+        self._asked_step: int | None = None
+
+    @classmethod
+    def of_environment(cls, *, local_rank: int, run: str, plan: str) -> Mirror | None:
+        """Return a rank's mirror where its launcher has slots for it."""
+        node = slots_of_node(os.environ)
+        if node is None:
+            return None
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        return cls(node, local_rank=local_rank, ranks=ranks, run=run, plan=plan)
+
+    def newest(self, needed: Mapping[str, Box], *, of_this: bool = False) -> MirroredState | None:
+        """Return the newest state that all ranks can go on from; all of them call it.
+
+        `needed` are the boxes that this rank needs; only copies of this attempt count if they
+        have to be `of_this`.
+        """
+        # Each slot of a node is looked at by one of its ranks.
+        pairs = [*self._node.own, *self._node.wards]
+        mine = [slot for pair in pairs[self._local_rank :: self._ranks] for slot in pair]
+        found = gathered(mine, needed, of_run=self._run if of_this else None)
+        if found is None:
+            return None
+        key, snapshots, label = found
+        self._behind = key[0], key[1]
+        for at, slot in enumerate(self._own):
+            own = slot.label()
+            if own is not None and key_of(own) == key:
+                self._next = 1 - at  # the older one is written first
+        used = SampleDigest.model_validate(label["used"])
+        return MirroredState(step=key[0], snapshots=tuple(snapshots), used=used)
+
+    def is_due(self, step: int) -> bool:
+        """Say whether the state after a step is copied; all ranks ask after each step."""
+        if self._last_step is None:
+            return True
+        if step - max(self._last_step, self._asked_step or 0) < self._every:
+            return False
+        if self._node.kept is None:
+            return True
+        self._asked_step = step - self._every // 2  # where it is not kept, ask again soon
+        kept = torch.tensor([int(self._node.kept.has(self._run, self._last_step))])
+        dist.all_reduce(kept, op=dist.ReduceOp.MIN)
+        return bool(kept)
+
+    def copy(
+        self, snapshot: Snapshot, *, used: SampleDigest, began_s: float, step_s: float
+    ) -> None:
+        """Copy a rank's state; all ranks do so after the same step.
+
+        `used` is of the samples until then, `began_s` when the snapshot was begun, by
+        time.perf_counter, and `step_s` what a step takes.
+        """
+        parts, pieces, at = [], [], 0
+        for name, part in snapshot.parts.items():
+            values = part.values.contiguous().reshape(-1).view(torch.uint8)
+            kind = str(part.values.dtype).removeprefix("torch.")
+            place = [list(part.shape), list(part.offset), list(part.values.shape)]
+            parts.append([name, kind, *place, at, values.numel()])
+            pieces.append(values.numpy().data)
+            at += values.numel()
+        label = {
+            "step": snapshot.step,
+            "sample": snapshot.next_sample,
+            "used": used.model_dump(),
+            "run": self._run,
+            "epoch": self._node.epoch,
+            "plan": self._plan,
+            "rank": dist.get_rank(),
+            "world": dist.get_world_size(),
+            "behind": self._behind,
+            "parts": parts,
+        }
+        self._own[self._next].write(label, pieces)
+        self._next = 1 - self._next
+        self._last_step = snapshot.step
+        self._behind = snapshot.step, self._run
+        self._copies_s.append(time.perf_counter() - began_s)
+        if len(self._copies_s) == MEASURED:
+            sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
+            copy_s = COPY_OVER_CALLS * statistics.fmean(self._copies_s) + sent_s
+            self._every = self._agreed(copy_s / (COPIES_SHARE * step_s))
+
+    def _agreed(self, every: float) -> int:
+        """Return the interval of the rank that copies take the longest, the same on all."""
+        longest = torch.tensor([every])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return max(1, math.ceil(float(longest)))

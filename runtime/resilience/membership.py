@@ -1,0 +1,413 @@
+"""Roster: which nodes train, and from which state they go on; a state machine without I/O.
+
+A run goes through epochs.  An epoch names its members, and training takes all of them.  Epochs
+stand in a register, a folder that all nodes share: for each number it takes one, the first.  On
+each node an agent tells the others again and again how it stands; a message may be lost, come late
+or come twice, since each says all of it, and an older one of the same agent is passed over.
+
+An agent proposes epoch n+1 only if it is a member of epoch n and its own ranks of n have ended, and
+begins n+1 only once it stands in the register.  So an epoch cannot train any more when its
+successor is written, and never do two train at once, whatever messages say; at least one member
+has to live on.  Who is taken for lost by mistake finds the newer epoch, ends its ranks and becomes
+a spare.  Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.planner.documents.document import Part
+from meshwright.planner.documents.events import Reaction
+from meshwright.planner.documents.units import Amount, Count, Positive, Text
+from meshwright.runtime.run.recovery_policy import RankEnd
+
+LOST_S = 4.0
+"""An agent that is silent for so long is lost."""
+SUSPECT_S = 1.0
+"""So long if its connections were closed."""
+Phase = Literal["ready", "running", "ended", "left"]
+"""Without ranks, with ranks of its epoch, after those; and gone for good, as it said."""
+
+
+class Agent(Part):
+    """The launcher of a node, while it lives; one that is started again is another."""
+
+    node: Count
+    start: Text
+    """Standing apart by this."""
+    host: Text
+    port: Positive
+    """Where it hears others."""
+    meet_port: Positive
+    """Where the ranks of an epoch that it leads are joined."""
+    copies_port: Positive
+    """Where it takes copies of what another's ranks have written."""
+
+
+class Held(Part):
+    """Parts of one state that an agent has in memory."""
+
+    epoch: Positive
+    step: Count
+    of: Positive
+    """Parts of the whole state."""
+    parts: tuple[Count, ...]
+
+
+class LostDevice(Part):
+    """A device that an agent's node no longer trains on."""
+
+    start: Text
+    """The agent's."""
+    device: Count
+    """Among those that its ranks had when it was lost."""
+
+
+class State(Part):
+    """A state to go on from."""
+
+    step: Count
+    epoch: Positive | None = None
+    """Whose memory has it; None where storage does."""
+
+
+class Epoch(Part):
+    """What the register has under one number."""
+
+    number: Positive
+    run: Text
+    members: tuple[Agent, ...]
+    """In the order of their ranks; the first has rank 0."""
+    plan: Text | None = None
+    """Where its plan lies; None for the one that the run was started with."""
+    output: Text
+    """The run's folder."""
+    state: State
+    reaction: Reaction | None = None
+    why: Text | None = None
+    ends: tuple[RankEnd, ...] = ()
+    """Of all epochs of the run until here."""
+    excluded: tuple[Text, ...] = ()
+    """Starts of agents that are not wanted any more."""
+    lost_devices: tuple[LostDevice, ...] = ()
+    """In the order in which they were lost."""
+    changed_unix_s: Amount = 0.0
+    """When the run got these members."""
+
+    def most_lost(self, members: Iterable[Agent]) -> int:
+        """Return how many devices that of some agents has lost which lost the most."""
+        starts = [one.start for one in self.lost_devices]
+        return max((starts.count(one.start) for one in members), default=0)
+
+    def has(self, agent: Agent) -> bool:
+        """Whether an agent is a member."""
+        return any(one.start == agent.start for one in self.members)
+
+
+class Standing(Part):
+    """All that an agent tells the others."""
+
+    run: Text
+    agent: Agent
+    number: Count
+    """Messages of this agent, counted."""
+    epoch: Count
+    phase: Phase
+    end: RankEnd | None = None
+    """How its ranks of the epoch ended, where it was one of its own that ended it."""
+    held: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """The agent's ranks have to end."""
+
+    why: str
+    lost: tuple[Agent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The register has a newer epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nobody is left who may decide."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What is known when the next epoch has to be decided, and this agent decides."""
+
+    epoch: Epoch
+    alive: tuple[Agent, ...]
+    """Members, by their places."""
+    lost: tuple[Agent, ...]
+    spares: tuple[Agent, ...]
+    ends: tuple[RankEnd, ...]
+    """Of the alive members, the one that knows the most first."""
+    held: tuple[Held, ...]
+
+    def members(self, count: int, *, without: Agent | None = None) -> tuple[Agent, ...]:
+        """Return `count` members, or as many as there are: each in its place, spares for others."""
+        spares = list(self.spares)
+        kept = [one for one in self.alive if without is None or one.start != without.start]
+        found: list[Agent] = []
+        for old in self.epoch.members:
+            if old in kept:
+                found.append(old)
+            elif spares:
+                found.append(spares.pop(0))
+        return tuple([*found, *spares][:count])
+
+    def state(self, stored_step: int) -> State:
+        """Return the newest state that is whole, in memory or in storage."""
+        newest = newest_whole(self.held)
+        if newest is None or newest.step < stored_step:
+            return State(step=stored_step)
+        return newest
+
+
+def newest_whole(held: Iterable[Held]) -> State | None:
+    """Return the newest state of which all parts are there.
+
+    >>> one = Held(epoch=2, step=7, of=2, parts=(0,))
+    >>> other = Held(epoch=2, step=6, of=2, parts=(0, 1))
+    >>> newest_whole([one, other]).step
+    6
+    """
+    parts: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
+    for one in held:
+        parts[one.step, one.epoch, one.of].update(one.parts)
+    whole = [key for key, found in parts.items() if len(found) == key[2]]
+    if not whole:
+        return None
+    step, epoch, _ = max(whole)
+    return State(step=step, epoch=epoch)
+
+
+class Holdings:
+    """Which states an agent has parts of: the newest two.
+
+    Ranks copy a state only when all agents have had theirs of the one before, also the parts that
+    they keep for others.  So whoever has parts of a third state knows that the second is whole, and
+    the first is never needed.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Held] = []
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """The oldest first."""
+        return tuple(self._held)
+
+    def hold(self, held: Held) -> None:
+        """Take what was copied, in place of the oldest of two others."""
+        for at, one in enumerate(self._held):
+            if (one.epoch, one.step) == (held.epoch, held.step):
+                parts = tuple(sorted({*one.parts, *held.parts}))
+                self._held[at] = held.model_copy(update={"parts": parts})
+                return
+        self._held = [*self._held, held][-2:]
+
+    def go_on_from(self, state: State) -> list[Held]:
+        """Drop what is newer than the state that an epoch goes on from; return it.
+
+        It was never whole, and would take the place of what is.
+        """
+        dropped = [one for one in self._held if one.step > state.step]
+        self._held = [one for one in self._held if one.step <= state.step]
+        return dropped
+
+
+class Roster:
+    """What one agent knows of the others, and what it has to do."""
+
+    def __init__(self, run: str, agent: Agent) -> None:
+        self.run, self.agent = run, agent
+        self.epoch: Epoch | None = None
+        self.phase: Phase = "ready"
+        self.holdings = Holdings()
+        self._end: RankEnd | None = None
+        self._told: dict[str, Standing] = {}
+        self._met: dict[str, Agent] = {}
+        self._heard_s: dict[str, float] = {}
+        self._suspected: set[str] = set()
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        """Of the newest epoch that is known."""
+        return 0 if self.epoch is None else self.epoch.number
+
+    def tell(self) -> Standing:
+        """Return what the others get to know now."""
+        self._number += 1
+        return Standing(
+            run=self.run,
+            agent=self.agent,
+            number=self._number,
+            epoch=self.number,
+            phase=self.phase,
+            end=self._end,
+            held=self.holdings.held,
+        )
+
+    def meet(self, agent: Agent, now_s: float) -> None:
+        """Take notice of an agent that has not been heard yet."""
+        self._met[agent.start] = agent
+        self._heard_s[agent.start] = now_s
+
+    def hear(self, told: Standing, now_s: float) -> None:
+        """Take what another agent tells."""
+        start = told.agent.start
+        before = self._told.get(start)
+        if told.run != self.run or start == self.agent.start:
+            return
+        if before is not None and told.number <= before.number:
+            return
+        self._told[start] = told
+        self._heard_s[start] = now_s
+        self._suspected.discard(start)
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether any other agent has been heard."""
+        return bool(self._told)
+
+    def suspect(self, agent: Agent) -> None:
+        """Take notice that an agent's connections were closed."""
+        self._suspected.add(agent.start)
+
+    def others(self) -> list[Agent]:
+        """Return who gets messages: members, and who is known otherwise and has not left."""
+        known = dict(self._met)
+        known |= {} if self.epoch is None else {one.start: one for one in self.epoch.members}
+        known |= {one.agent.start: one.agent for one in self._told.values()}
+        known.pop(self.agent.start, None)
+        return [one for one in known.values() if not self._has_left(one)]
+
+    def adopt(self, epoch: Epoch, now_s: float) -> None:
+        """Take a newer epoch from the register; ranks of an older one must have ended."""
+        if self.phase == "running":
+            raise ValueError(f"ranks of epoch {self.number} still run")
+        if epoch.number <= self.number:
+            raise ValueError(f"epoch {epoch.number} is not newer than {self.number}")
+        self.epoch, self.phase, self._end = epoch, "ready", None
+        self.holdings.go_on_from(epoch.state)
+        for one in epoch.members:
+            self._heard_s.setdefault(one.start, now_s)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this agent trains in the newest epoch that is known."""
+        return self.epoch is not None and self.epoch.has(self.agent)
+
+    def began(self) -> None:
+        """Take notice that ranks of the epoch start now."""
+        if not self.is_member or self.phase != "ready":
+            raise ValueError(f"no ranks may start in epoch {self.number}")
+        self.phase = "running"
+
+    def ended(self, end: RankEnd | None) -> None:
+        """Take notice that no rank of the epoch runs here any more, and that none will start."""
+        self.phase, self._end = "ended", end
+
+    def left(self) -> None:
+        """Take notice that the run is over here."""
+        self.phase = "left"
+
+    def wanted(self, now_s: float) -> Quit | Look | Over | Proposal | None:
+        """Return what this agent has to do now."""
+        if self.epoch is None or self.phase == "left":
+            return None
+        newer = any(told.epoch > self.number for told in self._told.values())
+        if self.phase == "running":
+            return Quit("the others have a newer epoch") if newer else self._broken(now_s)
+        return Look() if newer else self._without_ranks(self.epoch, now_s)
+
+    def _without_ranks(self, epoch: Epoch, now_s: float) -> Quit | Over | Proposal | None:
+        """Return what an agent has to do that waits: for others to begin, or for their ends."""
+        members = epoch.members
+        lost = [one for one in members if self.is_lost(one, now_s)]
+        if any(self._has_left(one) for one in members):
+            return Over("the run is over on another node")
+        if self.agent.start in epoch.excluded:
+            return Over("this node is left out")
+        if not self.is_member:
+            return Over("no member of the run is left") if len(lost) == len(members) else None
+        if self.phase == "ready":
+            return self._broken(now_s)
+        alive = [one for one in members if one not in lost]
+        if alive[0].start != self.agent.start or not all(map(self._has_ended, alive)):
+            return None
+        return Proposal(
+            epoch=epoch,
+            alive=tuple(alive),
+            lost=tuple(lost),
+            spares=self.spares(now_s),
+            ends=self._ends(alive),
+            held=self._all_held(alive, now_s),
+        )
+
+    def is_lost(self, agent: Agent, now_s: float) -> bool:
+        """Whether an agent has been silent for too long."""
+        if agent.start == self.agent.start:
+            return False
+        silent_s = now_s - self._heard_s.get(agent.start, now_s)
+        return silent_s > (SUSPECT_S if agent.start in self._suspected else LOST_S)
+
+    def _broken(self, now_s: float) -> Quit | None:
+        """Return why the epoch cannot train any more."""
+        assert self.epoch is not None
+        members = self.epoch.members
+        lost = tuple(one for one in members if self.is_lost(one, now_s))
+        if lost:
+            named = ", ".join(f"node {one.node}" for one in lost)
+            return Quit(f"{named} does not answer" if len(lost) == 1 else f"{named} are gone", lost)
+        for one in members:
+            if one.start != self.agent.start and self._has_ended(one):
+                return Quit(f"ranks of node {one.node} have ended")
+        return None
+
+    def _has_ended(self, agent: Agent) -> bool:
+        if agent.start == self.agent.start:
+            return self.phase == "ended"
+        told = self._told.get(agent.start)
+        return told is not None and told.epoch == self.number and told.phase == "ended"
+
+    def _has_left(self, agent: Agent) -> bool:
+        told = self._told.get(agent.start)
+        return told is not None and told.phase == "left"
+
+    def spares(self, now_s: float) -> tuple[Agent, ...]:
+        """Return who waits without being a member, by node."""
+        assert self.epoch is not None
+        found = [
+            told.agent
+            for told in self._told.values()
+            if told.phase == "ready"
+            and told.epoch == self.number
+            and not self.epoch.has(told.agent)
+            and told.agent.start not in self.epoch.excluded
+            and not self.is_lost(told.agent, now_s)
+        ]
+        return tuple(sorted(found, key=lambda one: (one.node, one.start)))
+
+    def _ends(self, alive: Sequence[Agent]) -> tuple[RankEnd, ...]:
+        told: Mapping[str, Standing] = self._told
+        ends = [self._end, *(told[one.start].end for one in alive if one.start in told)]
+        return tuple(sorted((end for end in ends if end), key=lambda end: end.waits))
+
+    def _all_held(self, alive: Sequence[Agent], now_s: float) -> tuple[Held, ...]:
+        """Return what those hold who may go on: members, and spares that were members once."""
+        named = {one.start for one in (*alive, *self.spares(now_s))}
+        told = [one for start, one in self._told.items() if start in named]
+        return (*self.holdings.held, *(held for one in told for held in one.held))

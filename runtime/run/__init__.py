@@ -1,0 +1,1 @@
+"""One run: its folder, report, metrics, telemetry, node ranks, rendezvous, signals."""

@@ -1,0 +1,332 @@
+"""A run: what its ranks get, and what they write.
+
+What a run is asked for is one record from the command line, or a caller in Python, to every rank
+(runtime/run/launch_options.py): `RankOrders` is the same with what was found before the ranks
+start.  On disk:
+
+    OUTPUT/
+    ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
+    ├── events.jsonl                         what happens, by rank 0 and its launcher
+    ├── metrics.jsonl                        of these the steps that count, one line each
+    ├── tensorboard/                         the same as events, if asked for
+    ├── wandb/  wandb-id                     and for Weights & Biases
+    ├── prediction.yaml                      what was predicted of the plan
+    ├── incidents/attempt-001/               what ranks left behind when an attempt ended
+    ├── logs/rank-00000.log                  all that a rank prints
+    ├── ranks/rank-00000.json                what a rank measured, written when it is done
+    ├── ranks/rank-00000.failure.json        why a rank stopped before that
+    └── report.json                          the whole run, by the launcher
+
+Nothing here imports torch: the launcher reads and writes the same files as the ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import sys
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from meshwright.planner.documents.document import (
+    Document,
+    Part,
+    append_line,
+    json_line,
+    read_text,
+    unreadable,
+    write_text,
+)
+from meshwright.planner.documents.events import (
+    LONGEST_EVENT_BYTES,
+    Event,
+    Expected,
+    StepRecord,
+    events_of,
+)
+from meshwright.planner.documents.units import Amount, Count, Positive, Rate, Text
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import lines
+from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures, account
+from meshwright.runtime.core import checksums
+from meshwright.runtime.run.launch_options import LaunchRun
+
+Device = Literal["cuda", "cpu"]
+Stopped = Literal["steps", "max_seconds", "notice", "grow"]
+"""What ended a run: all its steps, its seconds, a notice that the machine is taken away, or that it
+goes on on more nodes."""
+
+
+class RankOrders(LaunchRun, Document):
+    """What every rank of a run gets beside its rank: the run, with what was found for it.
+
+    Paths are absolute; `evaluate` is the folder of the prepared corpus that is held out.
+    """
+
+    kind_of_document: ClassVar[str] = "run's orders"
+
+    token: Text
+    """Stands in the environment of each rank, so that nobody's processes are mistaken for ours."""
+    output: Path
+    corpus: Path
+    """The folder of a prepared corpus."""
+    device: Device
+    started_unix_s: Amount
+    """`max_seconds` counts from here."""
+    resumed: Path | None = None
+    """The one checkpoint to go on from."""
+    peak_step_s: Rate | None = None
+    """What a step would take with every device at its peak; divided by a step's time it is the
+    MFU."""
+    predicted_step_s: Rate | None = None
+    saves: SaveFigures | None = None
+    """From these the steps between checkpoints are computed, and again as saves are measured; None
+    where they were asked for."""
+    copies: bool = True
+    """Whether copies in memory are gone on from; not where they may have been damaged."""
+
+
+class RankRecord(Document):
+    """What one rank measured."""
+
+    kind_of_document: ClassVar[str] = "rank's record"
+
+    rank: Count
+    stage: Count
+    first_step: Positive
+    step_s: tuple[Amount, ...]
+    """By this rank's own clock, from reading the batch to the end of the update  [step]."""
+    untimed_steps: tuple[int, ...] = ()
+    """Steps that something other than training slowed down."""
+    peak_memory_bytes: Count | None = None
+    memory_source: Text = "not measured"
+    reserved_memory_bytes: Count | None = None
+    """The most that the device's allocator had taken."""
+    device_memory_bytes: Count | None = None
+    """In use on the device at the end, by everybody."""
+    compile_s: Amount = 0.0
+    """Of forwards that compiled a layer; those steps are among the warm-up."""
+    not_compiled: dict[Text, Text] = Field(default_factory=dict)
+    """Why layers ran eager that the plan compiles, by name."""
+    stopped: Stopped = "steps"
+    checkpoint: Text | None = None
+    """The last one that this run completed."""
+
+
+class Failure(Part):
+    """Why a rank stopped; `kind` is the name of the exception's class."""
+
+    rank: Count
+    kind: Text
+    message: str
+    at_unix_s: Amount
+    held: dict[Text, Count] = Field(default_factory=dict)
+    """Bytes by kind that a rank held which ran out of memory."""
+    needed_bytes: Count | None = None
+    """That it took or asked for in all, where that is counted."""
+    suspect: Count | None = None
+    """The rank whose memory differs from that of most others."""
+
+
+def orders_file(output: Path) -> Path:
+    """Return where a run's orders stand."""
+    return output / "orders.yaml"
+
+
+def plan_file(output: Path) -> Path:
+    """Return where a run's copy of its plan stands."""
+    return output / "plan.yaml"
+
+
+def model_file(output: Path) -> Path:
+    """Return where the graph of the run's model stands."""
+    return output / "model.yaml"
+
+
+def metrics_file(output: Path) -> Path:
+    """Return where rank 0 writes a line for each step."""
+    return output / "metrics.jsonl"
+
+
+def events_file(output: Path) -> Path:
+    """Return where what happens in a run is written down."""
+    return output / "events.jsonl"
+
+
+def prediction_file(output: Path) -> Path:
+    """Return where a run's prediction stands."""
+    return output / "prediction.yaml"
+
+
+def evidence_folder(output: Path, attempt: int) -> Path:
+    """Return where evidence is stored that ranks left behind when an attempt ended."""
+    return output / "incidents" / f"attempt-{attempt:03}"
+
+
+def tensorboard_folder(output: Path) -> Path:
+    """Return where rank 0 writes events for TensorBoard."""
+    return output / "tensorboard"
+
+
+def log_file(output: Path, rank: int) -> Path:
+    """Return where a rank's standard output and error go."""
+    return output / "logs" / f"rank-{rank:05}.log"
+
+
+def record_file(output: Path, rank: int) -> Path:
+    """Return where a rank writes what it measured."""
+    return output / "ranks" / f"rank-{rank:05}.json"
+
+
+def failure_file(output: Path, rank: int) -> Path:
+    """Return where a rank writes why it stopped."""
+    return output / "ranks" / f"rank-{rank:05}.failure.json"
+
+
+def write_json(part: Part, path: Path) -> None:
+    """Write a part as JSON, whole or not at all."""
+    write_text(json_line(part), path)
+
+
+def read_failures(output: Path, ranks: int) -> list[Failure]:
+    """Return why ranks stopped, the earliest first."""
+    found = []
+    for rank in range(ranks):
+        try:
+            found.append(Failure.model_validate_json(read_text(failure_file(output, rank))))
+        except (DocumentError, ValueError):
+            continue
+    return sorted(found, key=lambda failure: failure.at_unix_s)
+
+
+def append_record(record: StepRecord | Event, path: Path) -> None:
+    """Add a step's or an event's line, in one write so that a reader never sees half of it.
+
+    Where that is not possible it waits for the next one: no record ends the run that it is about.
+    """
+    waiting = _waiting.setdefault(path, collections.deque(maxlen=MOST_WAITING))
+    waiting.append(record)
+    with never_fatal(path):
+        while waiting:
+            append_line(waiting[0], path)
+            waiting.popleft()
+
+
+MOST_WAITING = 100_000
+"""Lines of one file that wait for room, the newest."""
+_waiting: dict[Path, collections.deque[StepRecord | Event]] = {}
+_warned: set[object] = set()
+
+
+@contextlib.contextmanager
+def never_fatal(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Go on where records or logs of a run cannot be written, and say so once.
+
+    That is a full or lost disk, and other `kinds` of errors; a link in the place of a file is
+    refused as ever.
+    """
+    tolerated: tuple[type[Exception], ...] = (OSError, *kinds)
+    try:
+        yield
+    except Exception as error:
+        cause = (error.__cause__ if isinstance(error, DocumentError) else None) or error
+        is_link = isinstance(cause, OSError) and cause.errno in (errno.ELOOP, errno.ENOTDIR)
+        if is_link or not isinstance(cause, tolerated):
+            raise
+        if what not in _warned:
+            _warned.add(what)
+            why = cause.strerror if isinstance(cause, OSError) else None
+            with contextlib.suppress(OSError):
+                print(
+                    f"warning: {what}: {why or lines(str(cause)) or type(cause).__name__}; "
+                    "the run goes on without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+class AddedLines:
+    """Reads the whole lines that are added to a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, path.stat().st_size
+
+    def read(self) -> list[bytes]:
+        """Return the lines that were ended since the last time."""
+        with checksums.opened(self._path) as file:
+            file.seek(self._offset)
+            news = file.read()
+        whole = news[: news.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines()
+
+
+_LONGEST_RECORD_BYTES = 1 << 16
+
+
+def account_of(output: Path) -> RunSeconds:
+    """Return where the seconds of all attempts of a run went, as its events say."""
+    return account(events(output))
+
+
+def expected_of(output: Path) -> Expected | None:
+    """Return what was predicted of a run before its first attempt."""
+    return next((event for event in events(output) if event.event == "expected"), None)
+
+
+def steps_of_events(output: Path, *, after: int, until: int) -> list[StepRecord]:
+    """Return the steps behind one and until another, each as it was done last."""
+    found = {event.record.step: event.record for event in events(output) if event.event == "step"}
+    return [found[step] for step in sorted(found) if after < step <= until]
+
+
+def events(output: Path) -> Iterator[Event]:
+    """Yield what has happened in a run so far; nothing before its first attempt."""
+    path = events_file(output)
+    if path.exists():
+        with _records(path) as file:
+            yield from events_of(iter(lambda: file.readline(LONGEST_EVENT_BYTES + 1), b""))
+
+
+def _records(path: Path) -> BufferedReader:
+    """Open a metrics file; DocumentError if a link or a pipe stands there."""
+    try:
+        return checksums.opened(path)
+    except OSError as error:
+        raise unreadable(error, path) from error
+
+
+def read_records(path: Path) -> Iterator[StepRecord]:
+    """Yield the steps of a metrics file; a line that was cut off ends it."""
+    if not path.exists():
+        return
+    with _records(path) as file:
+        while line := file.readline(_LONGEST_RECORD_BYTES):
+            try:
+                yield StepRecord.model_validate_json(line)
+            except ValueError:
+                return
+
+
+def newest_record(path: Path) -> StepRecord | None:
+    """Return the last whole line of a metrics file, of which only the end is read."""
+    if not path.exists():
+        return None
+    with _records(path) as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST_RECORD_BYTES))
+        *whole, _ = file.read().split(b"\n")
+    try:
+        return StepRecord.model_validate_json(whole[-1]) if whole else None
+    except ValueError:
+        return None
+
+
+def forget_steps_after(step: int, path: Path) -> None:
+    """Drop the lines of steps that a resumed run will do again."""
+    kept = [record for record in read_records(path) if record.step <= step]
+    write_text("".join(map(json_line, kept)), path)

@@ -1,0 +1,292 @@
+"""Products in 8 bits: what `precision: fp8` and `mxfp8` do with the Linears of a model's blocks.
+
+Operands are scaled, rounded to 8-bit floats, and multiplied by torch._scaled_mm with sums in fp32.
+What shares a scale:
+
+    tensorwise  all of an operand; inputs and weights in e4m3, gradients of outputs in e5m2
+                (Micikevicius et al., "FP8 formats for deep learning", 2022)
+    rowwise     each row along which a product sums, all operands in e4m3, scales rounded down to
+                powers of two (torchao's recipe of that name): large values of one token or feature
+                do not cost others their digits
+    mxfp8       BLOCK neighbours along which a product sums, in e4m3, scales powers of two in e8m0
+                (OCP Microscaling Formats specification 1.0, section 6.3)
+
+The largest absolute values are found anew in every product.  Where a product sums along another dim
+than the one before, rows and blocks are others, and the operand is rounded again.  Results,
+activations, embedding, head, norms, attention and routed experts are in bf16; master weights,
+gradients and moments in fp32.  What is saved for backward is stored in bf16, so that memory is that
+of bf16.
+
+Kernels take sizes that are multiples of MULTIPLE (of BLOCK where they sum blocks); other products
+are made in bf16.  Tensorwise weights may come in 8 bits, with their scale (runtime/narrow_gather).
+Where a device has no product of blocks (a CPU), they are multiplied as fp32, which represents their
+values exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.planner.documents.cluster import Precision
+from meshwright.planner.documents.plan import Scales
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.techniques.split_backward import PLAIN, Products
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+BLOCK = 32
+"""Neighbours that share a scale in MX formats."""
+LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
+"""Of CUDA devices whose matrix units multiply 8-bit floats (Ada and Hopper on), and blocks with
+scales of their own (Blackwell)."""
+_LEAST = 1e-30
+_LARGEST_EXPONENT = 8  # of e4m3, whose largest value is 1.75 x 2^8
+_LEAST_EXPONENT, _MOST_EXPONENT = -127, 127  # of e8m0
+
+
+def require(device: torch.device, precision: Precision) -> None:
+    """Refuse a device whose matrix units do not have these formats."""
+    if device.type != "cuda":
+        return
+    if torch.version.hip is not None:
+        if precision == "mxfp8":
+            raise LaunchError("precision: is mxfp8, which is not made on ROCm here. Use fp8")
+        return
+    capability, least = torch.cuda.get_device_capability(device), LEAST_CAPABILITY[precision]
+    if capability < least:
+        raise LaunchError(
+            f"precision: is {precision}, and {torch.cuda.get_device_name(device)} has compute "
+            f"capability {capability[0]}.{capability[1]}; such products need {least[0]}.{least[1]} "
+            "or more. Use bf16"
+        )
+
+
+def multiplies_blocks(device: torch.device) -> bool:
+    """Tell whether a device has products of blocks; elsewhere what they hold is multiplied."""
+    return device.type == "cuda"
+
+
+def products_of(precision: Precision, scales: Scales) -> Products:
+    """Return how the Linears of blocks multiply."""
+    if precision == "mxfp8":
+        return Blocks()
+    if precision == "fp8":
+        return Rowwise() if scales == "rowwise" else Tensorwise()
+    return PLAIN
+
+
+def scale_of(most: Tensor, kind: torch.dtype) -> Tensor:
+    """Return what 8 bits are multiplied with so that they reach `most`."""
+    return (most.float() / torch.finfo(kind).max).clamp(min=_LEAST)
+
+
+def rounded_with(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """Return a tensor over its scale in 8 bits; what does not fit becomes the largest."""
+    most = torch.finfo(kind).max
+    # In place on a copy of its own, or eager products would hold three of 4 bytes an element.
+    wide = x.to(torch.float32, copy=True)
+    return wide.div_(scale).clamp_(-most, most).to(kind)
+
+
+def rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a tensor in 8 bits and what to multiply it with.
+
+    >>> eight, scale = rounded(torch.tensor([448.0, -1.0, 0.3]), FORWARD)
+    >>> (eight.float() * scale).tolist()
+    [448.0, -1.0, 0.3125]
+    """
+    scale = scale_of(_largest(x), kind)
+    return rounded_with(x, scale, kind), scale
+
+
+def rows_rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a matrix in 8 bits and what to multiply each of its rows with, [row, 1].
+
+    >>> eight, scales = rows_rounded(torch.tensor([[448.0, 0.3], [0.0021, 0.3]]), FORWARD)
+    >>> (eight.float() * scales).tolist()[1][1], scales.tolist()
+    (0.3125, [[1.0], [0.0009765625]])
+    """
+    exponent = torch.frexp(scale_of(_largest(x, dim=1), kind))
+    # Up to the next power of two: values only become smaller.
+    scale = torch.ldexp(torch.ones_like(exponent.mantissa), exponent.exponent)
+    scale = torch.where(exponent.mantissa == 0.5, scale / 2, scale)
+    return rounded_with(x, scale, kind), scale
+
+
+def blocks_rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3 and the exponents of its blocks' scales, [row, column / BLOCK].
+
+    The largest value's exponent, less that of the largest e4m3 (OCP MX 1.0, section 6.3).
+
+    >>> eight, exponents = blocks_rounded(torch.full((1, 32), 3.3))
+    >>> eight.float()[0, 0].item(), exponents.item()
+    (416.0, -7)
+    """
+    blocks = x.to(torch.float32, copy=True).unflatten(1, (-1, BLOCK))
+    most = _largest(blocks, dim=2)
+    # frexp has mantissas from 1/2: the exponent of 1.m is one less.  Of 0 it is anything.
+    exponents = (torch.frexp(most).exponent - 1 - _LARGEST_EXPONENT).clamp(
+        _LEAST_EXPONENT, _MOST_EXPONENT
+    )
+    largest = torch.finfo(FORWARD).max
+    scaled = blocks.ldexp_(-exponents).clamp_(-largest, largest)
+    return scaled.to(FORWARD).flatten(1), exponents.squeeze(2)
+
+
+def _largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return the largest absolute value, of all or along a dim that stays."""
+    return torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None)
+
+
+class Tensorwise:
+    """The three products of a Linear, one scale for each operand."""
+
+    @staticmethod
+    def output(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        rows = x.flatten(0, -2)
+        if not _fits(rows, weight):
+            return functional.linear(x, _widened(weight, scale, x.dtype), bias)
+        made = _product(rows, FORWARD, weight, FORWARD, scale).unflatten(0, x.shape[:-1])
+        return made if bias is None else made + bias
+
+    @staticmethod
+    def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the gradient of x, grad W."""
+        rows = grad.flatten(0, -2)
+        if not _fits(rows, weight):
+            return grad @ _widened(weight, scale, grad.dtype)
+        made = _product(rows, BACKWARD, weight.t(), FORWARD, scale)
+        return made.unflatten(0, grad.shape[:-1])
+
+    @staticmethod
+    def of_weight(x: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of W, grad^T x."""
+        rows, columns = grad.flatten(0, -2).t(), x.flatten(0, -2).t()
+        if not _fits(rows, columns):
+            return rows @ columns.t()
+        return _product(rows, BACKWARD, columns, FORWARD, None)
+
+
+class Rowwise:
+    """The three products of a Linear, one scale for each row that is summed."""
+
+    @classmethod
+    def output(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        made = cls._product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return made if bias is None else made + bias
+
+    @classmethod
+    def of_input(cls, grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the gradient of x, grad W."""
+        return cls._product(grad.flatten(0, -2), weight.t()).unflatten(0, grad.shape[:-1])
+
+    @classmethod
+    def of_weight(cls, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of W, grad^T x."""
+        return cls._product(grad.flatten(0, -2).t(), x.flatten(0, -2).t())
+
+    @staticmethod
+    def _product(one: Tensor, other: Tensor) -> Tensor:
+        return _by_rows(one, other)
+
+
+class Blocks(Rowwise):
+    """The three products of a Linear, one scale for BLOCK neighbours that are summed."""
+
+    @staticmethod
+    def _product(one: Tensor, other: Tensor) -> Tensor:
+        return _by_blocks(one, other)
+
+
+def fits(shape: torch.Size) -> bool:
+    """Tell whether kernels take a matrix of this shape."""
+    return all(size % MULTIPLE == 0 for size in shape)
+
+
+def _fits(*matrices: Tensor) -> bool:
+    return all(fits(matrix.shape) for matrix in matrices)
+
+
+def _widened(weight: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
+    return weight if scale is None else (weight.float() * scale).to(kind)
+
+
+def _product(
+    one: Tensor,
+    kind: torch.dtype,
+    other: Tensor,
+    other_kind: torch.dtype,
+    other_scale: Tensor | None,
+) -> Tensor:
+    """Return one [m, k] times other [n, k] transposed, in the type of the first.
+
+    With a scale the other comes in 8 bits.
+    """
+    a, a_scale = rounded(one, kind)
+    b, b_scale = (other, other_scale) if other_scale is not None else rounded(other, other_kind)
+    return torch._scaled_mm(
+        a.contiguous(),
+        b.contiguous().t(),
+        scale_a=a_scale,
+        scale_b=b_scale,
+        out_dtype=one.dtype,
+    )
+
+
+def _by_rows(one: Tensor, other: Tensor) -> Tensor:
+    """Return one [m, k] times other [n, k] transposed, in the type of the first."""
+    if not _fits(one, other):
+        return one @ other.t()
+    (a, a_scale), (b, b_scale) = rows_rounded(one, FORWARD), rows_rounded(other, FORWARD)
+    return torch._scaled_mm(
+        a.contiguous(),
+        b.contiguous().t(),
+        scale_a=a_scale,
+        scale_b=b_scale.t().contiguous(),
+        out_dtype=one.dtype,
+    )
+
+
+def _by_blocks(one: Tensor, other: Tensor) -> Tensor:
+    """Return one [m, k] times other [n, k] transposed, in the type of the first."""
+    if not _fits(one, other) or one.shape[1] % BLOCK:
+        return one @ other.t()
+    (a, a_exponents), (b, b_exponents) = blocks_rounded(one), blocks_rounded(other)
+    if not multiplies_blocks(one.device):
+        a_wide, b_wide = _unblocked(a, a_exponents), _unblocked(b, b_exponents)
+        return (a_wide @ b_wide.t()).to(one.dtype)
+    return torch._scaled_mm(
+        a.contiguous(),
+        b.contiguous().t(),
+        scale_a=swizzled(_e8m0(a_exponents)),
+        scale_b=swizzled(_e8m0(b_exponents)),
+        out_dtype=one.dtype,
+    )
+
+
+def _unblocked(eight: Tensor, exponents: Tensor) -> Tensor:
+    return torch.ldexp(eight.float().unflatten(1, (-1, BLOCK)), exponents.unsqueeze(2)).flatten(1)
+
+
+def _e8m0(exponents: Tensor) -> Tensor:
+    """Return powers of two as bytes that are their exponents, biased by 127."""
+    return (exponents - _LEAST_EXPONENT).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Return scales [row, block] in the order in which Blackwell's products read them, flat.
+
+    Tiles of 128 rows and 4 blocks; in each, four rows that are 32 apart stand together.  What
+    fills the last tiles up is 0 (cuBLAS, "1D block scaling factors layout").
+    """
+    rows, columns = scales.shape
+    down, across = -(-rows // 128), -(-columns // 4)
+    filled = functional.pad(
+        scales.view(torch.uint8), (0, 4 * across - columns, 0, 128 * down - rows)
+    )
+    tiles = filled.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)

@@ -1,0 +1,506 @@
+"""A pipeline stage of a recorded module: it replays its part of the forward on one micro-batch.
+
+    stage = RecordedStage(module, recorder, 0, 2)      # layers 0 and 1, with the module's own parts
+    hidden = stage(micro=MicroBatch(batch))            # tensors for the next stage, in fixed order
+    outputs = last(*hidden, micro=MicroBatch(batch))   # of the last stage: what the module returns
+
+Parameters have the names of the user's module.  One that several stages read is on each.
+What draws random numbers does so under a seed of the micro-batch and of the unit's name, so that
+masks depend on no plan, and a recomputation draws the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_unflatten as unflatten
+
+from meshwright.planner.documents.plan import Activations
+from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.errors import RecordError
+from meshwright.runtime.core import auxiliary_loss as inner_loss
+from meshwright.runtime.core.lru import Recent
+from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
+from meshwright.runtime.techniques import activation_offload as activations
+from meshwright.runtime.techniques.activation_checkpointing import recomputed
+from meshwright.runtime.techniques.activation_offload import HostTraffic, Packing
+from meshwright.runtime.tracing.trace import (
+    Leaf,
+    ModuleTensor,
+    Node,
+    Recording,
+    StageDevice,
+    Value,
+    values_of,
+)
+from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, units_of
+from meshwright.runtime.tracing.unused_parameters import BackwardOrder
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What every stage has of a micro-batch."""
+
+    batch: Any
+    """The pytree, cut to this micro-batch."""
+    seed: int | None = None
+    """Of what is drawn (see `step_seed`); None draws from torch's own generator."""
+
+
+def step_seed(seed: int, step: int, first_sample: int) -> int:
+    """Return the seed of a micro-batch that begins with this sample of the global batch.
+
+    >>> step_seed(0, 1, 8) == step_seed(0, 1, 8) != step_seed(0, 1, 16)
+    True
+    """
+    return _hashed(f"{seed} {step} {first_sample}")
+
+
+def unit_seed(seed: int, name: str) -> int:
+    """Return the seed under which a unit, or a function between units, draws in a micro-batch."""
+    return _hashed(f"{seed} {name}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+@contextlib.contextmanager
+def seeded(
+    seed: int | None, name: str, device: torch.device, *, python: bool = False
+) -> Iterator[None]:
+    """Draw under the seed of a micro-batch and the name of a unit; None changes nothing.
+
+    With `python` so do the random numbers of Python and numpy.
+    """
+    if seed is None:
+        yield
+        return
+    devices = [device] if device.type != "cpu" else []
+    numbers = PythonNumbers() if python else None
+    with torch.random.fork_rng(devices=devices, device_type="cuda" if devices else "cpu"):
+        torch.manual_seed(unit_seed(seed, name))
+        if numbers is not None:
+            seed_python(unit_seed(seed, name))
+        try:
+            yield
+        finally:
+            if numbers is not None:
+                numbers.put_back()
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPart:
+    """One layer's nodes of a stage, with what they read and what is read behind them."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _StageProgram:
+    """A stage under one recording."""
+
+    recording: Recording
+    derived: tuple[Node, ...]
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    parts: tuple[_LayerPart, ...]
+    done: tuple[tuple[int, ...], ...] = field(default=())
+    """[part] Values that nobody reads behind it."""
+
+
+class RecordedStage(nn.Module):
+    """Layers first to last of a recorded module, the last one left out."""
+
+    def __init__(self, module: nn.Module, recorder: Recorder, first: int, last: int) -> None:
+        """`module` gives the parts that are run; it and `recorder` are of one construction."""
+        super().__init__()
+        self._recorder = recorder
+        self._range = (first, last)
+        self._programs = Recent[_StageProgram](MOST_RECORDINGS)
+        self.recompute: dict[str, Recompute] = {}
+        """How each layer is recomputed; those that are not named keep what they made."""
+        self._packings: dict[str, Packing] = {}
+        """What each layer's stored tensors go through; those that are not named stay."""
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """Those of the step that a pipeline runs."""
+        self._number = 0
+        self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
+        """What the last stage makes of the module's outputs, if not the outputs themselves."""
+        self.around: Callable[[Any, Node], contextlib.AbstractContextManager[None]] | None = None
+        """What each call of a node is made in, by the batch of its micro-batch."""
+        self.order: BackwardOrder | None = None
+        """In which units that FSDP wraps are gathered and reduced."""
+        self.units: dict[str, nn.Module] = {}
+        """Units that may be wrapped by themselves; their parameters are read by no one else.  A
+        wrapper takes their place through `place`."""
+        recording = recorder.first
+        self.layers = recording.layers[first:last]
+        self._is_last = last == len(recording.layers)
+        program = self._program(recording)
+        nodes = [*program.derived, *(node for part in program.parts for node in part.nodes)]
+        names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
+        self._whole: tuple[nn.Module, ...] = (module,) if "" in names else ()
+        """A module that is one unit; its own tables are this one's."""
+        for one in self._whole:
+            self._modules, self._parameters = one._modules, one._parameters
+            self._buffers = one._buffers
+            names = dict.fromkeys(units_of(one))
+        self.called_units = tuple(names)
+        """Paths of all units, also of those that `units` leaves out."""
+        for name in names:
+            self.place(name, module.get_submodule(name))
+        leaves = [leaf for node in nodes for leaf in node.leaves]
+        if self._is_last:  # what the module returns is the last stage's
+            leaves += recording.result
+        held = {leaf.name for leaf in leaves if isinstance(leaf, ModuleTensor)}
+        for name in sorted(held):
+            self._hold(name, module)
+        self.units = dict(self._alone(names, held))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this class beside a unit of the user's that has the same name."""
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def packing(
+        self, name: str, choice: Activations, traffic: HostTraffic, *, first: bool, last: bool
+    ) -> Packing | None:
+        """Return what a layer's stored tensors go through, its values in place; None keeps them.
+
+        `first` and `last` are those of a row of layers that all offload.
+        """
+        called = self._called(name)
+        names = {
+            leaf.name for node in called for leaf in node.leaves if isinstance(leaf, ModuleTensor)
+        }
+        return activations.packing(
+            self._units_of(called),
+            choice,
+            traffic,
+            first=first,
+            last=last,
+            beside=functools.partial(self._tensors, tuple(sorted(names))),
+        )
+
+    def pack(self, name: str, packing: Packing) -> None:
+        """Pack what a layer stores wherever it is replayed; units are in place."""
+        self._packings[name] = packing
+        for unit in self._units_of(self._called(name)):
+            packing.leave_parameters(unit)
+
+    def _called(self, name: str) -> Sequence[Node]:
+        layer = next(layer for layer in self.layers if layer.name == name)
+        return self._recorder.first.nodes[layer.first : layer.last]
+
+    def _units_of(self, called: Sequence[Node]) -> nn.ModuleList:
+        return nn.ModuleList(
+            self.part(unit) if unit else self._whole[0]
+            for unit in dict.fromkeys(node.unit for node in called)
+            if unit is not None
+        )
+
+    def _tensors(self, names: Sequence[str]) -> list[Tensor]:
+        return [one for one in map(self.held, names) if isinstance(one, Tensor)]
+
+    def place(self, name: str, part: nn.Module) -> None:
+        """Put a unit under its path, in place of what stood there."""
+        path, _, attribute = name.rpartition(".")
+        # The user's names may be those of this class's own attributes.
+        self._parent(path)._modules[attribute] = part
+
+    def keep(self, names: Sequence[str], module: nn.Module) -> list[nn.Parameter]:
+        """Hold tensors of `module` that no node reads; return the parameters among them."""
+        for name in names:
+            self._hold(name, module)
+        tensors = (self.held(name) for name in names)
+        return [one for one in tensors if isinstance(one, nn.Parameter)]
+
+    def called(self, node: Node) -> Callable[..., Any]:
+        """Return what a node calls."""
+        if node.unit is None:
+            assert node.call is not None
+            return node.call
+        return self.part(node.unit) if node.unit else self._whole[0]
+
+    def unit(self, name: str) -> nn.Module | None:
+        """Return a unit by its path; None where it is not on this stage."""
+        if not name:
+            return self._whole[0] if self._whole else None
+        try:
+            return self.part(name)
+        except KeyError:
+            return None
+
+    def part(self, name: str) -> nn.Module:
+        """Return a module by its path in the user's module."""
+        part: nn.Module = self
+        for step in name.split(".") if name else ():
+            found = part._modules[step]
+            assert found is not None
+            part = found
+        return part
+
+    def received(self, recording: Recording) -> tuple[Tensor, ...]:
+        """Return meta tensors of what this stage gets from the one before it."""
+        first = self._range[0]
+        return recording.sent(first - 1) if first else ()
+
+    def sent(self, recording: Recording) -> tuple[Tensor, ...]:
+        """Return meta tensors of what this stage hands on; the last one's outputs are not."""
+        return () if self._is_last else recording.sent(self._range[1] - 1)
+
+    def train(self, mode: bool = True) -> RecordedStage:
+        """Set the mode; parts that the user's module keeps in eval mode stay there."""
+        super().train(mode)
+        for one in self._whole:
+            one.train(mode)
+        if mode:
+            for name, part in self.named_modules():
+                part.training = self._recorder.training_of(name)
+            for one in self._whole:
+                one.training = self._recorder.training_of("")
+        return self
+
+    def select(self, number: int) -> None:
+        """Run this one of the micro-batches that a pipeline has at hand next."""
+        self._number = number
+
+    def forward(self, *received: Tensor, micro: MicroBatch | None = None) -> Any:
+        """Run one micro-batch, given or selected.
+
+        Returns tensors in fixed order.  The last stage returns the module's own outputs, or what
+        `loss` makes of them.
+        """
+        if micro is None:
+            micro = self.micro_batches[self._number]
+        if self.order is not None:
+            self.order.begin(self.device)
+        # A pipeline hands its first stage the number too.
+        outputs = self._replayed(received if self._range[0] else (), micro)
+        if self.order is not None:
+            self.order.end()
+        if not self._is_last:
+            return self._closed(outputs)
+        return self.closed(self.loss(outputs, micro)) if self.loss else outputs
+
+    def closed(self, loss: Tensor) -> Tensor:
+        """Return a loss of the last forward whose backward is in the order of all ranks."""
+        return loss if self.order is None else self.order.closed(loss)
+
+    def _closed(self, sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        at = next((at for at, one in enumerate(sent) if one.requires_grad), None)
+        if at is None:
+            return sent
+        return (*sent[:at], self.closed(sent[at]), *sent[at + 1 :])
+
+    def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
+        training = self.training
+        program = self._program(self._recorder.recording(micro.batch, training=training))
+        run = _MicroBatchRun(self, program.recording, micro)
+        run.values = dict(zip(program.received, received, strict=True))
+        for node in program.derived:
+            run.call(node)
+        for part, done in zip(program.parts, program.done, strict=True):
+            recompute = self.recompute.get(part.name, "none")
+            trains = torch.is_grad_enabled()
+            packing = self._packings.get(part.name) if trains else None
+            with packing.acting() if packing is not None else contextlib.nullcontext():
+                if recompute == "none" or not trains:
+                    for node in part.nodes:
+                        run.call(node)
+                else:
+                    run.recomputed(part, recompute, packing)
+            for value in done:
+                run.values.pop(value, None)
+        if self._is_last:
+            leaves = [run.value(leaf) for leaf in program.recording.result]
+            return unflatten(leaves, program.recording.result_spec)
+        passed, values = set(program.received), program.recording.values
+        return tuple(
+            _handed_on(run.values[at], values[at].requires_grad, passed=at in passed)
+            for at in program.sent
+        )
+
+    def held(self, name: str) -> Any:
+        """Return a parameter, buffer or attribute by its name in the user's module."""
+        path, _, attribute = name.rpartition(".")
+        owner = self.part(path)
+        for table in (owner._parameters, owner._buffers):
+            if attribute in table:
+                return table[attribute]
+        return getattr(owner, attribute)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this stage computes."""
+        for tensor in itertools.chain(self.parameters(), self.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    def _program(self, recording: Recording) -> _StageProgram:
+        # A program holds its recording, so that no other one has its id meanwhile.
+        return self._programs.get(id(recording), lambda: self._new_program(recording))
+
+    def _new_program(self, recording: Recording) -> _StageProgram:
+        first, last = self._range
+        planned = [layer.name for layer in self._recorder.first.layers]
+        if [layer.name for layer in recording.layers] != planned:
+            raise RecordError(
+                "the forward runs other units than in the example (train or eval mode, or another "
+                "shape); use a plan without pipeline, or name units around what differs"
+            )
+        layers = recording.layers[first:last]
+        parts = []
+        for layer in layers:
+            nodes = tuple(
+                recording.nodes[at]
+                for at in range(layer.first, layer.last)
+                if at not in recording.derived
+            )
+            made = {value for node in nodes for _, value in node.made}
+            reads = {value for node in nodes for value in values_of(node.leaves)}
+            gives = sorted(v for v in made if recording.last_read.get(v, -1) >= layer.last)
+            parts.append(_LayerPart(layer.name, nodes, tuple(sorted(reads - made)), tuple(gives)))
+        received, sent = recording.live(layers[0].first), recording.live(layers[-1].last)
+        wanted = {value for part in parts for value in part.takes}
+        if self._is_last:
+            wanted |= values_of(recording.result)
+        kept = {*sent, *(values_of(recording.result) if self._is_last else ())}
+        done: list[tuple[int, ...]] = []
+        later: set[int] = set(kept)
+        for part in reversed(parts):
+            here = {*part.takes, *(v for node in part.nodes for _, v in node.made)}
+            done.append(tuple(here - later))
+            later |= set(part.takes)
+        return _StageProgram(
+            recording=recording,
+            derived=tuple(recording.nodes[at] for at in recording.needed(wanted)),
+            received=received,
+            sent=sent,
+            parts=tuple(parts),
+            done=tuple(reversed(done)),
+        )
+
+    def _parent(self, path: str) -> nn.Module:
+        parent: nn.Module = self
+        for step in path.split(".") if path else ():
+            parent = parent._modules.setdefault(step, nn.Module()) or parent
+        return parent
+
+    def _hold(self, name: str, module: nn.Module) -> None:
+        path, _, attribute = name.rpartition(".")
+        owner, parent = module.get_submodule(path), self._parent(path)
+        if parent is owner:
+            return  # inside a unit of this stage
+        tensor = getattr(owner, attribute)
+        if attribute in owner._parameters:
+            parent._parameters[attribute] = tensor
+        elif attribute in owner._buffers:
+            parent._buffers[attribute] = tensor
+            if attribute in owner._non_persistent_buffers_set:
+                parent._non_persistent_buffers_set.add(attribute)
+        else:
+            setattr(parent, attribute, tensor)
+
+    def _alone(self, names: Mapping[str, None], held: set[str]) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the units whose parameters nobody else in this stage reads."""
+        parts = {name: self.part(name) for name in names}
+        users: dict[int, int] = {}
+        for part in parts.values():
+            for parameter in set(part.parameters()):
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+        for name in held:
+            users[id(self.held(name))] = 2
+        for name, part in parts.items():
+            own = list(part.parameters())
+            if own and all(users[id(parameter)] == 1 for parameter in own):
+                yield name, part
+
+
+def _handed_on(made: Tensor, awaits_gradient: bool, *, passed: bool) -> Tensor:
+    """Return a tensor as the next stage and its gradient know it.
+
+    It must not be the leaf that a gradient is gathered in, nor what was received and `passed` on,
+    whose gradient comes later; it has one also where this micro-batch went by all that is trained.
+    """
+    if awaits_gradient and torch.is_grad_enabled() and not made.requires_grad:
+        made = made.detach().requires_grad_()
+    return made.view_as(made) if passed or made.is_leaf else made
+
+
+class _MicroBatchRun:
+    """One micro-batch on its way through a stage."""
+
+    def __init__(self, stage: RecordedStage, recording: Recording, micro: MicroBatch) -> None:
+        self._stage = stage
+        self._recording = recording
+        self._leaves = tree_leaves(micro.batch)
+        self._batch = micro.batch
+        self._seed = micro.seed
+        self._device = stage.device
+        self.values: dict[int, Tensor] = {}
+
+    def value(self, leaf: Any) -> Any:
+        """Return what stands for an argument of a node."""
+        match leaf:
+            case Value(at):
+                return self.values[at]
+            case Leaf(at):
+                return self._leaves[at]
+            case ModuleTensor(name):
+                return self._stage.held(name)
+            case StageDevice():
+                return self._device
+            case Tensor():
+                return leaf.to(self._device)
+            case _:
+                return leaf
+
+    def call(self, node: Node) -> None:
+        """Run one node."""
+        args, kwargs = node.arguments(self.value)
+        called = self._stage.called(node)
+        inner_loss.begin(node.name)
+        drawing = (
+            seeded(self._seed, node.name, self._device, python=node.draws_python)
+            if node.draws
+            else contextlib.nullcontext()
+        )
+        around = self._stage.around
+        seeing = contextlib.nullcontext() if around is None else around(self._batch, node)
+        with drawing, seeing, contextlib.nullcontext() if node.grad else torch.no_grad():
+            made = tree_leaves(called(*args, **kwargs))
+        for place, value in node.made:
+            self.values[value] = made[place]
+
+    def recomputed(self, part: _LayerPart, recompute: Recompute, packing: Packing | None) -> None:
+        """Run a layer that keeps what it takes, and makes the rest again in backward."""
+
+        def layer(*taken: Tensor) -> tuple[Tensor, ...]:
+            inside = _MicroBatchRun.__new__(_MicroBatchRun)
+            inside.__dict__.update(self.__dict__)
+            inside.values = dict(zip(part.takes, taken, strict=True))
+            for node in part.nodes:
+                inside.call(node)
+            return tuple(inside.values[value] for value in part.gives)
+
+        taken = [self.values[value] for value in part.takes]
+        # What is changed in place cannot be kept; it is then made again with all else.
+        selective = recompute == "selective" and not any(node.changed for node in part.nodes)
+        made = recomputed(layer, "selective" if selective else "full", packing)(*taken)
+        self.values.update(zip(part.gives, made, strict=True))

@@ -1,0 +1,382 @@
+"""Recorder: runs a module once without data and notes what its forward does.
+
+    recorder = Recorder(module, batch)
+    [layer.name for layer in recorder.first.layers]    # ["embed", "blocks.0", ..., "head"]
+
+Units are the children of a ModuleList, those of a Sequential of like blocks, and every other module
+that has no unit inside.  The module is copied with fake parameters first; a forward that fails on
+them runs once on the real ones.  What is noted of it: runtime/tracing/trace_hooks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from meshwright.planner.errors import RecordError
+from meshwright.runtime.core.auxiliary_loss import running
+from meshwright.runtime.core.lru import Recent
+from meshwright.runtime.core.side_effects import MOST_CHECKED, Surroundings, copied, untouched
+from meshwright.runtime.tracing.data_dependent_routing import even_routing
+from meshwright.runtime.tracing.trace import (
+    ModuleTensor,
+    Recording,
+)
+from meshwright.runtime.tracing.trace_hooks import Notes, line_of
+
+MANY_RENEWALS = 8
+"""Recordings that are made anew before the time that it takes is shown."""
+MOST_RECORDINGS = 64
+"""Shapes of batches whose recordings are cached; of others the oldest are made again."""
+Inputs = Callable[[Any], Any]
+"""What the module gets of a batch: a tuple, a dict of keywords, or one thing."""
+
+
+class Recorder:
+    """Records a module for every shape of batch that comes; has no values of its parameters."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        inputs: Inputs | None = None,
+        *,
+        units: Sequence[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+        whole: bool = False,
+        ours: bool = False,
+    ) -> None:
+        """`batch` may hold tensors without data.  `dtype` is the type of computation.
+
+        `whole` makes the module one unit.  One of `ours` has no data and no state that a forward
+        changes, and calls nothing but units: it is run as it is.  Raises RecordError where `units`
+        names no module, or the forward cannot be recorded.
+        """
+        self.example = batch
+        """The batch of `first`."""
+        self.refused: str | None = None
+        """Why a module that `of` was asked for is one unit."""
+        self.inputs = inputs or _default_inputs(module)
+        self._dtype, self._ours = dtype, ours
+        self._modes = {name: part.training for name, part in module.named_modules()}
+        self.opened = frozenset() if whole else _opened(module, units)
+        # In a rehearsal tensors have no data already, and modes do not mix.
+        self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+        self._module = module if ours else self._skeleton(module)
+        self._real: nn.Module | None = None
+        self._made = Recent[Recording](MOST_RECORDINGS)
+        self.renewals = 0
+        """How often what the forward reads beside tensors had other values than before."""
+        self._followed: nn.Module | None = None
+        self._surroundings: Surroundings | None = None
+        try:
+            self.first = self.recording(batch)
+        except RecordError:
+            raise
+        except Exception as fake_error:
+            # A kernel without fake tensors, or sizes that depend on values inside a unit.
+            if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
+                raise _failed(module, fake_error) from fake_error
+            self._real = copied(module)
+            try:
+                self.first = self.recording(batch)
+            except RecordError:
+                raise
+            except Exception as error:
+                raise _failed(module, error) from error
+
+    @functools.cached_property
+    def aliases(self) -> dict[str, str]:
+        """The first name of each parameter by all the names that it has: ties."""
+        first: dict[int, str] = {}
+        pairs = self._module.named_parameters(remove_duplicate=False)
+        return {name: first.setdefault(id(parameter), name) for name, parameter in pairs}
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of parameters and buffers that the forward never reads, and no unit has."""
+        used: set[int] = set()
+        for at, node in enumerate(self.first.nodes):
+            if at in self.first.derived:
+                continue
+            if node.unit is not None:
+                part = self._module.get_submodule(node.unit)
+                used |= {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+        held = (leaf for node in self.first.nodes for leaf in node.leaves)
+        names = {
+            leaf.name for leaf in (*held, *self.first.result) if isinstance(leaf, ModuleTensor)
+        }
+        every = (*self._module.named_parameters(), *self._module.named_buffers())
+        return tuple(name for name, tensor in every if id(tensor) not in used and name not in names)
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        batch: Any,
+        inputs: Inputs | None = None,
+        *,
+        units: Sequence[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Recorder:
+        """Return a recorder of units, or of the whole module where units cannot be distinguished.
+
+        With one unit there is no pipeline; `refused` says why.
+        """
+        try:
+            return cls(module, batch, inputs, units=units, dtype=dtype)
+        except RecordError as error:
+            if units is not None:
+                raise
+            recorder = cls(module, batch, inputs, dtype=dtype, whole=True)
+            recorder.refused = str(error)
+            return recorder
+
+    def recording(self, batch: Any, *, training: bool = True) -> Recording:
+        """Return what the forward does with a batch of these shapes."""
+        key = (key_of(batch), training)
+        before = self._made.count
+        made = self._made.get(key, lambda: self._recorded(batch, training=training))
+        if before < self._made.count == MOST_RECORDINGS:
+            warnings.warn(
+                f"{MOST_RECORDINGS} kinds of batches so far, and each is recorded anew: pad "
+                "samples to multiples of a length, and give numbers that change as tensors "
+                "without dims",
+                stacklevel=2,
+            )
+        return made
+
+    def follow(self, module: nn.Module) -> None:
+        """Look at what `module` has beside its units from now on, whenever `renew` is called.
+
+        Numbers that a forward or `inputs` reads are part of a recording: a temperature that the
+        training loop lowers, how many blocks are used.
+        """
+        self._followed = module
+        self._surroundings = self._surroundings_of(module)
+
+    def renew(self, batch: Any) -> None:
+        """Forget recordings if the training loop changed what they were made with.
+
+        Raises RecordError where the forward runs other units since.
+        """
+        if self._followed is None or self._surroundings is None:
+            return
+        changed = self._surroundings.changes()
+        if not changed:
+            return
+        begin_s = time.perf_counter()
+        built = self._module if self._real is None else self._real
+        for name in self.opened:
+            own = vars(built.get_submodule(name))
+            for key, value in _plain(self._followed.get_submodule(name)).items():
+                own[key] = value
+        self._made = Recent[Recording](MOST_RECORDINGS)
+        self.renewals += 1
+        self._surroundings = self._surroundings_of(self._followed)
+        planned = [layer.name for layer in self.first.layers]
+        if [layer.name for layer in self.recording(batch).layers] != planned:
+            raise RecordError(
+                f"{type(self._followed).__name__} runs other units since the training loop changed "
+                "what its forward reads; name a unit around what differs with units=, or run all "
+                "units and multiply what does not count by a tensor without dims in the batch"
+            )
+        if self.renewals == MANY_RENEWALS:
+            warnings.warn(
+                f"{min(changed)}: changes again and again, and the forward is recorded anew each "
+                f"time ({1e3 * (time.perf_counter() - begin_s):.0f} ms): give what changes as a "
+                "tensor without dims in the batch, and keep counters out of what inputs refers to",
+                stacklevel=2,
+            )
+
+    def _surroundings_of(self, module: nn.Module) -> Surroundings:
+        opened = {id(module.get_submodule(name)) for name in self.opened}
+        units = [part for part in module.modules() if id(part) not in opened]
+        return Surroundings(module, units, self.inputs)
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether the module can be run without data."""
+        return self._real is None
+
+    def training_of(self, name: str) -> bool:
+        """Return the mode that a module is in while the whole one trains.
+
+        Parts of a unit that the recorded module does not have train.
+        """
+        return self._modes.get(name, True)
+
+    @contextlib.contextmanager
+    def without_data(self, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """Give the module in training mode and a batch, both without data if they can be.
+
+        They are copies, as the module was built: what runs while this is open changes nothing.
+        """
+        built = self._module if self._real is None else self._real
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(untouched(built, self.inputs))
+            module = copied(built)
+            for name, part in module.named_modules():
+                part.training = self._modes[name]
+            if self._real is None:
+                stack.enter_context(self._fake)
+                stack.enter_context(even_routing(module))
+                batch = tree_map(self._leaf, batch)
+            else:
+                batch = own_tensors(batch)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(running(None))  # a step that records has losses of its own
+            yield module, batch
+
+    def _skeleton(self, module: nn.Module) -> nn.Module:
+        """Copy a module with parameters and buffers that have no data."""
+        memo: dict[int, Any] = {}
+        with self._fake:
+            for tensor in (*module.parameters(), *module.buffers()):
+                memo[id(tensor)] = self._without_data(tensor)
+        return copied(module, memo)
+
+    def _without_data(self, tensor: Tensor) -> Tensor:
+        floating = tensor.is_floating_point()
+        # In fp32 nothing is cast: parameters of other types are computed with as they are.
+        cast = floating and isinstance(tensor, nn.Parameter) and self._dtype != torch.float32
+        dtype = self._dtype if cast else tensor.dtype
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    def _recorded(self, batch: Any, *, training: bool) -> Recording:
+        if self._ours:
+            notes = Notes(self._module, self.opened, batch)
+            with torch.enable_grad(), notes.units_called():
+                return notes.recording(self._module(*self.inputs(batch)))
+        with self.without_data(batch) as (module, given):
+            if not training:
+                module.eval()
+            notes = Notes(module, self.opened, given)
+            with notes.listening():
+                args, kwargs = arguments(self.inputs(given))
+                result = module(*args, **kwargs)
+            return notes.recording(result)
+
+    def _leaf(self, leaf: Any) -> Any:
+        """Return a leaf of the batch without data, in the type in which it is computed with."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        dtype = self._dtype if leaf.dtype == torch.float32 else leaf.dtype
+        return torch.empty(leaf.shape, dtype=dtype)
+
+
+def arguments(taken: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a module is called with, of what `inputs` returned."""
+    if isinstance(taken, dict):
+        return (), taken
+    return (taken if isinstance(taken, tuple) else (taken,)), {}
+
+
+def key_of(batch: Any) -> Any:
+    """Return what of a batch a recording depends on: shapes, types, and what is no tensor."""
+    leaves, spec = tree_flatten(batch)
+    words = (
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return (*words, str(spec))
+
+
+def _default_inputs(module: nn.Module) -> Inputs:
+    """Take the first of a tuple, and of a dict the keys that the module's forward names."""
+    named = inspect.signature(module.forward).parameters
+
+    def inputs(batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return {name: value for name, value in batch.items() if name in named}
+        return batch[0] if isinstance(batch, tuple | list) else batch
+
+    return inputs
+
+
+def _opened(module: nn.Module, units: Sequence[str] | None) -> frozenset[str]:
+    """Return the paths of the modules whose forward is looked into; all others are units."""
+    if units is None:
+        found = set(units_of(module))
+    else:
+        known = dict(module.named_modules())
+        for name in units:
+            if name not in known:
+                raise RecordError(f"units: there is no module '{name}' in {type(module).__name__}")
+        found = set(units)
+    opened = {""}
+    for name in found:
+        parts = name.split(".")
+        opened |= {".".join(parts[:at]) for at in range(1, len(parts))}
+    return frozenset(opened - found)
+
+
+def units_of(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Yield the paths of the children of ModuleLists and of Sequentials of like blocks."""
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        if (_is_list(module) and not _is_list(child)) or (not path and _is_list(module)):
+            yield below
+        else:
+            yield from units_of(child, below)
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether what stands in a module is one unit each."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return True
+    if not isinstance(module, nn.Sequential):
+        return False
+    blocks = [type(part) for part in module if any(True for _ in part.children())]
+    return len(set(blocks)) < len(blocks)
+
+
+def has_data(tensors: Iterable[Any]) -> bool:
+    """Tell whether all tensors among these have values."""
+    return not any(
+        isinstance(one, Tensor) and (one.is_meta or isinstance(one, FakeTensor)) for one in tensors
+    )
+
+
+def can_be_tried(module: nn.Module, *given: Any) -> bool:
+    """Tell whether a forward of a module takes seconds at most, and all has values."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return count <= MOST_CHECKED and has_data((*tree_leaves(given), *module.parameters()))
+
+
+def _failed(module: nn.Module, error: Exception) -> RecordError:
+    return RecordError(
+        f"{type(module).__name__} cannot be run on the example "
+        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); a plan without "
+        "pipeline needs no recording",
+        where=line_of(error),
+    )
+
+
+def _plain(part: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are neither torch's own, nor tensors, nor modules."""
+    torchs = vars(nn.Module())
+    return {
+        key: value
+        for key, value in vars(part).items()
+        if key not in torchs and not isinstance(value, Tensor | nn.Module)
+    }
+
+
+def own_tensors(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)

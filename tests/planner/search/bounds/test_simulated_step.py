@@ -1,0 +1,124 @@
+"""Bounds of many layouts in arrays are never above the simulated step of any of their plans."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.requests.pins import Pins, read_pins
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
+from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.search.space import LayoutFamily
+from meshwright.planner.solver.chain import solve_chain
+from meshwright.planner.solver.partition_problem import Solution, priced
+
+REQUESTS = {
+    "even blocks": ("gpt2-xl", "8xa100-sxm-80gb", 1024, Pins(recompute="none")),
+    "a heavy head": ("llama-3.2-1b", "8xa100-sxm-80gb", 2048, Pins(recompute="none")),
+    "two kinds of blocks": ("gemma-2-9b", "16xa100-sxm-80gb", 2048, Pins(recompute="none")),
+    "little memory": ("gemma-2-2b", "8xrtx-3090", 2048, Pins()),
+}
+
+
+def bounds_of(bounded: Candidates, family: LayoutFamily) -> Iterator[tuple[Layout, list[float]]]:
+    """The bounds that arrays give a family's layouts, from the first to the last."""
+    if len(family.savings) > 1:
+        for part in family.by_saving():
+            yield from bounds_of(bounded, part)
+        return
+    computing_s = min(bounded.timetables_s(family))
+    [levels] = bounded.rooms_s([family])
+    for part, room_s in bounded.parts(family, levels):
+        if room_s == math.inf:
+            continue
+        for one in part.by_loss():
+            shared_s = bounded.shared_s(one).tolist()
+            [layouts] = bounded.shared_rooms_s([one])
+            for (layout, both_s), sharing_s in zip(layouts, shared_s, strict=True):
+                yield layout, [computing_s, room_s, sharing_s, both_s]
+
+
+def steps_s(bounded: SimulatedCandidates, layout: Layout) -> Iterator[float]:
+    """What the best splits of a layout simulate, by several objectives."""
+    candidates = bounded._closed_form
+    stated = candidates.stated(layout)
+    problems = [bounded.instances(layout, stated)[-1], bounded.likely(layout)]
+    for problem, _ in problems:
+        solution = solve_chain(problem)
+        if isinstance(solution, Solution):
+            own = priced(candidates.instance(layout), solution.cuts, solution.options)
+            plan = ranked(candidates, layout, own)
+            if plan.prediction.fits:
+                yield plan.prediction.step_time_s
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("tries", [6, pytest.param(400, marks=pytest.mark.matrix)])
+def test_no_array_bound_is_above_the_simulated_step_of_a_plan(name: str, tries: int) -> None:
+    model, cluster, seq_len, pins = REQUESTS[name]
+    pins, job = replace(pins, tensor=1, context=1), Job(seq_len=seq_len, global_batch=96)
+    request = Request(resolve_model(model), resolve_cluster(cluster), job, pins=pins)
+    bounded = SimulatedCandidates.of(Candidates(request))
+    rng, tight, tried = random.Random(name), 0.0, 0
+    piped = [one for one in bounded.families if one.degrees.pipeline in (2, 4)]
+
+    while tried < tries:
+        rows = [row for row in bounds_of(bounded, rng.choice(piped)) if row[1][-1] < math.inf]
+        for layout, bounds_s in rng.sample(rows, min(len(rows), 3)):
+            if bounded.refusal(layout) is not None:
+                continue
+            tried += 1
+            for step_s in steps_s(bounded, layout):
+                assert max(bounds_s) <= step_s * (1 + 1e-9), layout.text()
+                tight = max(tight, max(bounds_s) / step_s)
+
+    assert tight > 0.8
+
+
+EXACT = {
+    **REQUESTS,
+    "experts": ("qwen1.5-moe-a2.7b", "8xa100-sxm-80gb", 1024, Pins()),
+    "offload": ("gpt2-xl", "8xrtx-3090", 1024, read_pins([], ["offload"])),
+    "overlapped": ("llama-3.2-1b", "8xh100-sxm-80gb", 1024, read_pins([], ["async-tensor"])),
+}
+
+
+@pytest.mark.long(*(f"6-{name}" for name in EXACT if name != "overlapped"))
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("tries", [6, pytest.param(60, marks=pytest.mark.matrix)])
+def test_no_array_bound_is_above_the_exact_seconds_of_a_layout(name: str, tries: int) -> None:
+    model, cluster, seq_len, pins = EXACT[name]
+    job = Job(seq_len=seq_len, global_batch=96)
+    request = Request(resolve_model(model), resolve_cluster(cluster), job, pins=pins)
+    bounded = Candidates(request)
+    bounded.computation_s()
+    rng, tight, tried = random.Random(name), 0.0, 0
+
+    while tried < tries:
+        some = rng.choice(bounded.families)
+        alike = [
+            one
+            for one in bounded.families
+            if (one.degrees, one.micro_batch) == (some.degrees, some.micro_batch)
+        ]
+        rows = [row for one in alike for row in bounds_of(bounded, one)]
+        for layout, bounds_s in rng.sample(rows, min(len(rows), 3)):
+            if bounded.refusal(layout) is not None:
+                continue
+            tried += 1
+            solution = solve_chain(bounded.instance(layout))
+            if isinstance(solution, Solution):
+                exact_s = solution.objective_s + bounded.costs(layout).step_s
+                assert max(bounds_s) <= exact_s * (1 + 1e-9), layout.text()
+                tight = max(tight, max(bounds_s) / exact_s)
+
+    assert tight > 0.5

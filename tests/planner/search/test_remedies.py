@@ -1,0 +1,30 @@
+"""What is named as a remedy was tried, and is the least of its kind that helps."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.plan import Job, Layout
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.remedies import ways_out
+
+ASKED = Request(
+    resolve_model("llama-3.2-1b"),
+    resolve_cluster("4xa100-sxm-40gb"),
+    Job(seq_len=4096, global_batch=8),
+)
+
+
+@pytest.mark.parametrize(("needed", "said"), [(5, 8), (16, 16), (33, 64)])
+def test_devices_are_doubled_until_a_plan_fits(needed: int, said: int) -> None:
+    def fitting(request: Request) -> Layout | None:
+        return Layout() if request.cluster.devices >= needed else None
+
+    assert ways_out(ASKED, fitting) == f"It would fit on {said} such devices."
+
+
+def test_where_nothing_helps_it_is_said_how_far_was_looked() -> None:
+    assert ways_out(ASKED, lambda _: None).startswith(
+        "No change of devices or sequence alone, up to 16"
+    )

@@ -1,0 +1,103 @@
+"""Capped attention in blocks against the same in one piece, whole and divided over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.runtime.parallel import softcap_attention as capped
+from meshwright.runtime.parallel.context_parallel import WHOLE, Context
+from tests.runtime.ranks import on_ranks
+
+SCALE, CAP, LENGTH = 0.7, 2.0, 16
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    cap: float = CAP,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the formula as it stands."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
+    scores = SCALE * query @ key.transpose(-2, -1)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    hidden = (distance < 0) | ((distance >= window) if window else torch.tensor(False))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        beside = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, beside), -1).softmax(-1)[..., :-1] @ value
+    return scores.softmax(-1) @ value
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, LENGTH, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, LENGTH])
+@pytest.mark.parametrize("block", [3, 512])
+def test_blocks_make_what_the_formula_says(
+    window: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capped, "BLOCK", block)
+    ours, plain = ([t.float().requires_grad_() for t in inputs()] for _ in range(2))
+    weights = torch.randn(2, 4, LENGTH, 8)
+
+    found = capped.attention(*ours, WHOLE, scale=SCALE, cap=CAP, window=window)
+    expected = written_out(*plain, window)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("cap", "window"), [(0.0, 0), (0.0, 5), (CAP, 5)])
+def test_a_sink_takes_its_share_and_has_a_gradient(
+    cap: float, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capped, "BLOCK", 3)
+    torch.manual_seed(1)
+    sinks = torch.randn(4)
+    ours, plain = ([t.float().requires_grad_() for t in (*inputs(), sinks)] for _ in range(2))
+    weights = torch.randn(2, 4, LENGTH, 8)
+
+    found = capped.attention(*ours[:3], WHOLE, scale=SCALE, cap=cap, window=window, sinks=ours[3])
+    expected = written_out(*plain[:3], window, cap, plain[3])
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def on_a_part(window: int) -> list[Tensor]:
+    """Return this rank's outputs and gradients for a loss that sums the outputs of both."""
+    context = Context(rank=dist.get_rank(), degree=2, group=dist.group.WORLD)
+    own = context.positions(LENGTH)
+    parts = [t[:, :, own].float().requires_grad_() for t in inputs()]
+    out = capped.attention(*parts, context, scale=SCALE, cap=CAP, window=window)
+    out.square().sum().backward()
+    return [own, out.detach(), *(part.grad for part in parts)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("window", [0, 5])
+def test_parts_of_a_sequence_make_the_whole(window: int) -> None:
+    whole = [t.float().requires_grad_() for t in inputs()]
+    expected = written_out(*whole, window)
+    expected.square().sum().backward()
+
+    for own, *found in on_ranks(2, on_a_part, window):
+        wanted = [expected.detach(), *(t.grad for t in whole)]
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other[:, :, own], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,146 @@
+"""Memory that ranks write and others read: all of it, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from meshwright.runtime.resilience.shared_memory import NodeSlots, Slots, StateSlot, slots_of_node
+from tests.runtime.rooms import ROOT
+
+LABEL = {"step": 7, "parts": [["a", "float32"]]}
+PIECES = [memoryview(b"some"), memoryview(b"bytes")]
+
+
+def seen(environment: dict[str, str]) -> NodeSlots:
+    found = slots_of_node(environment)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def slots() -> Iterator[tuple[tuple[StateSlot, ...], ...]]:
+    with Slots() as made:
+        yield seen(made.environment(2)).own
+
+
+def test_each_rank_has_two_and_keeps_them() -> None:
+    with Slots() as made:
+        first = made.environment(1)
+        made.begin(epoch=3, wards=2, has_partner=True)
+        more = seen(made.environment(3))
+
+        assert [len(pair) for pair in (*more.own, *more.wards)] == [2] * 5
+        assert (more.epoch, made.ranks) == (3, 3)
+        seen(first).own[0][1].write(LABEL, PIECES)
+        read = more.own[0][1].read()
+        assert read is not None
+        assert read[0] == LABEL == made.node.own[0][1].label()
+        assert bytes(read[1]) == b"somebytes"
+        assert more.own[0][0].read() is more.own[0][0].label() is None
+    assert not more.own[0][0]._file.exists()
+    assert slots_of_node({}) is None
+
+
+def test_ranks_are_told_which_copies_the_partner_has() -> None:
+    with Slots() as made:
+        made.begin(epoch=1, wards=1, has_partner=False)
+        assert seen(made.environment(1)).kept is None
+        made.begin(epoch=2, wards=1, has_partner=True)
+        rank, launcher = seen(made.environment(1)).kept, made.node.kept
+        assert rank is not None
+        assert launcher is not None
+
+        assert not rank.has("ab12", 7)
+        launcher.tell("ab12", 7, processor_s=0.25)
+
+        assert rank.has("ab12", 7)
+        assert not rank.has("ab12", 6)
+        assert not rank.has("ab13", 7)
+        assert rank.processor_s == 0.25
+
+
+def test_what_a_rank_wrote_outlives_it(slots: tuple[tuple[StateSlot, ...], ...]) -> None:
+    file = str(slots[1][0]._file)
+    program = (
+        "import os, sys; from pathlib import Path\n"
+        "from meshwright.runtime.resilience.shared_memory import StateSlot\n"
+        "StateSlot(Path(sys.argv[1])).write({'step': 9}, [memoryview(b'x' * 100_000)])\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program, file], env=environment, check=False)
+
+    read = slots[1][0].read()
+
+    assert read is not None
+    assert (read[0], len(read[1])) == ({"step": 9}, 100_000)
+
+
+@pytest.mark.parametrize("place", ["header", "label", "bytes", "end"])
+def test_a_slot_that_is_not_whole_has_nothing(
+    slots: tuple[tuple[StateSlot, ...], ...], place: str
+) -> None:
+    slot = slots[0][0]
+    slot.write(LABEL, PIECES)
+    header = 32
+    size = header + len(json.dumps(LABEL)) + 9
+    with slot._file.open("r+b") as opened:
+        if place == "end":
+            opened.truncate(size - 1)
+        else:
+            at = {"header": 3, "label": header + 2, "bytes": size - 2}[place]
+            opened.seek(at)
+            old = opened.read(1)
+            opened.seek(at)
+            opened.write(bytes([old[0] ^ 1]))
+
+    assert slot.read() is None
+
+
+def test_what_grows_is_seen_by_who_mapped_less(
+    slots: tuple[tuple[StateSlot, ...], ...],
+) -> None:
+    slot = slots[0][0]
+    other = StateSlot(slot._file)
+    assert other.label() is None
+    slot.write(LABEL, PIECES)
+    before = other.sealed()
+    assert before is not None
+    slot.write({"step": 8}, [memoryview(b"x" * 100_000)])
+
+    read = other.read()
+
+    assert read is not None
+    assert (read[0], bytes(read[1])) == ({"step": 8}, b"x" * 100_000)
+    assert other.label() == {"step": 8}
+    assert len(before[1]) == len(b"somebytes"), "a view that somebody has is gone"
+
+
+def test_less_may_follow_more(slots: tuple[tuple[StateSlot, ...], ...]) -> None:
+    slot = slots[0][0]
+    slot.write(LABEL, [memoryview(b"x" * 10_000)])
+    slot.write({"step": 8}, [])
+
+    read = slot.read()
+
+    assert read is not None
+    assert (read[0], bytes(read[1])) == ({"step": 8}, b"")
+
+
+def test_a_label_that_grows_by_some_digits_does_not_map_a_slot_anew(
+    slots: tuple[tuple[StateSlot, ...], ...],
+) -> None:
+    slot = slots[0][0]
+    slot.write({"used": 0}, PIECES)
+    mapped = slot._memory
+
+    for digits in range(1, 100):
+        slot.write({"used": 10**digits}, PIECES)
+
+    assert slot._memory is mapped
