@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from planner.documents.plan import Plan
-from planner.errors import LaunchError, PlanError
+from planner.errors import LaunchError
 from runtime import lora
 from runtime.derived_styles import DerivedStyles, given_text, line_of
-from runtime.divided import shards, take_parts
+from runtime.divided import take_parts
 from runtime.divided_trial import TRIED, DividedUnit
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
@@ -75,40 +75,7 @@ def styles_by_name(
             f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}); {say_how}"
             "plan with tensor 1"
         )
-    if not given:
-        _refuse_other_figures(plan, module, units)
     return ScriptStyles(given=given, derived=derived)
-
-
-def _refuse_other_figures(plan: Plan, module: nn.Module, units: Mapping[str, DividedUnit]) -> None:
-    """Refuse a plan whose figures are those of a module of which more is divided.
-
-    Older versions divided code that names sizes of the whole, by changing it while it ran.
-    """
-    graph, degree = plan.model.graph, plan.mesh.tensor
-    if graph is None:
-        return
-    planned = sum(
-        layer.repeat * (layer.parameters - one.parameters)
-        for layer in graph.layers
-        if (one := layer.at(degree)) is not None
-    )
-    here = 0
-    for name, unit in units.items():
-        whole = module.get_submodule(name)
-        for region in unit.regions:
-            for own, _, _ in shards(whole, region):
-                path, _, attribute = own.rpartition(".")
-                parameter = whole.get_submodule(path)._parameters.get(attribute)
-                count = 0 if parameter is None else parameter.numel()
-                here += count - count // degree
-    if here >= planned:
-        return
-    name, reason = _main_reason(units, ("the module", "an older version made the plan"))
-    raise PlanError(
-        f"mesh.tensor: is {degree}, and the plan's figures leave {planned:,} parameters to other "
-        f"ranks, where {here:,} can be left ({name}: {reason}); plan again with meshwright.plan"
-    )
 
 
 def _main_reason(units: Mapping[str, DividedUnit], otherwise: tuple[str, str]) -> tuple[str, str]:

@@ -47,7 +47,6 @@ from runtime.mesh import Place
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, RankOrders, RankRecord, Stopped
-from runtime.sample_digest import SampleDigest
 from runtime.slots import SLOTS
 from runtime.snapshot import boxes
 from runtime.supported import supported
@@ -303,7 +302,8 @@ class Loop:
         self.steps_done = progress.step
         self.engine.next_sample = progress.sample
         if self._used is not None:
-            self._used.go_on_from(progress.used or SampleDigest.of_first(progress.sample))
+            assert progress.used is not None
+            self._used.go_on_from(progress.used)
         self.resumed = saved
 
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:

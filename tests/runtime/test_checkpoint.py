@@ -20,6 +20,7 @@ from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage,
 from planner.errors import DocumentError, LaunchError  # noqa: E402
 from runtime.checkpoint import Progress, complete, load, newest, problem, progress  # noqa: E402
 from runtime.data import Corpus  # noqa: E402
+from runtime.sample_digest import SampleDigest  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
 from runtime.train import token_engine  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
@@ -76,6 +77,7 @@ def done(step: int, **changes: object) -> Progress:
         "corpus": "texts",
         "corpus_digest": "sha256:texts",
         "loss": 1.5,
+        "used": SampleDigest.of_first(8 * step).model_dump(),
     }
     return Progress.of({**values, **changes})
 
