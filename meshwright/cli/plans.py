@@ -412,8 +412,6 @@ def export(
         for said in written.in_the_script:
             say(f"not in this file: {said}")
         return
-    for warning in written.warnings:
-        say(f"warning: {warning}")
     if json:
         print(as_json(export_json(written)))
         return

@@ -84,7 +84,6 @@ def export_json(written: Exported) -> dict[str, Any]:
         "files": list(written.files),
         "parameters": written.parameters,
         "bytes": written.size_bytes,
-        "warnings": list(written.warnings),
     }
 
 

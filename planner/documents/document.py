@@ -117,12 +117,12 @@ class Document(Part):
             raise DocumentError(
                 "", f"is {_shown(data)}; a {cls.kind_of_document} is a mapping of keys to values"
             )
-        newest, given = cls.model_fields["format"].default, data.get("format")
-        if isinstance(given, int) and given > newest:
+        read, given = cls.model_fields["format"].default, data.get("format")
+        if isinstance(given, int) and given != read:
             raise DocumentError(
                 "format",
-                f"is {_shown(given)}, and this version of Meshwright reads {newest} at most; "
-                "install the version that wrote the file, or a later one",
+                f"is {_shown(given)}, and this version of Meshwright reads {read}; install the "
+                "version that wrote the file",
             )
         try:
             return cls.model_validate(data)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
-
-from pydantic import model_validator
+from typing import ClassVar, Literal, Self
 
 from meshwright.planner.documents.document import Document, Part
-from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import (
     Count,
     Finite,
@@ -205,7 +201,7 @@ class Certificate(Document):
 
     kind_of_document: ClassVar[str] = "certificate"
 
-    format: Literal[2] = 2  # type: ignore[assignment]  # files of format 1 are read as this
+    format: Literal[2] = 2  # type: ignore[assignment]
     statement: Text
     model: Text
     """Whose simulated step the proof speaks of."""
@@ -231,72 +227,10 @@ class Certificate(Document):
     plan: PlanProof | None = None
     """The plan that is the answer, which may be simpler than the fastest."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_format_1(cls, data: Any) -> Any:
-        """Read a proof of format 1, which had two objectives, by what it says of simulated time."""
-        if not isinstance(data, dict) or data.get("format") != 1:
-            return data
-        return _without_closed_form(data)
-
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""
         rows = [(reason, f"{count:,}") for reason, count in self.counts.items()]
         return html_table(self.statement, ("argument", "configurations"), rows)
-
-
-def _without_closed_form(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a certificate of format 1 as one of format 2; what is no certificate stays."""
-    simulated, plan = _mapping(data.get("simulated")), _mapping(data.get("plan"))
-    step_s = simulated.get("step_time_s", data.get("objective_s"))
-    low_s = simulated.get("lower_bound_s") or 0.0
-    if not all(
-        isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in (step_s, low_s)
-    ):
-        return data
-    gap = 1 - low_s / step_s if step_s else 0.0
-    names = {name: value for name, value in data.items() if name != "simulated"}
-    found = names | {
-        "format": 2,
-        "objective_s": step_s,
-        "lower_bound_s": low_s,
-        "gap": gap,
-        "optimal": gap <= EQUAL,
-        "layout": simulated.get("layout", data.get("layout")),
-        "looked_at": simulated.get("looked_at"),
-        "runners_up": [
-            {name: one.get(name) for name in Loser.model_fields}
-            for one in _mappings(data.get("runners_up"))
-            if one.get("lower_bound_s") is not None
-        ],
-        "finalists": [
-            {
-                "layout": one.get("layout"),
-                "closed_form_s": one.get("objective_s"),
-                "step_time_s": one.get("step_time_s"),
-            }
-            for one in _mappings(simulated.get("finalists"))
-        ],
-    }
-    if plan:
-        found["plan"] = {
-            "layout": plan.get("layout"),
-            "step_time_s": plan.get("simulated_s"),
-            "lower_bound_s": plan.get("simulated_bound_s") or 0.0,
-            "gap": plan.get("simulated_gap", 1.0),
-            "statement": plan.get("simulated"),
-        }
-    return found
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    """Return a mapping, an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
-
-
-def _mappings(values: object) -> list[dict[str, Any]]:
-    """Return the mappings of a list."""
-    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
 
 
 def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:

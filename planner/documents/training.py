@@ -124,7 +124,7 @@ class Training(Part):
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what came later and is not used: plans of before keep their digests."""
+        """Leave out what is not used."""
         fields: dict[str, Any] = written(self)
         for name in ("rate_schedule", "rate_steps", "decay_steps", "floor", "lora"):
             if name in fields and fields.get(name) == type(self).model_fields[name].default:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -327,7 +327,7 @@ go without one."""
 
 
 class Failures(Part):
-    """What takes time from training; `planner.whatif.pricing.goodput` has the arithmetic."""
+    """What takes time from training; `pricing/goodput.py` has the arithmetic."""
 
     per_device_hour: Quantity = _known(
         Quantity,
@@ -461,16 +461,6 @@ class Assumptions(Part):
     tie: Fraction = 0.15
     """Candidates that differ by no more than this share are tied."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _replaced(cls, data: Any) -> Any:
-        """Name what took the place of figures that studies had before."""
-        if isinstance(data, dict):
-            for name, now in REPLACED.items():
-                if name in data:
-                    raise ValueError(f"{name} is replaced: {now}")
-        return data
-
     @property
     def facility(self) -> Facility:
         """The catalogue's figures, with the study's own in their place."""
@@ -486,13 +476,6 @@ class Assumptions(Part):
     def but(self, other: Assumptions | None) -> Assumptions:
         """Return these with what `other` says in its place."""
         return self if other is None else _merged(self, other)
-
-
-REPLACED = {
-    "spot_lost": "give failures.spot_per_node_hour, interruptions of an instance an hour",
-    "residual": "give owning.retained_a_year (0.3 after three years is 0.67 a year) or "
-    "owning.residual_by_age",
-}
 
 
 def _merged(base: P, other: P) -> P:

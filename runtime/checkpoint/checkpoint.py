@@ -2,24 +2,23 @@
 
     DIR/step-000030/
     ├── rank-00000.bin ...       elements of the tensors, a file from each rank
-    ├── tensors.json             where each tensor lies in them (runtime.checkpoint.tensor_index)
+    ├── tensors.json             where each tensor lies in them (tensor_index.py)
     ├── plan.yaml  model.yaml    what was trained, and how
     ├── config.json              the model as Hugging Face transformers knows it, if it does
-    ├── tokenizer.json, ...      what stands beside a model's weights
-    (runtime.checkpoint.tokenizer_files), if known ├── user-00000.pt ...        of a script: its own
-    state, from each slice of the batch └── meta.json                written last: step, position in
-    the data, size and checksum of
+    ├── tokenizer.json, ...      what stands beside a model's weights (tokenizer_files.py), if known
+    ├── user-00000.pt ...        of a script: its own state, from each slice of the batch
+    └── meta.json                written last: step, position in the data, size and checksum of
                                  every file, and a checksum of itself
 
 A checkpoint is written under a hidden name, put on the disk file by file, and renamed when it is
-whole, by its ranks or, where they died before, by who comes next
-(runtime.checkpoint.commit_recovery); only then are old ones hidden again, and deleted.  So a crash
-at any moment costs no checkpoint that was complete before, and a folder `step-...` that is not what
-`meta.json` tells was damaged later: it is refused by the file's name, never passed over.
+whole, by its ranks or, where they died before, by who comes next (commit_recovery.py); only then
+are old ones hidden again, and deleted.  So a crash at any moment costs no
+checkpoint that was complete before, and a folder `step-...` that is not what `meta.json` tells was
+damaged later: it is refused by the file's name, never passed over.
 
 Random numbers need no room: training seeds them anew in each step from the plan's seed and the
-step.  Ranks save (runtime.checkpoint.writer) and load together; the launcher looks for checkpoints
-without torch.
+step.  Ranks save (writer.py) and load together; the launcher looks for checkpoints without
+torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint import tensor_index
 from meshwright.runtime.checkpoint.shard_manifest import Checksum, FileName, WrittenPart, to_disk
-from meshwright.runtime.checkpoint.tensor_index import INDEX, PICKLED_INDEX, TensorIndex
+from meshwright.runtime.checkpoint.tensor_index import INDEX, TensorIndex
 from meshwright.runtime.core import checksums
 from meshwright.runtime.data.corpus import Corpus
 from meshwright.runtime.data.sample_digest import SampleDigest
@@ -89,18 +88,17 @@ class Progress(Document):
     frozen: Text | None = None
     """Of which weights those are that were not trained, and so are not here."""
     used: SampleDigest | None = None
-    """Of the samples before that one, as batches were read; scripts and earlier checkpoints have
-    none."""
+    """Of the samples before that one, as batches were read; scripts have none."""
     files: Mapping[FileName, Count] = Field(default_factory=dict)
     """The checkpoint's other files and their bytes."""
     checksums: Mapping[FileName, Checksum] = Field(default_factory=dict)
-    """Of the same files; earlier checkpoints have none."""
+    """Of the same files."""
     checksum: Checksum | None = None
     """Of this file up to here."""
 
     @model_validator(mode="after")
     def _all_files(self) -> Self:
-        if self.checksums and set(self.checksums) != set(self.files):
+        if set(self.checksums) != set(self.files):
             raise ValueError("files and checksums name different files")
         return self
 
@@ -128,7 +126,7 @@ class Progress(Document):
                 "adapters go on with the weights that they were trained on (--weights)",
                 file=str(folder),
             )
-        wrong = self.used.wrong(self.sample) if self.used is not None else None
+        wrong = "no sample was counted" if self.used is None else self.used.wrong(self.sample)
         if wrong is not None:
             raise DocumentError("used", f"says that {wrong}", file=str(folder))
         for name, have, want, source in (
@@ -208,12 +206,10 @@ def problem(checkpoint: Path) -> str | None:
     match = _STEP.fullmatch(checkpoint.name)
     if match and int(match[1]) != done.step:
         return f"{checkpoint / META}: is of step {done.step}"
-    # The earliest checkpoints have no list: what is there counts, if it is files.
-    sizes = done.files or checksums.sizes(checkpoint)
-    if (INDEX if done.checksums else PICKLED_INDEX) not in sizes:
+    if INDEX not in done.files:
         return f"{checkpoint}: has no index of its tensors"
-    wrong = checksums.misplaced(checkpoint, sizes, besides=META)
-    if wrong is None and done.checksums:
+    wrong = checksums.misplaced(checkpoint, done.files, besides=META)
+    if wrong is None:
         small = [name for name in (INDEX, PLAN, MODEL, CONFIG) if name in done.files]
         wrong = checksums.differing(checkpoint, done.checksums, small)
     return wrong
@@ -246,13 +242,6 @@ def newest_beside(checkpoint: Path) -> Path | None:
     return others[-1] if others else None
 
 
-def unchecked(checkpoint: Path) -> str | None:
-    """Return what to say of a checkpoint that has no checksums, as earlier ones."""
-    if progress(checkpoint).checksums:
-        return None
-    return f"{checkpoint}: was written without checksums; damage within its files is not seen"
-
-
 def progress(checkpoint: Path) -> Progress:
     """Return how far a checkpoint has come."""
     path = checkpoint / META
@@ -262,7 +251,7 @@ def progress(checkpoint: Path) -> Progress:
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(error, path) from error
     done = Progress.parse(text, file=str(path))
-    if (done.checksums or done.checksum) and not checksums.seal_holds(text):
+    if not checksums.seal_holds(text):
         raise DocumentError(
             "",
             "is damaged: its checksum is not that of what was written",
@@ -344,7 +333,7 @@ def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = Fals
         done = progress(checkpoint)
         index = _index(checkpoint, done)
         unread = () if verified else index.files
-        known = {name: done.checksums[name] for name in unread if name in done.checksums}
+        known = {name: done.checksums[name] for name in unread}
         with warnings.catch_warnings():
             # A process without a group reads alone, as it should.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -364,9 +353,7 @@ def stored_names(checkpoint: Path) -> list[str]:
 
 
 def _index(checkpoint: Path, done: Progress) -> TensorIndex:
-    return tensor_index.read(
-        checkpoint, sizes=done.files or None, checksum=done.checksums.get(INDEX)
-    )
+    return tensor_index.read(checkpoint, sizes=done.files, checksum=done.checksums[INDEX])
 
 
 def _damage(error: BaseException) -> LaunchError | None:

@@ -119,7 +119,7 @@ def index_of(parts: Iterable[WrittenPart]) -> TensorIndex:
         name: StoredTensor(dtype=dtype, shape=shape, chunks=tuple(chunks[name].values()))
         for name, (dtype, shape) in kinds.items()
     }
-    return TensorIndex(encoding="raw", tensors=tensors)
+    return TensorIndex(tensors=tensors)
 
 
 def to_disk(path: Path) -> None:

@@ -1,18 +1,14 @@
 """Tensor files: what torch.distributed.checkpoint writes and reads through.
 
 Each rank writes one file, the raw elements of its chunks, and its checksum on the way, and then a
-record of it (runtime.checkpoint.shard_manifest); rank 0 writes the index
-(runtime.checkpoint.tensor_index).  Reading takes elements, never objects: nothing in a file can
-name code.  Chunks of earlier checkpoints are pickled tensors; torch's own loader for weights reads
-them, of which each must be as long as it is said to be.
+record of it (shard_manifest.py); rank 0 writes the index (tensor_index.py).  Reading takes
+elements, never objects: nothing in a file can name code.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
@@ -223,8 +219,6 @@ class TensorReader(_OneFolder, StorageReader):
 
     def _read(self, file: BufferedReader, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         file.seek(chunk.start)
-        if self._index.encoding == "pickled":
-            return self._unpickled(file, chunk)
         if chunk.length == 0:
             return torch.empty(chunk.shape, dtype=dtype)
         data = bytearray(chunk.length)
@@ -233,25 +227,6 @@ class TensorReader(_OneFolder, StorageReader):
                 f"{self._folder / chunk.file}: is cut short; resume from an earlier checkpoint"
             )
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.shape)
-
-    def _unpickled(self, file: BufferedReader, chunk: Chunk) -> Tensor:
-        """Return a tensor that torch.save wrote, if it is as long as its file says."""
-        path = self._folder / chunk.file
-        data = io.BytesIO(file.read(chunk.length))
-        with zipfile.ZipFile(data) as archive:
-            # Packed, a short file could unfold without bound.
-            if sum(entry.file_size for entry in archive.infolist()) > chunk.length:
-                raise LaunchError(
-                    f"{path}: has a tensor that is longer than its bytes; "
-                    "resume from an earlier checkpoint"
-                )
-        data.seek(0)
-        tensor = torch.load(data, map_location="cpu", weights_only=True)
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape:
-            raise LaunchError(
-                f"{path}: has another tensor than its index says; resume from an earlier checkpoint"
-            )
-        return tensor
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

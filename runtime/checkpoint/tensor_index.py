@@ -7,10 +7,6 @@
 A chunk is a box of the tensor; its elements lie in their order, little end first, from byte START
 of file number FILE on.  An index that was read is valid: chunks are inside their tensor and fill
 it, and inside their files without sharing bytes, so that no index claims more than there is.
-
-Earlier checkpoints have a pickled index (`.metadata` of torch.distributed.checkpoint) and pickled
-tensors.  Their index is read as data (runtime.checkpoint.pickle_reader): nothing that it names is
-imported or called.
 """
 
 from __future__ import annotations
@@ -21,15 +17,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshwright.planner.documents.document import json_data, write_text
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError
-from meshwright.runtime.checkpoint.pickle_reader import Name, Object, described
 from meshwright.runtime.core import checksums
 
-INDEX, PICKLED_INDEX = "tensors.json", ".metadata"
+INDEX = "tensors.json"
 SMALL_BYTES = 2**22
 """An index may have as many, whatever it describes."""
 SHARE = 16
@@ -51,12 +46,7 @@ ITEM_BYTES = {
     "bool": 1,
 }
 """Bytes of one element, by torch's name of the dtype."""
-_FILE = {
-    "raw": re.compile(r"rank-\d{5,9}\.bin"),
-    "pickled": re.compile(r"__\d{1,9}_\d{1,9}\.distcp"),
-}
-
-Encoding = Literal["raw", "pickled"]
+_FILE = re.compile(r"rank-\d{5,9}\.bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +99,15 @@ class StoredTensor:
 class TensorIndex:
     """All tensors of a checkpoint, by name."""
 
-    encoding: Encoding
     tensors: Mapping[str, StoredTensor]
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
-                if not _FILE[self.encoding].fullmatch(chunk.file):
+                if not _FILE.fullmatch(chunk.file):
                     raise ValueError(f"{_short(name)}: lies in the file {_short(chunk.file)}")
                 need = math.prod(chunk.shape) * ITEM_BYTES[tensor.dtype]
-                if chunk.length < need or (self.encoding == "raw" and chunk.length != need):
+                if chunk.length != need:
                     raise ValueError(f"{_short(name)}: has {chunk.length} bytes and needs {need}")
 
     @property
@@ -160,27 +149,14 @@ def list_bytes(path: Path, described: Path) -> bytes:
     return data
 
 
-def read(
-    folder: Path, *, sizes: Mapping[str, int] | None, checksum: str | None = None
-) -> TensorIndex:
-    """Read the index of a checkpoint whose files have these sizes.
-
-    Without sizes, as the earliest checkpoints are, the files are looked at.
-    """
+def read(folder: Path, *, sizes: Mapping[str, int], checksum: str) -> TensorIndex:
+    """Read the index of a checkpoint whose files have these sizes, and which has this checksum."""
     path = folder / INDEX
-    if checksum is None and not path.exists():
-        path = folder / PICKLED_INDEX
     try:
         data = list_bytes(path, folder)
-        if checksum is not None and checksums.of_bytes(data) != checksum:
+        if checksums.of_bytes(data) != checksum:
             raise ValueError("is damaged: its checksum is not that of what was written")
-        index = (
-            _from_json(json_data(data, most_values=None))
-            if path.name == INDEX
-            else _from_pickle(data)
-        )
-        if sizes is None:
-            sizes = {name: (folder / name).lstat().st_size for name in index.files}
+        index = _from_json(json_data(data, most_values=None))
         index.check_inside(sizes)
     except OSError as error:
         raise DocumentError(
@@ -199,7 +175,7 @@ def read(
 
 
 def write(index: TensorIndex, path: Path) -> None:
-    """Write the index of raw tensors."""
+    """Write an index."""
     files = index.files
     number = {name: position for position, name in enumerate(files)}
     tensors = {
@@ -237,7 +213,7 @@ def _from_json(data: Any) -> TensorIndex:
                 )
             )
         tensors[name] = _stored(name, dtype, _counts(shape), read)
-    return TensorIndex(encoding="raw", tensors=tensors)
+    return TensorIndex(tensors=tensors)
 
 
 def _stored(name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> StoredTensor:
@@ -245,77 +221,6 @@ def _stored(name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chun
         return StoredTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
     except ValueError as error:
         raise ValueError(f"{_short(name)}: {error}") from error
-
-
-# What a pickled index may name.
-_METADATA = "torch.distributed.checkpoint.metadata"
-_NAMES = {
-    *(
-        (_METADATA, name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # of Python 3.13
-    *(("torch", name) for name in ITEM_BYTES),
-}
-
-
-def _from_pickle(data: bytes) -> TensorIndex:
-    """Return the index that torch.distributed.checkpoint pickled."""
-    whole = _state(described(data, names=_NAMES), "Metadata")
-    parts = {}
-    for index, info in _dict(whole["storage_data"]).items():
-        at, stored = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-        if stored.get("transform_descriptors"):
-            raise ValueError("has tensors that were transformed as they were written")
-        parts[_text(at["fqn"]), _size(at["offset"])] = stored
-    tensors = {}
-    for key, told in _dict(whole["state_dict_metadata"]).items():
-        name = _text(key)
-        tensor = _state(told, "TensorStorageMetadata")
-        dtype = _properties(tensor["properties"])
-        chunks = []
-        for box in _list(tensor["chunks"]):
-            state = _state(box, "ChunkStorageMetadata")
-            offsets, shape = _size(state["offsets"]), _size(state["sizes"])
-            stored = parts[name, offsets]
-            chunks.append(
-                Chunk(
-                    file=_text(stored["relative_path"]),
-                    start=_count(stored["offset"]),
-                    length=_count(stored["length"]),
-                    offsets=offsets,
-                    shape=shape,
-                )
-            )
-        tensors[name] = _stored(name, dtype, _size(tensor["size"]), chunks)
-    return TensorIndex(encoding="pickled", tensors=tensors)
-
-
-def _state(value: object, name: str) -> dict[Any, Any]:
-    if not isinstance(value, Object) or value.of.name != name:
-        raise ValueError(f"has no {name} where one belongs; it has tensors only")
-    return _dict(value.state)
-
-
-def _properties(value: object) -> str:
-    if not isinstance(value, Object) or value.of.name != "TensorProperties":
-        raise ValueError("has no TensorProperties where they belong")
-    dtype = value.state[0]
-    if not isinstance(dtype, Name):
-        raise ValueError("has no dtype where one belongs")
-    return dtype.name
 
 
 def _fields(value: object, *names: str) -> list[Any]:
@@ -337,14 +242,6 @@ def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"has {_short(value)} where a list belongs")
     return value
-
-
-def _size(value: object) -> tuple[int, ...]:
-    """Return the numbers of a pickled torch.Size."""
-    if not isinstance(value, Object) or value.of != Name("torch", "Size"):
-        raise ValueError(f"has {_short(value)} where a torch.Size belongs")
-    (numbers,) = value.arguments
-    return _counts(numbers)
 
 
 def _counts(value: object) -> tuple[int, ...]:

@@ -40,7 +40,6 @@ class Exported:
     files: tuple[str, ...]
     parameters: int
     size_bytes: int
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,6 @@ def to_huggingface(
         files=tuple(file.name for file in files),
         parameters=total,
         size_bytes=sum((output / file.name).stat().st_size for file in files),
-        warnings=_warnings(source),
     )
 
 
@@ -130,7 +128,6 @@ def _by_library(
         files=tuple(file.name for file in files),
         parameters=sum(stored.elements for stored in parameters),
         size_bytes=sum(file.stat().st_size for file in files),
-        warnings=_warnings(source),
     )
 
 
@@ -171,7 +168,6 @@ def to_peft(saved: Path, output: Path) -> Exported:
         files=files,
         parameters=sum(stored.elements for stored in parameters),
         size_bytes=sum((output / file).stat().st_size for file in files),
-        warnings=_warnings(source),
     )
 
 
@@ -193,15 +189,8 @@ def found(saved: Path) -> tuple[Path, Progress]:
     return source, checkpoint.progress(source)
 
 
-def _warnings(source: Path) -> tuple[str, ...]:
-    unchecked = checkpoint.unchecked(source)
-    return (unchecked,) if unchecked else ()
-
-
 def _parameters(source: Path, done: Progress) -> list[_Stored]:
-    index = tensor_index.read(
-        source, sizes=done.files or None, checksum=done.checksums.get(tensor_index.INDEX)
-    )
+    index = tensor_index.read(source, sizes=done.files, checksum=done.checksums[tensor_index.INDEX])
     return [
         _Stored(key=key, shape=tensor.shape, elements=tensor.elements)
         for key, tensor in index.tensors.items()

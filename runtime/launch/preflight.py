@@ -186,8 +186,6 @@ def preflight(
         files = data.files(run.data)
     warnings += _drawn(plan, run.weights)
     resumed = checkpoint_to_resume(run)
-    if resumed is not None and (unchecked := checkpoint.unchecked(resumed)):
-        warnings.append(unchecked)
     output = run.output or default_output(plan)
     for folder in (output, run.checkpoint):
         if folder is not None:

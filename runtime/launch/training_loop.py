@@ -41,7 +41,6 @@ from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.data.corpus import Corpus, CorpusSamples
 from meshwright.runtime.data.packing import PackedSamples, samples_of
-from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.engine.engine import Engine, StepResult
 from meshwright.runtime.engine.language_model import LanguageModel
 from meshwright.runtime.engine.unsupported import supported
@@ -306,7 +305,8 @@ class Loop:
         self.steps_done = progress.step
         self.engine.next_sample = progress.sample
         if self._used is not None:
-            self._used.go_on_from(progress.used or SampleDigest.of_first(progress.sample))
+            assert progress.used is not None
+            self._used.go_on_from(progress.used)
         self.resumed = saved
 
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:

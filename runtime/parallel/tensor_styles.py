@@ -3,7 +3,7 @@
     tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 A pattern names modules by their paths; `*` stands for one step.  Without a map, or beside it, what
-runtime.parallel.tensor_styles_search finds is divided.  The rest is whole on every rank of the
+tensor_styles_search.py finds is divided.  The rest is whole on every rank of the
 tensor axis: each computes the same, and its gradients are equal there.
 """
 
@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.errors import LaunchError, PlanError
+from meshwright.planner.errors import LaunchError
 from meshwright.runtime.parallel.tensor_check import TRIED, DividedUnit
 from meshwright.runtime.parallel.tensor_collectives import TensorRanks
-from meshwright.runtime.parallel.tensor_regions import shards, take_parts
+from meshwright.runtime.parallel.tensor_regions import take_parts
 from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles, given_text, line_of
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
@@ -75,40 +75,7 @@ def styles_by_name(
             f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}); {say_how}"
             "plan with tensor 1"
         )
-    if not given:
-        _refuse_other_figures(plan, module, units)
     return ScriptStyles(given=given, derived=derived)
-
-
-def _refuse_other_figures(plan: Plan, module: nn.Module, units: Mapping[str, DividedUnit]) -> None:
-    """Refuse a plan whose figures are those of a module of which more is divided.
-
-    Older versions divided code that names sizes of the whole, by changing it while it ran.
-    """
-    graph, degree = plan.model.graph, plan.mesh.tensor
-    if graph is None:
-        return
-    planned = sum(
-        layer.repeat * (layer.parameters - one.parameters)
-        for layer in graph.layers
-        if (one := layer.at(degree)) is not None
-    )
-    here = 0
-    for name, unit in units.items():
-        whole = module.get_submodule(name)
-        for region in unit.regions:
-            for own, _, _ in shards(whole, region):
-                path, _, attribute = own.rpartition(".")
-                parameter = whole.get_submodule(path)._parameters.get(attribute)
-                count = 0 if parameter is None else parameter.numel()
-                here += count - count // degree
-    if here >= planned:
-        return
-    name, reason = _main_reason(units, ("the module", "an older version made the plan"))
-    raise PlanError(
-        f"mesh.tensor: is {degree}, and the plan's figures leave {planned:,} parameters to other "
-        f"ranks, where {here:,} can be left ({name}: {reason}); plan again with meshwright.plan"
-    )
 
 
 def _main_reason(units: Mapping[str, DividedUnit], otherwise: tuple[str, str]) -> tuple[str, str]:

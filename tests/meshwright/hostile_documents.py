@@ -235,6 +235,11 @@ def _run() -> object:
     return watching.reading_json(readings[0], found)
 
 
+def _index() -> object:
+    checksum = checksums.of_file(Path("tensors.json"))
+    return tensor_index.read(Path(), sizes={"rank-00000.bin": len(TOKENS)}, checksum=checksum)
+
+
 def _pending() -> object:
     return unfinished.commit(Path(), say=print)
 
@@ -246,7 +251,7 @@ def _rows() -> object:
 READERS: dict[str, Callable[[], object]] = {
     "stack.yaml": lambda: document.read(Stack, "stack.yaml"),
     "meta.json": lambda: (checkpoint.problem(Path()), checkpoint.progress(Path())),
-    "tensors.json": lambda: tensor_index.read(Path(), sizes={"rank-00000.bin": len(TOKENS)}),
+    "tensors.json": _index,
     "ranks/rank-00000.failure.json": lambda: run.read_failures(Path(), 1),
     "corpus.json": lambda: Corpus.open(Path(), verify=True).starts,
     f"{PENDING}.parts/part-00000.json": _pending,

@@ -412,11 +412,13 @@ def test_a_missing_key_is_named() -> None:
     assert "more)" in caught.value.message
 
 
-def test_a_later_format_is_refused() -> None:
+def test_another_format_is_refused() -> None:
     data = json.loads(resolve_model("gpt2").model_dump_json(exclude_none=True))
 
-    with pytest.raises(DocumentError, match=r"format: is 2, and this version .* reads 1 at most"):
+    with pytest.raises(DocumentError, match=r"format: is 2, and this version .* reads 1;"):
         ModelGraph.of(data | {"format": 2, "of_a_later_version": 1})
+    with pytest.raises(DocumentError, match=r"format: is 1, and this version .* reads 2;"):
+        Certificate.of({"format": 1, "of_an_earlier_version": 1})
     with pytest.raises(DocumentError, match=r"format: is 10{56}\.\.\., and this version"):
         ModelGraph.of(data | {"format": 10**400})  # beyond what a float can be
 

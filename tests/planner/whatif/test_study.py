@@ -87,8 +87,6 @@ def test_each_candidate_trains_in_what_its_devices_have_units_for() -> None:
             "in the future",
         ),
         ({"assumptions": {"goodput": 1.5}}, "assumptions.goodput", "less than or equal to 1"),
-        ({"assumptions": {"residual": 1.3}}, "assumptions", "retained_a_year"),
-        ({"assumptions": {"spot_lost": 0.1}}, "assumptions", "spot_per_node_hour"),
         (
             {"assumptions": {"owning": {"retained_a_year": 1.3}}},
             "assumptions.owning.retained_a_year",

@@ -28,6 +28,7 @@ from meshwright.runtime.checkpoint.checkpoint import (  # noqa: E402
 )
 from meshwright.runtime.checkpoint.writer import Saver  # noqa: E402
 from meshwright.runtime.data.corpus import Corpus  # noqa: E402
+from meshwright.runtime.data.sample_digest import SampleDigest  # noqa: E402
 from meshwright.runtime.launch.training_loop import token_engine  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
 from tests.runtime import cases  # noqa: E402
@@ -83,6 +84,7 @@ def done(step: int, **changes: object) -> Progress:
         "corpus": "texts",
         "corpus_digest": "sha256:texts",
         "loss": 1.5,
+        "used": SampleDigest.of_first(8 * step).model_dump(),
     }
     return Progress.of({**values, **changes})
 

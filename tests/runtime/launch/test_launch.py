@@ -17,6 +17,7 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.plan import Plan, PlannedModel
 from meshwright.planner.errors import DocumentError, LaunchError, MeshwrightError
 from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.launch import preflight
 from meshwright.runtime.launch.launch import launch
 from meshwright.runtime.launch.launch_config import Launch
@@ -139,23 +140,22 @@ def fake_checkpoint(folder: Path, step: int) -> Path:
     """Write what counts as a complete checkpoint."""
     path = folder / f"step-{step:06}"
     path.mkdir(parents=True)
-    (path / ".metadata").touch()
-    files_of.write_json(
-        checkpoint.Progress(
-            step=step,
-            sample=8 * step,
-            epoch=0,
-            seq_len=16,
-            seed=0,
-            model="tiny",
-            model_digest=MODEL.digest,
-            plan_digest="sha256:x",
-            corpus="x",
-            corpus_digest="sha256:other",
-            loss=1.0,
-        ),
-        path / "meta.json",
+    (path / "tensors.json").touch()
+    done = checkpoint.Progress(
+        step=step,
+        sample=8 * step,
+        epoch=0,
+        seq_len=16,
+        seed=0,
+        model="tiny",
+        model_digest=MODEL.digest,
+        plan_digest="sha256:x",
+        corpus="x",
+        corpus_digest="sha256:other",
+        loss=1.0,
+        used=SampleDigest.of_first(8 * step),
     )
+    checkpoint.finish(path, done, written=())
     return path
 
 
@@ -182,21 +182,6 @@ def test_a_checkpoint_is_not_taken_for_a_folder_of_them(room: Room) -> None:
     with pytest.raises(LaunchError, match="step-000030: is a checkpoint; name the folder that it"):
         room.run(plan_of(), checkpoint=saved, resume=True, or_start=True)
     assert not (saved / ".lock").exists()
-
-
-def test_going_on_without_checksums_is_said(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = fake_checkpoint(room.folder / "saved", 30)
-
-    launch(
-        Launch(
-            room.plan(plan_of()),
-            room.asked({"checkpoint": saved.parent, "resume": True, "steps": 31}),
-            model=MODEL,
-            dry_run=True,
-        )
-    )
-
-    assert f"{saved}: was written without checksums; damage" in capsys.readouterr().err
 
 
 def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:

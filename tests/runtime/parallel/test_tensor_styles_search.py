@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import (  # noqa: F401 - written styles n
 )
 
 import meshwright
-from meshwright.planner.errors import PlanError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.module_graph import few_samples
 from meshwright.runtime.parallel.tensor_styles_search import (
@@ -111,32 +110,6 @@ def test_what_draws_stays_whole_and_has_styles_to_write_where_they_are_right() -
     wrong = styles_of(own_modules.Language(Normalised, width=8), ids)
     assert not wrong.given
     assert "draws random numbers" not in wrong.whole["blocks.*.up"]
-
-
-@pytest.mark.matrix
-def test_a_plan_whose_figures_divide_more_than_can_be_divided_is_refused() -> None:
-    build, example = MODULES["fused"]
-    batch = example()
-    plan = meshwright.plan(build, "2xa100-sxm-80gb", batch=batch, loss=loss, fix=["tensor=2"])
-    graph = plan.model.graph
-    assert graph is not None
-    layers = tuple(
-        layer.model_copy(
-            update={
-                "divided": tuple(
-                    one.model_copy(update={"parameters": one.parameters - 64})
-                    for one in layer.divided
-                )
-            }
-        )
-        if layer.divided
-        else layer
-        for layer in graph.layers
-    )
-    model = plan.model.model_copy(update={"graph": graph.model_copy(update={"layers": layers})})
-    older = plan.model_copy(update={"model": model})
-    with pytest.raises(PlanError, match=r"mesh\.tensor: is 2.*can be left .*plan again"):
-        Engine(build, older, loss=loss, optimizer=adamw, batch=batch)
 
 
 def batches(kind: str) -> list[Any]:
