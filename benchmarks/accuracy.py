@@ -1,6 +1,6 @@
-"""docs/accuracy.md: how far predictions of a table of real runs are off, written by one command.
+"""docs/results/accuracy.md: how far predictions of a table of real runs are off, written by one command.
 
-    python benchmarks/accuracy.py TABLE.csv > docs/accuracy.md
+    python benchmarks/accuracy.py TABLE.csv > docs/results/accuracy.md
 
 The table has the columns that `meshwright validate` reads.  Explanations of what is missed most are
 written here by hand, for sources; every figure is computed.
@@ -121,7 +121,7 @@ WHY = {
     "its backward is slower than in 16 bits, and rows are taken to be without).",
     "megatron_bridge": "Mixtures of experts: releases of the same month differ by 1.8 times for "
     "the same plan; one drops tokens beyond a capacity, the next counts them on the host, and the "
-    "table tells neither (docs/public-facts.md has the recipes).",
+    "table tells neither (docs/results/public-facts.md has the recipes).",
 }
 
 TRIED = (
@@ -311,7 +311,7 @@ TRIED_LEFT_OUT = (
     "sweeps that it was to mend chose runs that poll (0.49 s a micro-batch on two stages), not "
     "runs that thrash. Dropped.",
     "Copies over host links at 0.86 of the quoted rate, measured on an H100 and an H200 "
-    "(docs/gpu), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with parameters on "
+    "(docs/results/gpu), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with parameters on "
     "the host are predicted 0.1 to 0.3 % shorter. In-sample the median of RTX 3090 7.1 to 7.3 % "
     "and the mean of RTX A5000 10.9 to 11.0 %; no figure of a source changes. Kept.",
 )
