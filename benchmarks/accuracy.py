@@ -1,4 +1,4 @@
-"""docs/results/accuracy.md: how far predictions of a table of real runs are off, written by one command.
+"""docs/results/accuracy.md: errors of predictions of a table of real runs, written by one command.
 
     python benchmarks/accuracy.py TABLE.csv > docs/results/accuracy.md
 
@@ -311,8 +311,8 @@ TRIED_LEFT_OUT = (
     "sweeps that it was to mend chose runs that poll (0.49 s a micro-batch on two stages), not "
     "runs that thrash. Dropped.",
     "Copies over host links at 0.86 of the quoted rate, measured on an H100 and an H200 "
-    "(docs/results/gpu), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with parameters on "
-    "the host are predicted 0.1 to 0.3 % shorter. In-sample the median of RTX 3090 7.1 to 7.3 % "
+    "(docs/results/gpu), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with "
+    "parameters on the host are predicted 0.1 to 0.3 % shorter. In-sample the median of RTX 3090 7.1 to 7.3 % "
     "and the mean of RTX A5000 10.9 to 11.0 %; no figure of a source changes. Kept.",
 )
 """Attempts, with figures left out before and after."""

@@ -449,7 +449,8 @@ def main(names: Sequence[str]) -> None:
     print(
         f"Written on {datetime.date.today().isoformat()} by "
         "`python benchmarks/arithmetic_traces.py [MODEL ...] "
-        f"> docs/results/arithmetic.md`; torch {torch.__version__}, transformers {transformers_version()}. "
+        f"> docs/results/arithmetic.md`; torch {torch.__version__}, "
+        f"transformers {transformers_version()}. "
         "Largest differences over every layer kind of each model named (by default of the whole "
         "catalogue, which `make matrix` traces) at full width, "
         f"bf16, {SAMPLES} samples of at least 2,048 positions (or all that a model has; twice a "

@@ -9,7 +9,8 @@ seconds of the two ranks, since other programs move these little, and a slow min
 Where tensors lie in memory stays as it is while processes live and moves the ratio by some percent:
 so there are several runs, each in new processes, which keep what they free as ranks of a launch do.
 Reported is the median of all pairs' ratios, with the standard error of the runs' medians, and the
-peak of live tensors in a step of its own.  Writes runtime_overhead.json and docs/results/overhead.md.
+peak of live tensors in a step of its own.  Writes runtime_overhead.json and
+docs/results/overhead.md.
 """
 
 from __future__ import annotations

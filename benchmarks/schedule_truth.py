@@ -7,7 +7,8 @@ over gloo), with stages whose forward and backward sleep for known seconds: equa
 that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two cores.  The
 simulator (planner.schedules.simulate) times the same orders.  One constant, the seconds that the
 runtime takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
-Writes schedule_truth.json and docs/results/schedules-executed.md.  A loaded machine wakes sleepers late:
+Writes schedule_truth.json and docs/results/schedules-executed.md.  A loaded machine wakes sleepers
+late:
 run it with `chrt -f 10` there.
 """
 

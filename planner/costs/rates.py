@@ -49,7 +49,8 @@ FSDP is 37 % slower a device on 2,048 H100 than on 128 (arXiv:2411.13055, sectio
 errors fall with it (docs/results/accuracy.md)."""
 HOST_LINK_SHARE = 0.86
 """Of a host link's quoted rate, what copies from and to pinned memory reach: headers and flow
-control of PCIe take the rest.  Measured on an H100 and an H200, 53.0 to 55.0 GB/s of 63 (docs/results/gpu);
+control of PCIe take the rest.  Measured on an H100 and an H200, 53.0 to 55.0 GB/s of 63
+(docs/results/gpu);
 both ways at once each direction reaches 46."""
 LONG_WINDOW_S = 1e3
 """Behind which a second of communication hides as much as it ever does."""

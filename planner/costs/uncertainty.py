@@ -3,7 +3,8 @@
 On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
 rates of kernels come from other software and sheets, and a range grows with what is not known of a
 run: one law for all stacks, compared with runs of sources that were left out of the fit
-(docs/results/accuracy.md).  Layouts of one model on one machine share those rates, so what tells them apart
+(docs/results/accuracy.md).  Layouts of one model on one machine share those rates, so what tells
+them apart
 is the first range, not the second.
 
     below = 0.07 + more        above = 0.05 + 0.55 u + more
@@ -66,7 +67,8 @@ MEASURED_MEMORY_SPREAD = 0.03
 machine where layers were measured (benchmarks/results/local_truth.md)."""
 MEMORY_BELOW, MEMORY_ABOVE = 0.53, 1.67
 """Of a framework's spread: 80 of 100 peaks of published runs lie between these logarithms, means
-over six sources, each left out (docs/results/accuracy.md).  What nobody knows of takes memory rather than
+over six sources, each left out (docs/results/accuracy.md).  What nobody knows of takes memory
+rather than
 that it frees some."""
 BESIDE_BYTES = 0.25e9
 """Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 1.4 GB,

@@ -106,9 +106,10 @@ tokens each of them has (JetMoE, LongCat-Flash) are recorded as if all had equal
 values are the library's own; dropout
 draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4, DeepSeek-V2,
 Mamba, JetMoE and LongCat-Flash so, equal to the library's class in a plain loop.  A model that sees
-the tokens that it is to predict (BERT without `is_decoder`) is refused; [BERT](../how-to/train-bert.md)
-trains from a script, and so do [ViT](../how-to/train-vit.md), [T5](../how-to/train-t5.md), [Whisper](../how-to/train-whisper.md)
-and [Mamba-2](../how-to/train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
+the tokens that it is to predict (BERT without `is_decoder`) is refused;
+[BERT](../how-to/train-bert.md) trains from a script, and so do [ViT](../how-to/train-vit.md),
+[T5](../how-to/train-t5.md), [Whisper](../how-to/train-whisper.md) and
+[Mamba-2](../how-to/train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
 
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
 as recorded: {planned}.
