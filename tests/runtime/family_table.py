@@ -25,7 +25,7 @@ from planner.stacks.native import obstacle
 from tests.runtime import cases, families
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
-RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "library_models.json"
+RESULTS = PAGE.parents[2] / "benchmarks" / "results" / "library_models.json"
 OTHER_RESULTS = RESULTS.with_name("library_others.json")
 EQUAL = 1e-6
 """A larger relative difference of a loss or norm, in fp32, is none of rounding."""
