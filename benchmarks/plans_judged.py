@@ -396,9 +396,10 @@ meanwhile (`planner/costs/rates.py`, BESIDE_PRODUCTS, from two published measure
 of docs/results/accuracy.md).  So the fastest plans without a pipeline of Llama-3.1-405B on
 16,384 H100 and of DeepSeek-V3 on 2,048 H800 are {} slower than the answers: gathers of 100 to
 170 GB a pass and rank hide behind computation only if there is three times as much of it.  Were
-collectives to keep their whole rate, these plans would be 1.5 % and 10 % faster than any with a pipeline.  70B needs
-none on 64 and 512 devices, where two and four samples of 8,192 tokens a device are enough
-computation; its published runs of torchtitan have none either, but tensor parallelism.
+collectives to keep their whole rate, these plans would be 1.5 % and 10 % faster than any with a
+pipeline.  70B needs none on 64 and 512 devices, where two and four samples of 8,192 tokens a
+device are enough computation; its published runs of torchtitan have none either, but tensor
+parallelism.
 
 ## What is not in it
 
