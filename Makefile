@@ -29,7 +29,7 @@ oldest: $(OLDEST)/installed  ## run the tests of the runtime that torch's versio
 		pipeline.py schedules.py stale_pipeline.py branches.py rehearsal.py gradient_wire.py activations.py \
 		experts.py context.py lora.py checkpoint.py train.py)
 
-matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process and with transformers; pages in Chromium; writes docs/equality.md, and goes on where it stopped
+matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process and with transformers; pages in Chromium; writes docs/results/equality.md, and goes on where it stopped
 	if command -v npm > /dev/null; then npm install --prefix benchmarks/page_check --no-audit --no-fund; fi
 	$(BIN)/python -m pytest -q -m matrix
 

@@ -1,6 +1,6 @@
 """The arithmetic of every catalogue family against a trace of its real modules; writes a document.
 
-    PYTHONPATH=$PWD python benchmarks/arithmetic_traces.py [MODEL ...] > docs/arithmetic.md
+    PYTHONPATH=$PWD python benchmarks/arithmetic_traces.py [MODEL ...] > docs/results/arithmetic.md
 
 A layer of each kind of each model runs forward and backward at its full width on tensors without
 data.  Families that the runtime trains are the runtime's own layers, at tensor parallel 1 and at 2
@@ -450,7 +450,8 @@ def main(names: Sequence[str]) -> None:
     print(
         f"Written on {datetime.date.today().isoformat()} by "
         "`python benchmarks/arithmetic_traces.py [MODEL ...] "
-        f"> docs/arithmetic.md`; torch {torch.__version__}, transformers {transformers_version()}. "
+        f"> docs/results/arithmetic.md`; torch {torch.__version__}, "
+        f"transformers {transformers_version()}. "
         "Largest differences over every layer kind of each model named (by default of the whole "
         "catalogue, which `make matrix` traces) at full width, "
         f"bf16, {SAMPLES} samples of at least 2,048 positions (or all that a model has; twice a "

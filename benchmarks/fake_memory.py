@@ -5,7 +5,7 @@
 Every row is one layout.  The ranks at the pipeline's two ends run the runtime's own steps on
 tensors without data (benchmarks.rehearsal); the planner predicts the same plan.  Left out of the
 prediction is what no tensor shows: the device's context, the collective library, the allocator's
-slack.  Writes fake_memory.json and docs/memory.md; needs neither a GPU nor much memory.
+slack.  Writes fake_memory.json and docs/results/memory.md; needs neither a GPU nor much memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedMo
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.units import bytes_text
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "results" / "memory.md"
 LEFT_OUT = ("context", "allocator overhead")
 STATES = ("parameters", "gradients", "optimizer")
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mixtral-8x7b")
@@ -367,7 +367,7 @@ def by_kind(parts: dict[str, float]) -> dict[str, float]:
 
 
 def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
-    """Return docs/memory.md."""
+    """Return docs/results/memory.md."""
     errors = [abs(row["error"]) for row in rows]
     new = [abs(row["error"]) for row in rows if "blocks" in row["model"]]
     lines = [

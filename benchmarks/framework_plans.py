@@ -1,4 +1,4 @@
-"""The best plan of each framework for four models, with its proof: `docs/frameworks.md`.
+"""The best plan of each framework for four models, with its proof: `docs/results/frameworks.md`.
 
 python benchmarks/framework_plans.py       searches, exports and writes the page (a minute)
 """
@@ -15,7 +15,7 @@ from meshwright.planner.framework_configs.configuration import FRAMEWORKS, confi
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.search import search
 
-PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "frameworks.md"
 CASES = (
     ("llama-3.1-8b", "8xh100-sxm-80gb"),
     ("llama-3.1-70b", "8x8xh100-sxm-80gb"),
@@ -30,7 +30,7 @@ HEAD = (
     "(`space` of `planner/catalog/stacks/NAME.yaml`) with its own costs. Each plan is the "
     "fastest that was simulated, and is exported as the framework's configuration. "
     "Step times differ between frameworks because their kernels, overlap and memory differ, as "
-    "far as published runs show it (`docs/accuracy.md`). *Searched* counts configurations, "
+    "far as published runs show it (`docs/results/accuracy.md`). *Searched* counts configurations, "
     "*solved* exact partition problems.\n\n"
     "| model, cluster | framework | plan | step | searched | solved | configuration |\n"
     "|---|---|---|---:|---:|---:|---|\n"

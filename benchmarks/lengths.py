@@ -5,9 +5,9 @@
 One rank's step is rehearsed on tensors without data (benchmarks.rehearsal) at eight lengths, and
 each tensor's coming and going written down.  Steps whose lengths are drawn from a distribution then
 pass one after another through a model of torch's caching allocator
-(planner/costs/memory/caching_allocator.py), with segments of one request each and with segments
-that expand.  All is on one stream, and the device always has more memory: what is reserved beyond
-it makes an allocator give back what it caches.  Writes lengths.json and docs/lengths.md.
+(caching_allocator.py of the planner), with segments of one request each and with segments that
+expand.  All is on one stream, and the device always has more memory: what is reserved beyond it
+makes an allocator give back what it caches.  Writes lengths.json and docs/results/lengths.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.planner.costs.memory.caching_allocator import CachingAllocator, 
 from meshwright.planner.documents.document import write_text
 from meshwright.planner.documents.units import bytes_text
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "lengths.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "results" / "lengths.md"
 LONGEST = 4096
 LENGTHS = tuple(range(LONGEST // 8, LONGEST + 1, LONGEST // 8))
 STEPS = 48

@@ -1,7 +1,7 @@
 """Which recorded models of transformers train as the library's own class does, by `model_type`.
 
     python -m benchmarks.library_equal [model_type ...]     # goes on where it stopped
-    python -m tests.runtime.family_table                    # writes docs/models.md of it
+    python -m tests.runtime.family_table                    # writes docs/results/models.md of it
 
 Each is a small random model of the type: two layers, narrow where its configuration takes that.
 Three steps of AdamW by `launch`'s engine are compared with the library's class in a plain loop.  A

@@ -1,7 +1,7 @@
 """Which types of transformers that are no causal language models train through meshwright.Engine.
 
     python -m benchmarks.library_others [model_type ...]    # goes on where it stopped
-    python -m tests.runtime.family_table                    # writes docs/models.md of it
+    python -m tests.runtime.family_table                    # writes docs/results/models.md of it
 
 Each is a small random model of the type, as benchmarks/library_equal.py narrows it, on random
 words, pictures or sounds.  It is planned for eight accelerators, and trained for three steps on two

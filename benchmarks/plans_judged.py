@@ -1,6 +1,6 @@
-"""docs/plans-judged.md: published hand-tuned layouts beside their predictions and our answers.
+"""docs/results/plans-judged.md: published layouts beside their predictions and our answers.
 
-    python -m benchmarks.plans_judged > docs/plans-judged.md
+    python -m benchmarks.plans_judged > docs/results/plans-judged.md
 
 Layouts are those of `benchmarks/judged_layouts.csv`, and of `benchmarks/public_trainings.csv` those
 that are tuned by hand and stated whole (`STATED`).  Each is predicted as published, under the stack
@@ -50,7 +50,7 @@ STATED = (
     "torchtitan-70b-256-bf16-compiled",
     "torchtitan-8b-h200-64-fp8",
 )
-"""Of the trainings that docs/public-facts.md has, the tuned ones whose layouts are stated."""
+"""The tuned trainings of docs/results/public-facts.md whose layouts are stated."""
 GOAL, WORST = 0.08, 0.20
 """Of the median error, and of any that is not named."""
 AXES = ("tensor", "pipeline", "context", "expert")
@@ -392,13 +392,14 @@ NOTES = """
 ## Why large models have a pipeline
 
 A collective that runs beside products goes at a third of its rate, and products go slower
-meanwhile (`hardware_rates.py`, BESIDE_PRODUCTS, from two published measurements and the runs
-of docs/accuracy.md).  So the fastest plans without a pipeline of Llama-3.1-405B on 16,384 H100 and
-of DeepSeek-V3 on 2,048 H800 are {} slower than the answers: gathers of 100 to 170 GB a pass and
-rank hide behind computation only if there is three times as much of it.  Were collectives to keep
-their whole rate, these plans would be 1.5 % and 10 % faster than any with a pipeline.  70B needs
-none on 64 and 512 devices, where two and four samples of 8,192 tokens a device are enough
-computation; its published runs of torchtitan have none either, but tensor parallelism.
+meanwhile (`planner/costs/hardware_rates.py`, BESIDE_PRODUCTS, from two published measurements and the
+runs of docs/results/accuracy.md).  So the fastest plans without a pipeline of Llama-3.1-405B on
+16,384 H100 and of DeepSeek-V3 on 2,048 H800 are {} slower than the answers: gathers of 100 to
+170 GB a pass and rank hide behind computation only if there is three times as much of it.  Were
+collectives to keep their whole rate, these plans would be 1.5 % and 10 % faster than any with a
+pipeline.  70B needs none on 64 and 512 devices, where two and four samples of 8,192 tokens a
+device are enough computation; its published runs of torchtitan have none either, but tensor
+parallelism.
 
 ## What is not in it
 

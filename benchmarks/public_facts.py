@@ -1,6 +1,6 @@
 """Public facts: whole trainings with the stacks of their day, and what-if answers about hardware.
 
-python -m benchmarks.public_facts TRAININGS.csv > docs/public-facts.md
+python -m benchmarks.public_facts TRAININGS.csv > docs/results/public-facts.md
 
 Trainings are those of `benchmarks/public_trainings.csv`, and of tables with the same columns
 (`benchmarks/whole_trainings.py`) that are given.  Of hardware, each fact is planned again on both

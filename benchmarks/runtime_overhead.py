@@ -9,7 +9,8 @@ seconds of the two ranks, since other programs move these little, and a slow min
 Where tensors lie in memory stays as it is while processes live and moves the ratio by some percent:
 so there are several runs, each in new processes, which keep what they free as ranks of a launch do.
 Reported is the median of all pairs' ratios, with the standard error of the runs' medians, and the
-peak of live tensors in a step of its own.  Writes runtime_overhead.json and docs/overhead.md.
+peak of live tensors in a step of its own.  Writes runtime_overhead.json and
+docs/results/overhead.md.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from meshwright.runtime.models import reference_decoder as reference
 from meshwright.runtime.models.family_adapter import Head
 from meshwright.runtime.parallel.context_parallel import WHOLE
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "overhead.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "results" / "overhead.md"
 CPU = torch.device("cpu")
 SEQ_LEN, GLOBAL_BATCH, VOCABULARY, LAYERS = 128, 8, 2048, 4
 ARCHITECTURE = Architecture(
@@ -333,7 +334,7 @@ def middle(runs: list[list[float]]) -> tuple[float, float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return docs/overhead.md."""
+    """Return docs/results/overhead.md."""
     lines = [
         "# What the runtime costs beside plain PyTorch",
         "",

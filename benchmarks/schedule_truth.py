@@ -2,12 +2,13 @@
 
     PYTHONPATH=$PWD python benchmarks/schedule_truth.py [-o benchmarks/results]
 
-Every schedule runs on 2, 4 and 8 ranks through the runtime's own pipeline (runtime.engine.pipeline,
-sends over gloo), with stages whose forward and backward sleep for known seconds: equal stages, and
-stages that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two
-cores.  The simulator (planner.schedules.simulate) times the same orders.  One constant, the seconds
-that the runtime takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
-Writes schedule_truth.json and docs/schedules-executed.md.  A loaded machine wakes sleepers late:
+Every schedule runs on 2, 4 and 8 ranks through the runtime's own pipeline (its engine/pipeline.py, sends
+over gloo), with stages whose forward and backward sleep for known seconds: equal stages, and stages
+that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two cores.  The
+simulator (planner/schedules/simulate.py) times the same orders.  One constant, the seconds that the
+runtime takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
+Writes schedule_truth.json and docs/results/schedules-executed.md.  A loaded machine wakes sleepers
+late:
 run it with `chrt -f 10` there.
 """
 
@@ -36,7 +37,7 @@ from meshwright.profiler.start_ranks import result_of
 from meshwright.runtime.engine.pipeline import Pipeline, StagePart
 from meshwright.runtime.techniques.split_backward import WeightGradients
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules-executed.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "results" / "schedules-executed.md"
 RANKS = (2, 4, 8)
 DRAINED = tuple((name, one.stages_per_rank[0]) for name, one in SCHEDULES.items() if not one.stale)
 """With stages on each rank; a pipeline that never drains has no step of its own."""
@@ -204,7 +205,7 @@ def fitted_action_s(measured_s: float, row: Row) -> float:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return docs/schedules-executed.md."""
+    """Return docs/results/schedules-executed.md."""
     others = [abs(row["error"]) for row in result["rows"] if not row["fitted"]]
     lines = [
         "# Schedules: simulated and executed",

@@ -1,6 +1,6 @@
 """Every schedule's closed form beside its simulated step, and what its ranks hold.
 
-    python benchmarks/schedules.py [-o docs/schedules.md]
+    python benchmarks/schedules.py [-o docs/results/schedules.md]
 
 Closed forms are those of planner.search.partition.layout_partition, steps those of
 planner.schedules.simulate. Stages are uniform, uneven (times scattered by 10 %), or uniform with
@@ -171,7 +171,7 @@ def page() -> str:
     model, cluster = "llama-3.1-8b", "8xh100-sxm-80gb"
     parts = [
         "# Schedules: closed form, simulation, memory",
-        "    python benchmarks/schedules.py -o docs/schedules.md",
+        "    python benchmarks/schedules.py -o docs/results/schedules.md",
         "The search begins with the optimum of a closed form of the step time "
         "(`planner/search/partition/layout_partition.py`); the simulated step is what it proves "
         "(`planner/search/goals.py`). This page compares the two.",

@@ -1,4 +1,4 @@
-"""docs/tuning.md's real runs: what `tune` chooses on this machine, against all candidates.
+"""docs/results/tuning.md's real runs: what `tune` chooses on this machine, against all candidates.
 
     python -m benchmarks.tune_real prepare FOLDER --ranks 2 [--rate 200mbit]
     python -m benchmarks.tune_real tune FOLDER --minutes 10       # runs one after the other

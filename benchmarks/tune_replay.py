@@ -1,4 +1,4 @@
-"""docs/tuning.md's table: trials replayed on sweeps of real runs, one source after the other.
+"""docs/results/tuning.md's table: trials replayed on sweeps of real runs, source by source.
 
     python benchmarks/tune_replay.py TABLE.csv [--json] [--no-optuna] [--smaller]
 

@@ -93,15 +93,31 @@ def test_the_site_has_every_page_once() -> None:
             yield from pages(one)
 
     listed = list(pages(site()["nav"]))
+    results = {str(page.relative_to(DOCS)) for page in (DOCS / "results").rglob("*.md")}
 
-    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    assert sorted([*listed, *results]) == sorted(
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    )
+    assert site()["not_in_nav"].split() == ["/results/"]
+
+
+def test_one_page_links_every_page_of_results() -> None:
+    page = DOCS / "explanation" / "how-true-it-is.md"
+    linked = {
+        (page.parent / target).resolve()
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    }
+
+    assert {page.resolve() for page in (DOCS / "results").rglob("*.md")} <= linked
+    assert len(page.read_text().split()) <= 700
 
 
 def test_the_reference_is_that_of_types_and_commands() -> None:
     """`python -m meshwright.cli.reference` writes it."""
-    written = {file.name: file.read_text() for file in (DOCS / "reference").glob("*.md")}
+    texts = reference.texts()
+    written = {name: (DOCS / "reference" / name).read_text() for name in texts}
 
-    assert written == reference.texts()
+    assert written == texts
     for name in GROUP.commands:
         assert f"\n## {name}\n" in written["commands.md"]
 
@@ -129,7 +145,7 @@ def test_every_command_that_is_shown_is_one() -> None:
 
 
 def test_numbers_of_the_theory_are_computed() -> None:
-    failed, tried = doctest.testfile(str(DOCS / "theory.md"), module_relative=False)
+    failed, tried = doctest.testfile(str(DOCS / "explanation" / "theory.md"), module_relative=False)
 
     assert not failed and tried >= 20
 
@@ -145,7 +161,7 @@ def test_python_of_the_pages_is_python() -> None:
 def test_the_tutorial_is_fifteen_commands_that_run_in_five_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    page = DOCS / "tutorial.md"
+    page = DOCS / "tutorial" / "first-plan.md"
     commands = [
         line.removeprefix("$ meshwright ")
         for block in blocks(page, "console")
@@ -176,7 +192,7 @@ def test_answers_that_pages_show_are_those_of_the_commands() -> None:
                     golden = (GOLDEN / f"{name}.txt").read_text().partition("\n")[2]
                     assert words(text) == words(golden)
                     seen.add(page.name)
-    assert seen >= {"README.md", "tutorial.md"}
+    assert seen >= {"README.md", "first-plan.md"}
 
 
 def test_the_readme_is_one_page_with_one_picture_that_is_small() -> None:

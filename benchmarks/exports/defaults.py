@@ -1,4 +1,4 @@
-"""What `plan --backend X` answers without any choice, written for X: `docs/exports.md`.
+"""What `plan --backend X` answers without any choice, written for X: `docs/results/exports.md`.
 
 python benchmarks/exports/defaults.py        plans and writes the section; some minutes
 """

@@ -1,11 +1,11 @@
-"""`docs/exports.md`, of which each script here writes its own sections."""
+"""`docs/results/exports.md`, of which each script here writes its own sections."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "exports.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "exports.md"
 
 
 KEPT = ("Default plans", "Three steps on CPUs")

@@ -1,4 +1,4 @@
-"""Forty plans, read by each framework's own parser and validator: `docs/exports.md`.
+"""Forty plans, read by each framework's own parser and validator: `docs/results/exports.md`.
 
 python benchmarks/exports/run.py FOLDER      installs the frameworks there, reads, writes the page
 """

@@ -1,4 +1,4 @@
-"""Three steps by each framework from what is exported for it, beside ours: `docs/exports.md`.
+"""Three steps by each framework from its export, beside ours: `docs/results/exports.md`.
 
 python benchmarks/exports/train.py FOLDER      where `run.py` installed the frameworks
 

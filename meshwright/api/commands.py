@@ -753,7 +753,7 @@ class SolvedProblem:
 
 
 def solve(problem: str, *, solver: str = "exact") -> SolvedProblem:
-    """Solve a bare partition problem; docs/problem.md has its format."""
+    """Solve a bare partition problem; docs/reference/problem.md has its format."""
     from meshwright.planner.solver import ilp  # noqa: PLC0415 - plans need no bare problems
     from meshwright.planner.solver import solve as exact  # noqa: PLC0415
     from meshwright.planner.solver.problem_document import Problem  # noqa: PLC0415

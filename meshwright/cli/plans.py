@@ -335,7 +335,7 @@ def predict(
 
 def solve(
     problem: Annotated[
-        str, typer.Argument(help="A partition problem, YAML or JSON: docs/problem.md")
+        str, typer.Argument(help="A partition problem, YAML or JSON: docs/reference/problem.md")
     ],
     solver: SolverOption = Solver.EXACT,
     explain: Explain = False,

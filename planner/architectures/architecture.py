@@ -55,7 +55,7 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
         raise DocumentError(
             "model_type",
             f"is '{kind[:60]}'; it {why}. It can be trained from your own script with "
-            "meshwright.Engine (docs/from-your-script.md), or given as file.py:factory.",
+            "meshwright.Engine (docs/how-to/train-your-script.md), or given as file.py:factory.",
         )
     if kind not in _READERS:
         raise DocumentError(
@@ -63,7 +63,7 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
             f"is '{kind[:60]}', which is not supported; {nearest(kind, sorted(_READERS))} "
             f"Supported: {', '.join(sorted(_READERS))}. "
             "Any other model can be trained from your own script with meshwright.Engine "
-            "(docs/from-your-script.md), or given as file.py:factory.",
+            "(docs/how-to/train-your-script.md), or given as file.py:factory.",
         )
     try:
         return _READERS[kind](config)

@@ -256,7 +256,7 @@ def attention_share(
     k are the tokens at which single kernels have half of their rate on endless sequences.  Beyond
     8,192 tokens it stays: kernels alone still gain, but they fill the step, and power limits hold
     them.  Published runs of 16 thousand to a million tokens with context parallelism reach what
-    those of 8 thousand do (docs/public-facts.md).
+    those of 8 thousand do (docs/results/public-facts.md).
 
     Heads of other sizes take the seconds of the next multiple of 32, for which there is a kernel
     (flash-attention, csrc/flash_attn/flash_api.cpp).  Forward, heads of 64, 192 and 256 reach 0.81,

@@ -46,10 +46,11 @@ as one after the other (arXiv:2507.03114, means of A100, H100, MI210 and MI250),
 what is hidden is seen: 0.18 to 0.22 of multiprocessors over that is 0.30 to 0.36.  Llama-2-7B under
 FSDP is 37 % slower a device on 2,048 H100 than on 128 (arXiv:2411.13055, section 4, from memory):
 36 % at a third, 29 % at a half, 9 % at the whole rate.  Of runs of llm_foundry and prime_rl the
-errors fall with it (docs/accuracy.md)."""
+errors fall with it (docs/results/accuracy.md)."""
 HOST_LINK_SHARE = 0.86
 """Of a host link's quoted rate, what copies from and to pinned memory reach: headers and flow
-control of PCIe take the rest.  Measured on an H100 and an H200, 53.0 to 55.0 GB/s of 63 (docs/gpu);
+control of PCIe take the rest.  Measured on an H100 and an H200, 53.0 to 55.0 GB/s of 63
+(docs/results/gpu);
 both ways at once each direction reaches 46."""
 LONG_WINDOW_S = 1e3
 """Behind which a second of communication hides as much as it ever does."""

@@ -1,9 +1,10 @@
-"""How far a step may lie from its prediction: 80 % ranges, as docs/accuracy.md found them.
+"""How far a step may lie from its prediction: 80 % ranges, as docs/results/accuracy.md found them.
 
 On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
 rates of kernels come from other software and sheets, and a range grows with what is not known of a
 run: one law for all stacks, compared with runs of sources that were left out of the fit
-(docs/accuracy.md).  Layouts of one model on one machine share those rates, so what tells them apart
+(docs/results/accuracy.md).  Layouts of one model on one machine share those rates, so what tells
+them apart
 is the first range, not the second.
 
     below = 0.07 + more        above = 0.05 + 0.55 u + more
@@ -35,7 +36,7 @@ that were run on a measured machine 80 % lie within 9.6 % (benchmarks/results/lo
 It is also what layouts of one model on one machine do not share: within a sweep of published runs
 80 % lie within 8 % of the sweep's common error (middle of sources), and measured ratios of two that
 are predicted alike lie within 12 % of the predicted ones in the three largest sources
-(docs/accuracy.md)."""
+(docs/results/accuracy.md)."""
 KNOWN_BELOW, KNOWN_ABOVE = 0.07, 0.05
 """Logarithms: 80 of 100 steps that compute all the time lie between, of runs like measured ones."""
 WAITING_ABOVE = 0.55
@@ -66,7 +67,8 @@ MEASURED_MEMORY_SPREAD = 0.03
 machine where layers were measured (benchmarks/results/local_truth.md)."""
 MEMORY_BELOW, MEMORY_ABOVE = 0.53, 1.67
 """Of a framework's spread: 80 of 100 peaks of published runs lie between these logarithms, means
-over six sources, each left out (docs/accuracy.md).  What nobody knows of takes memory rather than
+over six sources, each left out (docs/results/accuracy.md).  What nobody knows of takes memory
+rather than
 that it frees some."""
 BESIDE_BYTES = 0.25e9
 """Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 1.4 GB,
@@ -141,7 +143,7 @@ def step_range(
     basis = Assumption(
         what=f"range of the step: that of {said}",
         provenance=f"stack {request.stack.name}",
-        source="docs/accuracy.md",
+        source="docs/results/accuracy.md",
     )
     return StepRange(step_s * math.exp(-below), step_s * math.exp(above) + slow_host_s, basis)
 

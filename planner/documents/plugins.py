@@ -1,6 +1,6 @@
 """Stacks, accelerators, exporters and loggers of other packages, by their entry points.
 
-A package names them in its `pyproject.toml`; `docs/adding.md` says what each is:
+A package names them in its `pyproject.toml`; `docs/how-to/extend.md` says what each is:
 
     [project.entry-points."meshwright.stacks"]
     ours = "our_package:STACK"

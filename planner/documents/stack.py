@@ -475,7 +475,7 @@ class MemoryRule(Part):
     """Standard deviation of the logarithm of what a run needs over what is predicted: of all
     published runs that say whether they ran, each predicted without its own source, this one has
     the least Brier score (0.10: 0.0222, 0.15: 0.0213, 0.20: 0.0214, 0.30: 0.0246, means over 17
-    sources), and 80 of 100 peaks lie within 1.28 of it (docs/accuracy.md)."""
+    sources), and 80 of 100 peaks lie within 1.28 of it (docs/results/accuracy.md)."""
     reported: Reported = "allocated"
     """Which peak runs tell that do not name it."""
 

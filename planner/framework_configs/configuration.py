@@ -4,7 +4,7 @@ What is written asks for the plan's parallel degrees, batches, schedule, recompu
 precision, optimizer and learning rates; model, data and number of steps are the other's own.  A
 plan that uses what a framework does not support is refused, and what a framework sets in its
 training script is named: nothing is left out silently.  Which releases read what is written, and
-what they make of it, is measured in `docs/exports.md`.
+what they make of it, is measured in `docs/results/exports.md`.
 """
 
 from __future__ import annotations

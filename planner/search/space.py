@@ -70,7 +70,7 @@ LOSSES = (None, *(ChunkedLoss(gradients=name) for name in get_args(LossGradients
 FROZEN_LOSSES = (None, ChunkedLoss(gradients="recomputed"))
 """Where the output projection has no gradient."""
 COMPILED_KERNELS = 13
-"""Of a block's forward: those of Llama's (docs/runtime-speed.md)."""
+"""Of a block's forward: those of Llama's (docs/results/runtime-speed.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ ENOUGH = 0.95
 DRAWS = 1_000
 ALONE = 0.3
 """The share of an answer's untried rivals that counts as independent: with that exponent the
-probability that none of them wins is so stated as it was seen (docs/tuning.md)."""
+probability that none of them wins is so stated as it was seen (docs/results/tuning.md)."""
 UNSURE = 2 * NOISE
 """Spread of a measured step beyond which its trial may be repeated."""
 START_S = 30.0

@@ -13,7 +13,7 @@ r = measured - ln p
     mean  = ln p + sK[:, I] S⁻¹ r,     S = sK[I, I] + noise²
     covariance = sK - sK[:, I] S⁻¹ sK[I, :],     of a t with ν + |I| degrees of freedom
 
-(docs/tuning.md has a worked number.)
+(docs/explanation/tuning.md has a worked number.)
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ CONSTANTS: Mapping[str, UncertainConstant] = {
     ),
 }
 """Spreads are those under which the residuals of published sweeps are most likely
-(`benchmarks/tune_replay.py`, docs/tuning.md)."""
+(`benchmarks/tune_replay.py`, docs/results/tuning.md)."""
 PROFILED = ("kernels", "recompute", "inner links", "outer links", "data links", "optimizer", "host")
 """Constants that a profile of the machine measures."""
 

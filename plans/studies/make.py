@@ -1,4 +1,4 @@
-"""docs/studies.md: the answers to the studies in this folder, written by one command.
+"""docs/results/studies.md: the answers to the studies in this folder, written by one command.
 
 python plans/studies/make.py [STUDY.yaml ...]
 
@@ -19,7 +19,7 @@ from meshwright.planner.report.whatif_text import result_text
 from meshwright.studies.study_command import whatif
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent.parent / "docs" / "studies.md"
+PAGE = FOLDER.parent.parent / "docs" / "results" / "studies.md"
 JUDGED = FOLDER / "judged.md"
 WIDTH = 150
 

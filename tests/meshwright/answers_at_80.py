@@ -72,7 +72,7 @@ def main() -> None:
             text = f"$ meshwright {command}\n{done.stdout}{done.stderr}"
             (GOLDEN / f"{name}.txt").write_text(text)
     root = GOLDEN.parents[2]
-    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+    for page in (root / "README.md", *(root / "docs").rglob("*.md")):
         page.write_text(with_answers(page.read_text()))
 
 

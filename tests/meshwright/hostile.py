@@ -183,7 +183,7 @@ def _base(path: str) -> Any:
 
 
 def _problem() -> Any:
-    text = (ROOT / "docs/problem.md").read_text()
+    text = (ROOT / "docs/reference/problem.md").read_text()
     return document.plain(text.partition("```yaml\n")[2].partition("```")[0])
 
 

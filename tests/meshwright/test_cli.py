@@ -274,7 +274,7 @@ def test_solve_splits_what_a_person_wrote(here: Path, capfd: pytest.CaptureFixtu
 def test_the_problem_of_the_docs_is_solved_as_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs/problem.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/reference/problem.md").read_text()
     chain, chain_shown, graph, graph_shown = re.findall(
         r"```(?:yaml)?\n(.*?)```", text, flags=re.DOTALL
     )

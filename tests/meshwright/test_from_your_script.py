@@ -20,7 +20,7 @@ from meshwright.planner.errors import MeshwrightError
 from tests.limits import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PAGE = Path(__file__).parents[2] / "docs" / "from-your-script.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-your-script.md"
 
 
 def difference() -> list[str]:

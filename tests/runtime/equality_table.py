@@ -1,4 +1,4 @@
-"""docs/equality.md: the tables that runs of the covers write."""
+"""docs/results/equality.md: the tables that runs of the covers write."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Failure:
 
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "equality.md"
+TABLE = ROOT / "docs" / "results" / "equality.md"
 SOURCES = ("planner/**/*.py", "runtime/*.py", "tests/runtime/*.py")
 
 

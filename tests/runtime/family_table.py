@@ -1,4 +1,4 @@
-"""docs/models.md: the families that launch, and what became of every type of transformers.
+"""docs/results/models.md: the families that launch, and what became of every type of transformers.
 
 `python -m tests.runtime.family_table` writes it from the tests' own list, the runtime's refusals,
 and benchmarks/results/library_models.json and library_others.json (`python -m
@@ -24,8 +24,8 @@ from meshwright.planner.frameworks.native_limits import FAMILIES as LAUNCHED
 from meshwright.planner.frameworks.native_limits import obstacle
 from tests.runtime import cases, families
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "library_models.json"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
+RESULTS = PAGE.parents[2] / "benchmarks" / "results" / "library_models.json"
 OTHER_RESULTS = RESULTS.with_name("library_others.json")
 EQUAL = 1e-6
 """A larger relative difference of a loss or norm, in fp32, is none of rounding."""
@@ -106,9 +106,10 @@ tokens each of them has (JetMoE, LongCat-Flash) are recorded as if all had equal
 values are the library's own; dropout
 draws by sample.  `test_traced_transformer.py` trains GPT-NeoX, Falcon, GLM-4, DeepSeek-V2,
 Mamba, JetMoE and LongCat-Flash so, equal to the library's class in a plain loop.  A model that sees
-the tokens that it is to predict (BERT without `is_decoder`) is refused; [BERT](train-bert.md)
-trains from a script, and so do [ViT](train-vit.md), [T5](train-t5.md), [Whisper](train-whisper.md)
-and [Mamba-2](train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
+the tokens that it is to predict (BERT without `is_decoder`) is refused;
+[BERT](../how-to/train-bert.md) trains from a script, and so do [ViT](../how-to/train-vit.md),
+[T5](../how-to/train-t5.md), [Whisper](../how-to/train-whisper.md) and
+[Mamba-2](../how-to/train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
 
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
 as recorded: {planned}.

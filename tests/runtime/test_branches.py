@@ -224,7 +224,7 @@ def test_what_the_search_plans_trains_like_one_process(name: str, schedule: Sche
 
 @pytest.mark.matrix
 def test_the_network_of_the_documents_can_be_planned(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text()
     (block,) = re.findall(r"```python\n(# unet\.py\n.*?)```", text, flags=re.DOTALL)
     (tmp_path / "unet.py").write_text(block)
     before = list(sys.path)

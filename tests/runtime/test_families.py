@@ -2,7 +2,7 @@
 
 The oracle is the library's own class in a plain loop (tests/runtime/library_runs.py).  `make test`
 holds each family's first step in one process and a cover of launches against it, `make matrix`
-every family under every layout of LAYOUTS that it takes.  docs/models.md lists them.
+every family under every layout of LAYOUTS that it takes.  docs/results/models.md lists them.
 """
 
 from __future__ import annotations

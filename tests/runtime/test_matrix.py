@@ -2,7 +2,7 @@
 
 A cover of all pairs on 2 and 4 ranks, each axis as divided or not, is run by `make test` (one in 64
 of its rows on 2 ranks) and `make matrix` (the others); that runs one of all pairs
-with every mesh of 2, 4 and 8 ranks, and compiled ones, and writes docs/equality.md.
+with every mesh of 2, 4 and 8 ranks, and compiled ones, and writes docs/results/equality.md.
 """
 
 from __future__ import annotations

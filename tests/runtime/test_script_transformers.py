@@ -59,7 +59,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(name: str, language: str) -> list[str]:
-    page = (ROOT / "docs" / f"train-{name}.md").read_text()
+    page = (ROOT / "docs" / "how-to" / f"train-{name}.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
 
 

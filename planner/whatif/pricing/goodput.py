@@ -30,7 +30,7 @@ from meshwright.planner.whatif.uncertain_value import Ranged, Span
 
 RESTART_IN_PLACE_S = Span(value=20.0, low=2.0, high=150.0)
 """From a failure until ranks train again, where launchers stay: 2 s on two ranks of one machine
-(docs/survival.md), 20 s published for 1,024 devices (arXiv:2412.12636), 150 s for 4,800
+(docs/results/survival.md), 20 s published for 1,024 devices (arXiv:2412.12636), 150 s for 4,800
 (arXiv:2509.03047)."""
 
 

@@ -499,7 +499,7 @@ def test_a_node_that_is_lost_is_done_without_or_replaced(
     (incident,) = [event for event in events if isinstance(event, Incident)]
     (decision,) = [event for event in events if isinstance(event, Decision)]
     assert incident.cause == "node"
-    assert incident.at_unix_s - begin_s < 10.0  # 5 on a machine of one's own: docs/survival.md
+    assert incident.at_unix_s - begin_s < 10.0  # 5 on an idle machine: docs/results/survival.md
     assert (decision.reaction, decision.devices) == (("spare", 2) if spares else ("shrink", 1))
     assert len(losses(room)) == STEPS
 

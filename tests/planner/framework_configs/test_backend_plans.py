@@ -318,7 +318,7 @@ def test_the_default_plan_is_proven_and_exported(backend: str, model: str, clust
     if backend == "native":
         return
     assert configuration(plan, graph, backend, machine).strip()
-    # What torchtitan 0.3 makes of a plan, itself says: docs/exports.md.
+    # What torchtitan 0.3 makes of a plan, itself says: docs/results/exports.md.
     form = {"torchtitan": "torchtitan@0.2"}.get(backend, backend)
     text = configuration(plan, graph, form, machine)
     asked, wanted = READ[backend](text, machine.devices, layers), said(plan, layers)
