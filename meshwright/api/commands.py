@@ -777,7 +777,7 @@ def validate(
     from meshwright.planner.calibration.scores.validate import rows_csv  # noqa: PLC0415 - loads the rules of every framework
     from meshwright.planner.calibration.scores.validate import validate as validate_table  # noqa: PLC0415
 
-    result = validate_table(Path(table), told=progress)
+    result = validate_table(Path(table), progress=progress)
     if rows is not None:
         document.write_text(rows_csv(result), rows)
     if html is not None:

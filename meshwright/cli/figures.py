@@ -36,7 +36,7 @@ def validate(
         print(as_json(validation_json(result)))
         return
     said = [next_fact("" if html else "--html makes a page of it", explain=explain)]
-    out.print(validation_text(result, said=said, explain=explain))
+    out.print(validation_text(result, facts=said, explain=explain))
 
 
 def calibrate(

@@ -448,4 +448,4 @@ def show(
     written = ", ".join(path for path in (shown.html, shown.trace) if path)
     said = [Fact(label="written", text=written, copied=True)] if written else []
     said.append(next_fact(_run(shown.plan, plan), explain=explain))
-    out.print(answer_text(shown.plan, shown.prediction, said=said, explain=explain))
+    out.print(answer_text(shown.plan, shown.prediction, extra=said, explain=explain))

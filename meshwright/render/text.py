@@ -62,7 +62,7 @@ def plan_text(
         answer.prediction,
         answer.certificate,
         choices=answer.choices,
-        said=said,
+        extra=said,
         explain=explain,
     )
 

@@ -71,10 +71,10 @@ def flag(config: Config, key: str, default: bool) -> bool:
 
 def settings(config: Config, key: str) -> Config:
     """Return the settings below a key; none where it is left out."""
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise DocumentError(key, f"is {found!r:.40}; it must be a mapping")
-    return found
+    rope = config.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise DocumentError(key, f"is {rope!r:.40}; it must be a mapping")
+    return rope
 
 
 def rotated(config: Config, head_dim: int, *, key: str, default: float) -> int:

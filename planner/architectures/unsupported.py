@@ -73,8 +73,8 @@ stands in its text_config, whose model_type is 'gemma3_text'"
         return REASONS[kind]
     text = config.get("text_config")
     if isinstance(text, dict):
-        told = text.get("model_type")
-        inner = told if isinstance(told, str) else "llama"
+        model_type = text.get("model_type")
+        inner = model_type if isinstance(model_type, str) else "llama"
         if inner in REASONS:
             return f"joins other inputs with '{inner}', which {REASONS[inner]}"
         return (

@@ -319,19 +319,19 @@ class _Sources(Document):
 @cache
 def accelerators() -> dict[str, AcceleratorEntry]:
     """Return every accelerator by name, those of installed packages too."""
-    own = _with_sources(_Accelerators, "accelerators.yaml").accelerators
+    shipped = _with_sources(_Accelerators, "accelerators.yaml").accelerators
 
     def made(name: str, data: dict[str, Any]) -> AcceleratorEntry:
         return _Accelerators.of({"format": 1, "accelerators": {name: data}}).accelerators[name]
 
-    return own | installed("accelerators", own, made)
+    return shipped | installed("accelerators", shipped, made)
 
 
 def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
     """Return the links over the host that join cards without their NVLink, or with none."""
-    own = tuple(tier for tier in entry.tiers if tier.name == "pcie")
-    if own or entry.host_link_bytes_per_s is None:
-        return own
+    tiers = tuple(tier for tier in entry.tiers if tier.name == "pcie")
+    if tiers or entry.host_link_bytes_per_s is None:
+        return tiers
     usual = accelerators()["rtx-pro-6000"].tiers[0]
     return (
         usual.model_copy(
@@ -360,16 +360,16 @@ def models() -> dict[str, ModelEntry]:
 def stacks() -> dict[str, Stack]:
     """Return every stack by name: one file each in `stacks/`, and those of installed packages."""
     data = _data_of(resources.files(__package__).joinpath("stacks"))
-    own = _stacks(data)
+    stacks_of_catalogue = _stacks(data)
 
-    def made(name: str, found: dict[str, Any]) -> Stack:
-        if found.get("name") != name:
+    def made(name: str, entry: dict[str, Any]) -> Stack:
+        if entry.get("name") != name:
             raise DocumentError(
                 "name", f"is not '{name}', as the entry point says; rename one of them"
             )
-        return stack_of(found, data)
+        return stack_of(entry, data)
 
-    return own | installed("stacks", own, made)
+    return stacks_of_catalogue | installed("stacks", stacks_of_catalogue, made)
 
 
 def read_stacks(folder: Traversable) -> dict[str, Stack]:
@@ -380,17 +380,17 @@ def read_stacks(folder: Traversable) -> dict[str, Stack]:
 def _data_of(folder: Traversable) -> dict[str, dict[str, Any]]:
     data: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        found = plain(file.read_text(encoding="utf-8"))
-        assert isinstance(found, dict)
-        data[found["name"]] = found
+        content = plain(file.read_text(encoding="utf-8"))
+        assert isinstance(content, dict)
+        data[content["name"]] = content
     return data
 
 
 def _stacks(data: dict[str, dict[str, Any]]) -> dict[str, Stack]:
     result = {}
-    for name, found in data.items():
+    for name, entry in data.items():
         try:
-            result[name] = stack_of(found, data)
+            result[name] = stack_of(entry, data)
         except DocumentError as error:
             raise error.in_file(f"{name}.yaml") from error
     return result
@@ -479,9 +479,9 @@ def source_text(text: str) -> str:
     >>> source_text("LEV")
     'stanford-crfm/levanter @9263f81 (2025-09-26), src/levanter/utils/flop_utils.py'
     """
-    known = sources()
+    catalogued = sources()
     return re.sub(
-        r"[A-Z][A-Z0-9_]+", lambda word: source_text(known.get(word[0], "")) or word[0], text
+        r"[A-Z][A-Z0-9_]+", lambda word: source_text(catalogued.get(word[0], "")) or word[0], text
     )
 
 
@@ -498,10 +498,10 @@ def _found(text: str, entries: dict[str, Any], *, what: str) -> str:
     names = {name.lower(): name for name in entries}
     for name, entry in entries.items():
         names |= {alias.lower(): name for alias in entry.aliases}
-    found = names.get(text.lower())
-    if found is None:
+    match = names.get(text.lower())
+    if match is None:
         raise DocumentError("", f"there is no {what} '{text:.60}'; {nearest(text, list(names))}")
-    return found
+    return match
 
 
 def _with_sources(cls: type[D], file: str) -> D:

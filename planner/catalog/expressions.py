@@ -105,9 +105,9 @@ def located(source: str, document: str | os.PathLike[str]) -> str:
 
 def resolve_beside(source: str, document: str | os.PathLike[str]) -> ModelGraph:
     """Return the model that a document names, as the same model wherever its file is found."""
-    found = located(source, document)
-    model = resolve_model(found)
-    return model if found == source else model.model_copy(update={"source": source})
+    path = located(source, document)
+    model = resolve_model(path)
+    return model if path == source else model.model_copy(update={"source": source})
 
 
 def resolve_cluster(text: str) -> ClusterSpec:
@@ -131,10 +131,10 @@ def resolve_cluster(text: str) -> ClusterSpec:
     try:
         accelerator = accelerator_name(name)
     except DocumentError as error:
-        known = [*accelerators(), *nodes()]
+        names = [*accelerators(), *nodes()]
         raise DocumentError(
             "",
-            f"there is no accelerator or node type '{name:.60}'; {nearest(name, known)} "
+            f"there is no accelerator or node type '{name:.60}'; {nearest(name, names)} "
             f"For CLUSTER, {CLUSTER_FORMS}, local or a cluster.yaml.",
         ) from error
     return _of_accelerator(accelerator, counts, text)

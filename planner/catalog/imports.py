@@ -59,9 +59,9 @@ def imported(path: str, *, provider: str, date: str) -> Rents:
     header, rows = read_table(path)
     columns = set(header)
     if set(SKYPILOT) <= columns:
-        found = _of_skypilot(rows, provider, date, path)
+        offers = _of_skypilot(rows, provider, date, path)
     elif set(GPUHUNT) <= columns:
-        found = _of_gpuhunt(rows, provider, date, path)
+        offers = _of_gpuhunt(rows, provider, date, path)
     else:
         raise DocumentError(
             "",
@@ -69,7 +69,7 @@ def imported(path: str, *, provider: str, date: str) -> Rents:
             f"gpuhunt's {', '.join(GPUHUNT)}",
             file=path,
         )
-    rents = list(found)
+    rents = list(offers)
     if not rents:
         raise DocumentError(
             "",
@@ -162,6 +162,6 @@ def _number(text: str) -> float | None:
     return value if 0 < value <= MOST else None
 
 
-def _least(one: float | None, other: float | None) -> float | None:
-    known = [value for value in (one, other) if value is not None]
-    return min(known) if known else None
+def _least(first: float | None, other: float | None) -> float | None:
+    values = [value for value in (first, other) if value is not None]
+    return min(values) if values else None

@@ -161,14 +161,14 @@ def instances(text: str) -> tuple[LocalDevice, ...]:
     >>> part.name, part.memory_bytes, part.identifier
     ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', 10737418240, 'MIG-9f1')
     """
-    found = []
+    groups = []
     name = ""
     for line in text.splitlines():
         if whole := re.match(r"GPU \d+: (.*) \(UUID", line):
             name = whole[1]
         elif part := re.match(r"\s+MIG (\S+\.(\d+)gb\S*)\s.*UUID: (MIG-[^)]+)", line):
-            found.append(LocalDevice(f"{name} MIG {part[1]}", int(part[2]) * 2**30, part[3]))
-    return tuple(found)
+            groups.append(LocalDevice(f"{name} MIG {part[1]}", int(part[2]) * 2**30, part[3]))
+    return tuple(groups)
 
 
 def visible(
@@ -220,10 +220,10 @@ def of_devices(devices: Sequence[LocalDevice], *, links: Links | None = None) ->
     for _, run in groupby(devices, key=lambda device: device.kind):
         device, *others = run
         count = 1 + len(others)
-        name, entry, known = _entry_of(device)
+        name, entry, catalogued = _entry_of(device)
         entries.append(entry)
-        accelerator = entry.accelerator(name if known else device.name)
-        if not known:
+        accelerator = entry.accelerator(name if catalogued else device.name)
+        if not catalogued:
             source = f"figures of {name}, the nearest in memory: {device.name} is not catalogued"
             curve = entry.curve.model_copy(
                 update={"provenance": "quoted", "spread": 1.0, "source": source}

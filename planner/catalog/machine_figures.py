@@ -195,8 +195,8 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _machine_key() -> str:
     """Return a name for this machine as it is."""
-    said = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
-    processor = next((line for line in said if line.startswith("model name")), platform.machine())
+    lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+    processor = next((line for line in lines if line.startswith("model name")), platform.machine())
     try:
         numpy = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:

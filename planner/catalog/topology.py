@@ -18,7 +18,7 @@ def links(text: str) -> Links:
     ...       "GPU1    NV12     X      32-63")
     {(0, 1): 'NV12', (1, 0): 'NV12'}
     """
-    found: dict[tuple[int, int], str] = {}
+    links: dict[tuple[int, int], str] = {}
     columns: list[int] = []
     for line in _ESCAPES.sub("", text).splitlines():
         words = line.split()
@@ -30,11 +30,11 @@ def links(text: str) -> Links:
         row = int(words[0][3:])
         for column, word in zip(columns, words[1:], strict=False):
             if column != row:
-                found[row, column] = word
-    return found
+                links[row, column] = word
+    return links
 
 
-def joined_by_nvlink(found: Links, devices: Sequence[int]) -> int | None:
+def joined_by_nvlink(links: Links, devices: Sequence[int]) -> int | None:
     """Return how many neighbours in the order of `devices` NVLink joins; None if unknown.
 
     1 where none are joined.  Joined are devices that NVLink leads between, through others too: the
@@ -43,13 +43,13 @@ def joined_by_nvlink(found: Links, devices: Sequence[int]) -> int | None:
     not all use them.
     """
     pairs = [(a, b) for a in devices for b in devices if a != b]
-    if not devices or not all(pair in found for pair in pairs):
+    if not devices or not all(pair in links for pair in pairs):
         return None
     import networkx as nx  # noqa: PLC0415 - loads slowly, and most commands need none of it
 
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(devices)
-    graph.add_edges_from(pair for pair in pairs if found[pair].startswith("NV"))
+    graph.add_edges_from(pair for pair in pairs if links[pair].startswith("NV"))
     size = len(nx.node_connected_component(graph, devices[0]))
     rows = [devices[at : at + size] for at in range(0, len(devices), size)]
     islands = all(nx.node_connected_component(graph, row[0]) == set(row) for row in rows)

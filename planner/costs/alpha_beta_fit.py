@@ -83,15 +83,15 @@ def _line(points: Sequence[LinkPoint]) -> LinkPiece:
     sizes = np.array([point.size_bytes for point in points], dtype=float)
     seconds = np.array([point.seconds for point in points])
     both = np.stack([1 / seconds, sizes / seconds], axis=1)
-    found: list[tuple[float, float, float]] = []
+    lines: list[tuple[float, float, float]] = []
     for columns in ([0, 1], [0], [1]):
         solved = np.linalg.lstsq(both[:, columns], np.ones(len(points)), rcond=None)[0]
         if (solved < 0).any():
             continue
         line = np.zeros(2)
         line[columns] = solved
-        found.append((float(np.sum((both @ line - 1) ** 2)), float(line[0]), float(line[1])))
-    _, latency_s, byte_s = min(found)
+        lines.append((float(np.sum((both @ line - 1) ** 2)), float(line[0]), float(line[1])))
+    _, latency_s, byte_s = min(lines)
     return LinkPiece(
         from_bytes=points[0].size_bytes,
         to_bytes=points[-1].size_bytes,
@@ -104,6 +104,6 @@ def _distances(points: Sequence[LinkPoint], lines: Sequence[LinkPiece]) -> list[
     """Return how far each point is from its line, over its seconds."""
     result = []
     for line in lines:
-        own = [p for p in points if line.from_bytes <= p.size_bytes <= line.to_bytes]
-        result += [abs(line_s(line, point.size_bytes) / point.seconds - 1) for point in own]
+        on_line = [p for p in points if line.from_bytes <= p.size_bytes <= line.to_bytes]
+        result += [abs(line_s(line, point.size_bytes) / point.seconds - 1) for point in on_line]
     return result

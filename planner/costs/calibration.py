@@ -165,7 +165,7 @@ def calibrated(
     computed: Computed,
 ) -> Figures:
     """Return the figures of a layer kind, measured where possible."""
-    own = computed(setting, recompute)
+    figures = computed(setting, recompute)
     same_kind = [m for m in measurements if m.kind == kind and m.precision == setting.precision]
     whole = [m for m in same_kind if m.context == m.expert == 1]
     divided = (setting.context, setting.expert)
@@ -173,30 +173,30 @@ def calibrated(
     if not same_kind and whole and divided != (1, 1):
         like = replace(setting, seq_len=setting.seq_len // setting.context, context=1, expert=1)
         return replace(
-            _scaled_to_nearest(own, whole, like, recompute, computed),
-            forward_tensor_s=own.forward_tensor_s,
-            backward_tensor_s=own.backward_tensor_s,
+            _scaled_to_nearest(figures, whole, like, recompute, computed),
+            forward_tensor_s=figures.forward_tensor_s,
+            backward_tensor_s=figures.backward_tensor_s,
         )
     if not same_kind:
-        return own
+        return figures
     exact: dict[float, LayerMeasurement] = {
         m.micro_batch: m
         for m in same_kind
         if _same_but_batch(m, setting, recompute) and _run_alike(m, setting)
     }
     if setting.micro_batch in exact:
-        return _measured(own, exact[setting.micro_batch])
+        return _measured(figures, exact[setting.micro_batch])
     below = [b for b in exact if b < setting.micro_batch]
     above = [b for b in exact if b > setting.micro_batch]
     if below and above:
         low, high = exact[max(below)], exact[min(above)]
         share = (setting.micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
-        return _between(_measured(own, low), _measured(own, high), share)
-    return _scaled_to_nearest(own, same_kind, setting, recompute, computed)
+        return _between(_measured(figures, low), _measured(figures, high), share)
+    return _scaled_to_nearest(figures, same_kind, setting, recompute, computed)
 
 
 def _scaled_to_nearest(
-    own: Figures,
+    figures: Figures,
     measurements: Sequence[LayerMeasurement],
     setting: Setting,
     recompute: Recompute,
@@ -215,7 +215,7 @@ def _scaled_to_nearest(
         compiled=setting.compiled if at_end else nearest.compiled,
         loss=nearest.loss,
     )
-    return _scaled(own, nearest, computed(there, nearest.recompute))
+    return _scaled(figures, nearest, computed(there, nearest.recompute))
 
 
 def of_whole_stages(figures: Figures, factors: tuple[float, float]) -> Figures:
@@ -264,11 +264,11 @@ def stage_factors(
         and m.loss is None
     }
     parts = [alone.get(kinds.get(name, "")) for name in nearest.layers]
-    known = [part for part in parts if part is not None and part.spread <= SURE]
-    if len(known) < len(parts):
+    surest = [part for part in parts if part is not None and part.spread <= SURE]
+    if len(surest) < len(parts):
         return 1.0, 1.0
-    forward_s = sum(part.forward_s for part in known)
-    backward_s = sum(part.backward_s for part in known)
+    forward_s = sum(part.forward_s for part in surest)
+    backward_s = sum(part.backward_s for part in surest)
     return (
         nearest.forward_s / forward_s if forward_s else 1.0,
         nearest.backward_s / backward_s if backward_s else 1.0,
@@ -309,23 +309,23 @@ def _distance(
     )
 
 
-def _measured(own: Figures, m: LayerMeasurement) -> Figures:
+def _measured(figures: Figures, m: LayerMeasurement) -> Figures:
     """Replace seconds and bytes; measured seconds divide among causes as computed ones do."""
-    forward = m.forward_s / own.whole_forward_s if own.whole_forward_s else 0.0
-    backward = m.backward_s / own.whole_backward_s if own.whole_backward_s else 0.0
-    recompute_s = own.recompute_s * backward
+    forward = m.forward_s / figures.whole_forward_s if figures.whole_forward_s else 0.0
+    backward = m.backward_s / figures.whole_backward_s if figures.whole_backward_s else 0.0
+    recompute_s = figures.recompute_s * backward
     # What is computed again has its own communication, which the arithmetic counts with that.
-    if m.recompute_s is not None and own.forward_tensor_s == 0 and m.recompute != "none":
+    if m.recompute_s is not None and figures.forward_tensor_s == 0 and m.recompute != "none":
         recompute_s = min(m.recompute_s, m.backward_s)
-        rest_s = own.backward_s + own.backward_tensor_s
+        rest_s = figures.backward_s + figures.backward_tensor_s
         backward = (m.backward_s - recompute_s) / rest_s if rest_s else 0.0
     return replace(
-        own,
-        forward_s=m.forward_s - own.forward_tensor_s * forward,
-        forward_tensor_s=own.forward_tensor_s * forward,
-        backward_s=m.backward_s - recompute_s - own.backward_tensor_s * backward,
+        figures,
+        forward_s=m.forward_s - figures.forward_tensor_s * forward,
+        forward_tensor_s=figures.forward_tensor_s * forward,
+        backward_s=m.backward_s - recompute_s - figures.backward_tensor_s * backward,
         recompute_s=recompute_s,
-        backward_tensor_s=own.backward_tensor_s * backward,
+        backward_tensor_s=figures.backward_tensor_s * backward,
         stored_bytes=float(m.stored_bytes),
         forward_transient_bytes=float(m.forward_transient_bytes),
         backward_transient_bytes=float(m.backward_transient_bytes),
@@ -357,7 +357,7 @@ def _between(low: Figures, high: Figures, share: float) -> Figures:
     )
 
 
-def _scaled(own: Figures, m: LayerMeasurement, there: Figures) -> Figures:
+def _scaled(figures: Figures, m: LayerMeasurement, there: Figures) -> Figures:
     """Scale the arithmetic by measured over computed at the nearest measured setting."""
 
     def ratio(measured: float, computed: float) -> float:
@@ -368,17 +368,17 @@ def _scaled(own: Figures, m: LayerMeasurement, there: Figures) -> Figures:
     # Where nothing was sent, what was measured says nothing of sending.
     sent = there.forward_tensor_s > 0
     return replace(
-        own,
-        forward_s=own.forward_s * forward,
-        forward_tensor_s=own.forward_tensor_s * (forward if sent else 1.0),
-        backward_s=own.backward_s * backward,
-        recompute_s=own.recompute_s * backward,
-        backward_tensor_s=own.backward_tensor_s * (backward if sent else 1.0),
-        stored_bytes=own.stored_bytes * ratio(m.stored_bytes, there.stored_bytes),
-        forward_transient_bytes=own.forward_transient_bytes
+        figures,
+        forward_s=figures.forward_s * forward,
+        forward_tensor_s=figures.forward_tensor_s * (forward if sent else 1.0),
+        backward_s=figures.backward_s * backward,
+        recompute_s=figures.recompute_s * backward,
+        backward_tensor_s=figures.backward_tensor_s * (backward if sent else 1.0),
+        stored_bytes=figures.stored_bytes * ratio(m.stored_bytes, there.stored_bytes),
+        forward_transient_bytes=figures.forward_transient_bytes
         * ratio(m.forward_transient_bytes, there.forward_transient_bytes),
-        backward_transient_bytes=own.backward_transient_bytes
+        backward_transient_bytes=figures.backward_transient_bytes
         * ratio(m.backward_transient_bytes, there.backward_transient_bytes),
         provenance="fitted",
-        spread=max(own.spread, m.spread),
+        spread=max(figures.spread, m.spread),
     )

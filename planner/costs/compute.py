@@ -275,15 +275,15 @@ def narrow_attention(accelerator: Accelerator, precision: str, stack: Stack) -> 
     """Return the rates of attention in 8 bits over those in 16, where a stack's is."""
     if not stack.kernels.eight_bit_attention or precision not in EIGHT_BITS:
         return 1.0, 1.0
-    known = accelerator.kernels.eight_bit_attention
-    found = next((rates for name, rates in known.items() if name == precision), None)
-    if found is None:
+    by_precision = accelerator.kernels.eight_bit_attention
+    kernel_rates = next((rates for name, rates in by_precision.items() if name == precision), None)
+    if kernel_rates is None:
         raise DocumentError(
             "backend",
             f"is {stack.name}, and of attention in {precision} on {accelerator.name} no measured "
             "rate is known; leave fp8-attention out",
         )
-    return found
+    return kernel_rates
 
 
 def _narrow_flops(accelerator: Accelerator, precision: str, stack: Stack) -> float:
@@ -305,9 +305,9 @@ def peak_flops(accelerator: Accelerator, precision: str) -> float:
     for name in SAME_RATE.get(precision, (precision,)):
         if name in accelerator.peak_flops:
             return accelerator.peak_flops[name]
-    known = ", ".join(sorted(accelerator.peak_flops))
+    names = ", ".join(sorted(accelerator.peak_flops))
     raise DocumentError(
-        "precision", f"is {precision}, which {accelerator.name} has no peak for; it has {known}"
+        "precision", f"is {precision}, which {accelerator.name} has no peak for; it has {names}"
     )
 
 

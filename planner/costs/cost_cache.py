@@ -73,22 +73,22 @@ class Rows:
             for kind, choices in self.figures.items()
         }
 
-    def _add(self, keys: Sequence[Hashable], found: KindFigures) -> None:
-        known = len(self.places)
-        before, added = list(range(known)), list(range(known, known + len(keys)))
+    def _add(self, keys: Sequence[Hashable], figures: KindFigures) -> None:
+        size = len(self.places)
+        before, added = list(range(size)), list(range(size, size + len(keys)))
         self.places.update(zip(keys, added, strict=True))
-        if not known:
+        if not size:
             self.figures = {
                 kind: tuple(joined([(added, choice)], len(keys)) for choice in choices)
-                for kind, choices in found.items()
+                for kind, choices in figures.items()
             }
             return
         self.figures = {
             kind: tuple(
-                joined([(before, old), (added, new)], known + len(keys))
+                joined([(before, old), (added, new)], size + len(keys))
                 for old, new in zip(self.figures[kind], choices, strict=True)
             )
-            for kind, choices in found.items()
+            for kind, choices in figures.items()
         }
 
 
@@ -100,8 +100,8 @@ class FigureStore:
 
     def rows(self, basis: FigureBasis) -> dict[Hashable, Rows]:
         """Return the rows of a basis, by the branches that their settings take."""
-        for at, (known, rows) in enumerate(self._known):
-            if known == basis:
+        for at, (settings, rows) in enumerate(self._known):
+            if settings == basis:
                 self._known.insert(0, self._known.pop(at))
                 return rows
         rows = {}

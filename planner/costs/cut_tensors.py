@@ -76,10 +76,10 @@ def colocated(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
 def readers_of(model: ModelGraph) -> list[list[int]]:
     """[place in the chain] Places of the layers that read its output, in the order of the edges."""
     place = {name: at for at, (name, _) in enumerate(model.chain)}
-    found: list[list[int]] = [[] for _ in place]
+    groups_at: list[list[int]] = [[] for _ in place]
     for edge in model.edges:
-        found[place[edge.source]].append(place[edge.target])
-    return found
+        groups_at[place[edge.source]].append(place[edge.target])
+    return groups_at
 
 
 def blocks_of(model: ModelGraph) -> list[tuple[str, ...]]:
@@ -98,8 +98,8 @@ def blocks_of(model: ModelGraph) -> list[tuple[str, ...]]:
     for source, target in model.graph.edges:
         readers[number[source]].append(number[target])
     groups = (model.colocated or {}).values()
-    found = blocks(readers, [tuple(sorted(number[name] for name in group)) for group in groups])
-    return [tuple(names[at] for at in block) for block in found]
+    cuts = blocks(readers, [tuple(sorted(number[name] for name in group)) for group in groups])
+    return [tuple(names[at] for at in block) for block in cuts]
 
 
 def sink_kind(model: ModelGraph) -> str | None:

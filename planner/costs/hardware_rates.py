@@ -83,8 +83,8 @@ class Rates:
         """Seconds of the host for one action of a pipeline's schedule."""
         if self.overheads:
             return self.overheads.pipeline_action_s
-        found = self.calibration.action_s if self.calibration else None
-        return self.stack.host.action_s if found is None else self._pace * found
+        measured_s = self.calibration.action_s if self.calibration else None
+        return self.stack.host.action_s if measured_s is None else self._pace * measured_s
 
     def action_share(self, virtual_stages: int) -> float:
         """Return the share of an action's seconds that each of a rank's stages takes."""
@@ -100,8 +100,8 @@ class Rates:
         """Fixed seconds of a step."""
         if self.overheads:
             return self.overheads.step_s
-        found = self.calibration.step_s if self.calibration else None
-        return self.stack.host.step_s if found is None else self._pace * found
+        measured_s = self.calibration.step_s if self.calibration else None
+        return self.stack.host.step_s if measured_s is None else self._pace * measured_s
 
     @property
     def _pace(self) -> float:
@@ -348,11 +348,12 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
             source="planner/costs/compute.py, DEVICES_SPREAD",
         )
     for tier in cluster.tiers:
-        found = sorted(operation for name, operation in used.curves if name == tier.name)
+        operations = sorted(operation for name, operation in used.curves if name == tier.name)
         yield Assumption(
-            what=f"links of tier {tier.name}" + (f": {', '.join(found)}" if found else ""),
-            provenance="measured" if found else tier.provenance,
-            source=measured if found else tier.source or "cluster document",
+            what=f"links of tier {tier.name}"
+            + (f": {', '.join(operations)}" if operations else ""),
+            provenance="measured" if operations else tier.provenance,
+            source=measured if operations else tier.source or "cluster document",
         )
     if used.calibration:
         yield Assumption(

@@ -79,12 +79,12 @@ class LayerParts:
     def of(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
         """[choice] One kind's parts, with the seconds of sharing only if `linked`."""
         key = (kind, linked, *parts_key(layout))
-        found = self._known_parts.get(key)
-        if found is None:
+        parts = self._known_parts.get(key)
+        if parts is None:
             figures = self._figures.of(self._setting(layout), layout)[kind]
-            found = self._put_parts(self._layers[kind], layout, figures, linked=linked)
-            self._known_parts[key] = found
-        return found
+            parts = self._put_parts(self._layers[kind], layout, figures, linked=linked)
+            self._known_parts[key] = parts
+        return parts
 
     def together(self, kind: str, first: Layout, moved: Moved) -> tuple[StrategyParts, ...]:
         """[choice] One kind's parts as arrays [layout], those of its states aside.
@@ -102,14 +102,14 @@ class LayerParts:
         each = [self._moved(self._layers[kind], layout) for layout in layouts]
         moving = ShardingTraffic(
             **{
-                name: _column([getattr(one.traffic, name) for one in each])
+                name: _column([getattr(layer.traffic, name) for layer in each])
                 for name in _TRAFFIC_NAMES
             }
         )
-        held = replace(each[0].held, optimized=_column([one.held.optimized for one in each]))
-        host_bytes = _column([one.held.states.host_bytes for one in each])
+        held = replace(each[0].held, optimized=_column([layer.held.optimized for layer in each]))
+        host_bytes = _column([layer.held.states.host_bytes for layer in each])
         held = replace(held, states=replace(held.states, host_bytes=host_bytes))
-        return Moved(held, moving, _column([one.tied_s for one in each]))
+        return Moved(held, moving, _column([layer.tied_s for layer in each]))
 
     def _put_parts(
         self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], *, linked: bool
@@ -129,17 +129,17 @@ class LayerParts:
     def _moved(self, layer: Layer, layout: Layout) -> Moved:
         """Return what a layer's states are and what their sharing takes, whatever the passes."""
         key = layer.kind, *_sharing_key(layout)
-        found = self._known_moved.get(key)
-        if found is None:
+        moved = self._known_moved.get(key)
+        if moved is None:
             sharing, links = self._holding.sharing(layout), self.links(layout)
             held = self._holding.held(layer, layout, sharing)
             narrow = (self._narrow or sharing.narrow) and layer.kind not in ENDS
             moving = self._moving(held, sharing, links, narrow=narrow)
             once_s = self._tied_s(layer, layout, links)
             once_s += self._matrices_s(layer, layout, sharing, links)
-            found = Moved(held, moving, once_s)
-            self._known_moved[key] = found
-        return found
+            moved = Moved(held, moving, once_s)
+            self._known_moved[key] = moved
+        return moved
 
     def _put_together(
         self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], moved: Moved
@@ -239,9 +239,9 @@ class LayerParts:
         wide: float = 0.0,
     ) -> ShardingTraffic:
         key = (parameters, sides, sharing, links.name, frozen, narrow, wide)
-        found = self._traffic.get(key)
-        if found is None:
-            found = traffic(
+        layer_traffic = self._traffic.get(key)
+        if layer_traffic is None:
+            layer_traffic = traffic(
                 parameters,
                 sharing,
                 links,
@@ -251,8 +251,8 @@ class LayerParts:
                 narrow=narrow,
                 wide=wide,
             )
-            self._traffic[key] = found
-        return found
+            self._traffic[key] = layer_traffic
+        return layer_traffic
 
     def _strategy(
         self,

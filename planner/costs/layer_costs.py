@@ -122,7 +122,9 @@ class LayerFigures:
             apart.append((indices, self._many([places[index] for index in indices])))
         return {
             kind: tuple(
-                joined([(indices, found[kind][choice]) for indices, found in apart], len(places))
+                joined(
+                    [(indices, figures[kind][choice]) for indices, figures in apart], len(places)
+                )
                 for choice in range(len(self._recomputes))
             )
             for kind in self._layers
@@ -135,17 +137,17 @@ class LayerFigures:
         """
         each = [setting for setting, _ in places]
         groups = [self._groups_of(layout) for _, layout in places]
-        keys = [_key(setting, own) for setting, own in zip(each, groups, strict=True)]
+        keys = [_key(setting, group) for setting, group in zip(each, groups, strict=True)]
         if each[0].loss is None:
             figures = self._rows_of(keys, each, groups, list(self._layers))
         else:
             plain = [replace(setting, loss=None) for setting in each]
             without = [(setting, *key[1:]) for setting, key in zip(plain, keys, strict=True)]
             others = [kind for kind in self._layers if kind != self._loss]
-            found = self._rows_of(without, plain, groups, others)
+            rows_of_kinds = self._rows_of(without, plain, groups, others)
             last = [self._loss] if self._loss in self._layers else []
-            found |= self._rows_of(keys, each, groups, last)
-            figures = {kind: found[kind] for kind in self._layers}
+            rows_of_kinds |= self._rows_of(keys, each, groups, last)
+            figures = {kind: rows_of_kinds[kind] for kind in self._layers}
         for index, key in enumerate(keys):
             self._together[key] = figures, index
         return figures
@@ -158,19 +160,21 @@ class LayerFigures:
         kinds: Sequence[str],
     ) -> KindFigures:
         """Return some kinds' figures as arrays [key]; what is not known is worked out."""
-        found: KindFigures = {}
+        figures: KindFigures = {}
         some = each[0]
         alike = some.branches, some.kernels, some.seq_len, some.precision
 
-        def worked_out(own: Sequence[str], new: Sequence[int]) -> KindFigures:
-            return self._worked_out(own, [each[at] for at in new], [groups[at] for at in new])
+        def worked_out(kinds_here: Sequence[str], new: Sequence[int]) -> KindFigures:
+            return self._worked_out(
+                kinds_here, [each[at] for at in new], [groups[at] for at in new]
+            )
 
         others = [kind for kind in kinds if kind != self._loss]
-        for own in (others, [self._loss] if self._loss in kinds else []):
-            if own:
-                rows = self._rows.setdefault((alike, own == [self._loss]), Rows())
-                found |= rows.of(keys, partial(worked_out, own))
-        return found
+        for names in (others, [self._loss] if self._loss in kinds else []):
+            if names:
+                rows = self._rows.setdefault((alike, names == [self._loss]), Rows())
+                figures |= rows.of(keys, partial(worked_out, names))
+        return figures
 
     def _worked_out(
         self, kinds: Sequence[str], each: Sequence[Setting], groups: Sequence[Groups]
@@ -193,8 +197,8 @@ class LayerFigures:
     ) -> tuple[KindFigures, tuple[Assumption, ...]]:
         groups = self._groups_of(layout)
         key = _key(setting, groups)
-        found = self._known.get(key)
-        if found is None:
+        figures_and_origins = self._known.get(key)
+        if figures_and_origins is None:
             figures = {}
             together, index = self._together.get(key, ({}, 0))
             for kind, layer in self._layers.items():
@@ -202,8 +206,8 @@ class LayerFigures:
                     figures[kind] = tuple(one_of(choice, index) for choice in together[kind])
                 else:
                     figures[kind] = self._layer_figures(layer, setting, groups)
-            found = self._known[key] = (figures, self._origins(figures))
-        return found
+            figures_and_origins = self._known[key] = (figures, self._origins(figures))
+        return figures_and_origins
 
     def _groups_of(self, layout: Layout) -> Groups:
         """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
@@ -292,10 +296,10 @@ class LayerFigures:
             on = compute.with_narrow_weights(on, self._rates.stack)
         if setting.compiled:
             on = compute.compiled(on)
-        found = layer_seconds.passes(table, recompute, on)
+        kernel_s = layer_seconds.passes(table, recompute, on)
         if setting.overlaps_tensors:
-            found = layer_seconds.in_pieces(table, again, setting.tensor, found)
-        host = self._host_passes(table, setting, found, recompute)
+            kernel_s = layer_seconds.in_pieces(table, again, setting.tensor, kernel_s)
+        host = self._host_passes(table, setting, kernel_s, recompute)
         rule = self._seen[setting.sequence_parallel]
         if recipe is not None and not recipe.gathers:
             rule = replace(rule, gathered=1.0)
@@ -304,13 +308,17 @@ class LayerFigures:
         if setting.overlaps_tensors:
             rule = replace(rule, beside=self._rates.stack.tensor.async_overlap)
         forward_tensor_s, backward_tensor_s = layer_seconds.seen_links(
-            layer_seconds.collectives(table, again, link_s, rule, on), found, rule
+            layer_seconds.collectives(table, again, link_s, rule, on), kernel_s, rule
         )
         window = self._rates.stack.host.window
         counted = self._rates.stack.experts.counts == "host" and routes(layer.kind)
         links_s = forward_tensor_s + backward_tensor_s
-        seen = layer_seconds.with_host(found, host, links_s, window, counted=counted)
-        forward_s, backward_s, recompute_s = found.forward_s, found.backward_s, found.recompute_s
+        seen = layer_seconds.with_host(kernel_s, host, links_s, window, counted=counted)
+        forward_s, backward_s, recompute_s = (
+            kernel_s.forward_s,
+            kernel_s.backward_s,
+            kernel_s.recompute_s,
+        )
         end = layer.kind in ENDS
         late = [op for op in table.operators if self._weight_waits(layer, op, setting)]
         weight_s = sum(layer_seconds.backward_s(op, on, end=end) for op in late)
@@ -377,8 +385,8 @@ class LayerFigures:
         members: dict[GroupAxis, dict[object, tuple[Levels, list[int]]]] = {}
         for index, groups in enumerate(places):
             for axis, group in zip(get_args(GroupAxis), groups, strict=True):
-                found = members.setdefault(axis, {})
-                found.setdefault(_spans(group), (group, []))[1].append(index)
+                of_axis = members.setdefault(axis, {})
+                of_axis.setdefault(_spans(group), (group, []))[1].append(index)
 
         def link_s(
             operation: Collective,
@@ -398,7 +406,7 @@ class LayerFigures:
         return link_s
 
     def _host_passes(
-        self, table: OperatorTable, setting: Setting, found: KernelSeconds, recompute: Recompute
+        self, table: OperatorTable, setting: Setting, kernel_s: KernelSeconds, recompute: Recompute
     ) -> HostPasses:
         """A CPU's own kernels run in the thread that starts them, and its curve contains it."""
         if self._rates.on_cpu:
@@ -408,7 +416,7 @@ class LayerFigures:
             stack,
             table,
             setting,
-            found,
+            kernel_s,
             recompute=recompute,
             devices_per_node=self._devices_per_node,
         )

@@ -82,7 +82,7 @@ class HostPasses:
 
 
 def with_host(
-    found: KernelSeconds,
+    kernel_s: KernelSeconds,
     host: HostPasses,
     links_s: float,
     window: Literal["kernels", "layer"],
@@ -98,27 +98,27 @@ def with_host(
     """
     if counted:
         back = HostPasses(forward_s=0.0, backward_s=host.backward_s, recompute_s=0.0)
-        rest = replace(found, forward_s=0.0, recompute_s=0.0)
+        rest = replace(kernel_s, forward_s=0.0, recompute_s=0.0)
         behind = with_host(rest, back, links_s / 2, window)
         return HostPasses(
-            forward_s=found.forward_s + host.forward_s,
+            forward_s=kernel_s.forward_s + host.forward_s,
             backward_s=behind.forward_s + behind.backward_s,
-            recompute_s=found.recompute_s + host.recompute_s,
+            recompute_s=kernel_s.recompute_s + host.recompute_s,
             waits_s=behind.waits_s,
         )
     if window == "kernels":
         return HostPasses(
-            forward_s=larger(found.forward_s, host.forward_s),
-            backward_s=larger(found.backward_s, host.backward_s),
-            recompute_s=larger(found.recompute_s, host.recompute_s),
+            forward_s=larger(kernel_s.forward_s, host.forward_s),
+            backward_s=larger(kernel_s.backward_s, host.backward_s),
+            recompute_s=larger(kernel_s.recompute_s, host.recompute_s),
         )
-    busy_s = found.forward_s + found.backward_s + found.recompute_s + links_s
+    busy_s = kernel_s.forward_s + kernel_s.backward_s + kernel_s.recompute_s + links_s
     least_s = host.forward_s + host.backward_s + host.recompute_s
     wait_s = larger(0.0, least_s - busy_s) / 2
     return HostPasses(
-        forward_s=found.forward_s + wait_s,
-        backward_s=found.backward_s + wait_s,
-        recompute_s=found.recompute_s,
+        forward_s=kernel_s.forward_s + wait_s,
+        backward_s=kernel_s.backward_s + wait_s,
+        recompute_s=kernel_s.recompute_s,
         waits_s=2 * wait_s,
     )
 
@@ -260,7 +260,7 @@ def collectives(
 
 
 def in_pieces(
-    table: OperatorTable, again: Sequence[Operator], ranks: float, found: KernelSeconds
+    table: OperatorTable, again: Sequence[Operator], ranks: float, kernel_s: KernelSeconds
 ) -> KernelSeconds:
     """Return passes whose products beside collectives run in a piece for each rank.
 
@@ -276,11 +276,11 @@ def in_pieces(
         return (ranks - 1) * sum(products) + ranks * len(products)
 
     if table.kind in ENDS:
-        return found
+        return kernel_s
     return replace(
-        found,
-        kernels=found.kernels + more(table.operators),
-        kernels_again=found.kernels_again + more(again),
+        kernel_s,
+        kernels=kernel_s.kernels + more(table.operators),
+        kernels_again=kernel_s.kernels_again + more(again),
     )
 
 
@@ -290,12 +290,12 @@ def _beside(collective: Operator, operators: Iterable[Operator]) -> list[tuple[O
     An operator that stands for several has each of them, by what it makes.
     """
     if collective.kind == "all_gather":
-        found = [op for op in operators if collective.outputs.keys() & set(op.inputs)]
+        consumers = [op for op in operators if collective.outputs.keys() & set(op.inputs)]
     elif collective.kind == "reduce_scatter":
-        found = [op for op in operators if op.outputs.keys() & set(collective.inputs)]
+        consumers = [op for op in operators if op.outputs.keys() & set(collective.inputs)]
     else:
         return []
-    return [(op, name) for op in found if op.kind == "matmul" for name in op.outputs]
+    return [(op, name) for op in consumers if op.kind == "matmul" for name in op.outputs]
 
 
 def _beside_s(
@@ -326,7 +326,7 @@ def _left_s(communication_s: float, window_s: float | None, rule: LinkRule) -> f
 
 
 def seen_links(
-    each: Iterable[tuple[Operator, float, float]], found: KernelSeconds, rule: LinkRule
+    each: Iterable[tuple[Operator, float, float]], kernel_s: KernelSeconds, rule: LinkRule
 ) -> tuple[float, float]:
     """Return what is seen of a layer's collectives in its forward and in its backward.
 
@@ -339,7 +339,7 @@ def seen_links(
     for operator, there_s, back_s in each:
         axis, hides = operator.axis, rule.shared if operator.beside_shared else 0.0
         if hides:
-            window_s, window_back_s = found.shared_s
+            window_s, window_back_s = kernel_s.shared_s
             there_s = shown_s(there_s, window_s, hides)  # noqa: PLW2901 - what is left of it
             back_s = shown_s(back_s, window_back_s, hides)  # noqa: PLW2901
         if axis in EXPERT_AXES and rule.experts:
@@ -349,12 +349,12 @@ def seen_links(
         else:
             forward_s, backward_s = forward_s + there_s, backward_s + back_s
     if rule.context:
-        window_s, window_back_s = found.attention_s
+        window_s, window_back_s = kernel_s.attention_s
         forward_s = forward_s + shown_s(there_ring_s, window_s, rule.context)
         backward_s = backward_s + shown_s(back_ring_s, window_back_s, rule.context)
     if rule.experts:
         both_s = there_all_s + back_all_s
-        window_s = found.forward_s + found.backward_s + found.recompute_s
+        window_s = kernel_s.forward_s + kernel_s.backward_s + kernel_s.recompute_s
         seen = share(shown_s(both_s, window_s, rule.experts), both_s)
         forward_s, backward_s = forward_s + seen * there_all_s, backward_s + seen * back_all_s
     return forward_s, backward_s
@@ -368,7 +368,7 @@ def host_passes(
     stack: Stack,
     table: OperatorTable,
     setting: Setting,
-    found: KernelSeconds,
+    kernel_s: KernelSeconds,
     *,
     recompute: Recompute,
     devices_per_node: int,
@@ -381,12 +381,12 @@ def host_passes(
     host = stack.host
     each = host.kernel_s
     there, back, again = (
-        found.kernels * each.forward,
-        found.kernels * each.backward,
-        found.kernels_again * each.forward,
+        kernel_s.kernels * each.forward,
+        kernel_s.kernels * each.backward,
+        kernel_s.kernels_again * each.forward,
     )
     if recompute != "none" and not setting.compiled:
-        asked = host.selective_s * (recompute == "selective") * found.kernels
+        asked = host.selective_s * (recompute == "selective") * kernel_s.kernels
         there = there + host.checkpoint_s.forward + asked
         again = again + host.checkpoint_s.backward + asked
     if table.kind not in ENDS:

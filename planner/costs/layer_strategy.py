@@ -204,9 +204,9 @@ class StrategyParts:
         """The same of I in a split backward: no less, since it keeps what W will need."""
         return larger(self.backward_transient_bytes, self._in_backward(self.figures.late_bytes))
 
-    def _in_backward(self, made: float) -> float:
+    def _in_backward(self, recomputed_bytes: float) -> float:
         beside = self.states.backward_transient_bytes
-        working = self.figures.backward_transient_bytes + made + beside
+        working = self.figures.backward_transient_bytes + recomputed_bytes + beside
         working = larger(working, self.states.after_backward_bytes)
         return working + self.treated.moving_bytes
 

@@ -216,11 +216,11 @@ class CostTables:
             first,
             kinds={
                 **first.kinds,
-                head: sum((one.kinds[head] for one in others), first.kinds[head]),
+                head: sum((group.kinds[head] for group in others), first.kinds[head]),
             },
             parts={
                 **first.parts,
-                head: sum((one.parts[head] for one in others), first.parts[head]),
+                head: sum((group.parts[head] for group in others), first.parts[head]),
             },
         )
 
@@ -325,11 +325,11 @@ class CostTables:
             loss_gradients(layout),
             sharing := self._holding.sharing(layout),
         )
-        found = self._known_states.get(key)
-        if found is None:
+        states = self._known_states.get(key)
+        if states is None:
             held = (self._holding.held(layer, layout, sharing) for layer in self._layers.values())
-            found = self._known_states[key] = tuple(one.states for one in held)
-        return found
+            states = self._known_states[key] = tuple(layer.states for layer in held)
+        return states
 
     def output_bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes of one micro-batch's output on a rank, by kind of layer."""
@@ -502,8 +502,8 @@ def fastest_s(figures: KindFigures, recompute: Recomputes = None) -> NDArray[np.
         [
             np.min(
                 [
-                    one.passes_s
-                    for choice, one in zip(RECOMPUTES, of_kind, strict=True)
+                    costs.passes_s
+                    for choice, costs in zip(RECOMPUTES, of_kind, strict=True)
                     if choice in choices_of(recompute, kind)
                 ],
                 axis=0,
@@ -515,7 +515,9 @@ def fastest_s(figures: KindFigures, recompute: Recomputes = None) -> NDArray[np.
 
 def least_credits_s(figures: KindFigures) -> NDArray[np.float64]:
     """[kind, place] The least `Figures.credit_s` of any choice."""
-    return np.array([np.min([one.credit_s for one in each], axis=0) for each in figures.values()])
+    return np.array(
+        [np.min([costs.credit_s for costs in each], axis=0) for each in figures.values()]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,8 @@ def linears(a: Architecture, *, experts: bool) -> Iterator[Linear]:
     """
     h = a.hidden_size
     if a.family in ("gpt2", "gpt_bigcode"):
-        made = h + 2 * a.kv_heads * a.head_dim
-        yield Linear(path="attn.c_attn", inputs=h, outputs=made, rows=False)
+        projected = h + 2 * a.kv_heads * a.head_dim
+        yield Linear(path="attn.c_attn", inputs=h, outputs=projected, rows=False)
         yield Linear(path="attn.c_proj", inputs=h, outputs=h, rows=True)
         yield Linear(path="mlp.c_fc", inputs=h, outputs=a.ffn_size, rows=False)
         yield Linear(path="mlp.c_proj", inputs=a.ffn_size, outputs=h, rows=True)
@@ -55,11 +55,11 @@ def linears(a: Architecture, *, experts: bool) -> Iterator[Linear]:
         *(_attention(a) if a.latent is None else _latent_attention(a, a.latent)),
         *_mlp(a, experts=experts),
     ]
-    own = a.family == "reference"
+    built_in = a.family == "reference"
     for part, name, inputs, outputs, rows in shapes:
         path = (
             f"{part.replace('self_attn', 'attention')}.{_REFERENCE[name]}"
-            if own
+            if built_in
             else (f"{part}.{name}")
         )
         yield Linear(path=path, inputs=inputs, outputs=outputs, rows=rows)

@@ -164,7 +164,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
             "fit_probability": min(prediction.fit_probability or 0.0 for prediction in each),
             "mfu": flops / used if used else 0.0,
             "assumptions": tuple(dict.fromkeys(every)),
-            "notes": tuple(dict.fromkeys(note for one in each for note in one.notes)),
+            "notes": tuple(dict.fromkeys(note for part in each for note in part.notes)),
         }
     )
 
@@ -215,10 +215,10 @@ def branches_of(plan: Plan, model: ModelGraph) -> list[list[str]] | None:
 
 def _check_known(plan: Plan, costs: GroupCosts) -> None:
     """Refuse a plan whose groups are not those of the cluster."""
-    known = {group.name: group.devices for group in costs.cluster.groups}
+    devices_of = {group.name: group.devices for group in costs.cluster.groups}
     for index, group in enumerate(plan.groups or ()):
-        if known.get(group.name, 0) < group.devices:
-            have = ", ".join(f"{name} with {devices}" for name, devices in known.items())
+        if devices_of.get(group.name, 0) < group.devices:
+            have = ", ".join(f"{name} with {devices}" for name, devices in devices_of.items())
             raise DocumentError(
                 f"groups[{index}]",
                 f"is {group.name} with {group.devices} devices; {costs.cluster.name} has {have}",
@@ -626,7 +626,7 @@ def _on_host(
         every = orders(
             name, stages=layout.stages, micro_batches=count, virtual_stages=layout.virtual_stages
         )
-    return [host_bytes(own, order) for own, order in zip(held, every, strict=True)]
+    return [host_bytes(stage_bytes, order) for stage_bytes, order in zip(held, every, strict=True)]
 
 
 def _layers(costs: LayoutCosts, placement: Placement) -> list[StrategyParts]:

@@ -20,8 +20,8 @@ from meshwright.planner.documents.stack import PerPass, Stack
 
 def pace_of(profile: Profile | None) -> float:
     """Return the pace that a profile has; 1 where it has none."""
-    found = profile.calibration if profile else None
-    return 1.0 if found is None or found.pace is None else found.pace
+    calibration = profile.calibration if profile else None
+    return 1.0 if calibration is None or calibration.pace is None else calibration.pace
 
 
 def slower_profile(profile: Profile | None) -> Profile | None:
@@ -31,9 +31,9 @@ def slower_profile(profile: Profile | None) -> Profile | None:
         return profile
     return profile.model_copy(
         update={
-            "layers": tuple(_layer(one, pace) for one in profile.layers),
-            "stages": tuple(_stage(one, pace) for one in profile.stages),
-            "collectives": tuple(_curve(one, pace) for one in profile.collectives),
+            "layers": tuple(_layer(layer, pace) for layer in profile.layers),
+            "stages": tuple(_stage(stage, pace) for stage in profile.stages),
+            "collectives": tuple(_curve(curve, pace) for curve in profile.collectives),
             "overheads": _overheads(profile.overheads, pace),
         }
     )
@@ -77,28 +77,28 @@ def _each_pass(seconds: PerPass, pace: float) -> PerPass:
     return PerPass(forward=pace * seconds.forward, backward=pace * seconds.backward)
 
 
-def _layer(one: LayerMeasurement, pace: float) -> LayerMeasurement:
-    again_s = one.recompute_s
-    return one.model_copy(
+def _layer(layer: LayerMeasurement, pace: float) -> LayerMeasurement:
+    again_s = layer.recompute_s
+    return layer.model_copy(
         update={
-            "forward_s": pace * one.forward_s,
-            "backward_s": pace * one.backward_s,
+            "forward_s": pace * layer.forward_s,
+            "backward_s": pace * layer.backward_s,
             "recompute_s": None if again_s is None else pace * again_s,
         }
     )
 
 
-def _stage(one: StageMeasurement, pace: float) -> StageMeasurement:
-    seconds = {"forward_s": pace * one.forward_s, "backward_s": pace * one.backward_s}
-    return one.model_copy(update=seconds)
+def _stage(stage: StageMeasurement, pace: float) -> StageMeasurement:
+    seconds = {"forward_s": pace * stage.forward_s, "backward_s": pace * stage.backward_s}
+    return stage.model_copy(update=seconds)
 
 
-def _curve(one: CollectiveCurve, pace: float) -> CollectiveCurve:
+def _curve(curve: CollectiveCurve, pace: float) -> CollectiveCurve:
     points = tuple(
-        point.model_copy(update={"seconds": pace * point.seconds}) for point in one.points
+        point.model_copy(update={"seconds": pace * point.seconds}) for point in curve.points
     )
-    fit = None if one.fit is None else _fit(one.fit, pace)
-    return one.model_copy(update={"points": points, "fit": fit})
+    fit = None if curve.fit is None else _fit(curve.fit, pace)
+    return curve.model_copy(update={"points": points, "fit": fit})
 
 
 def _fit(fit: LinkFit, pace: float) -> LinkFit:
@@ -114,17 +114,17 @@ def _fit(fit: LinkFit, pace: float) -> LinkFit:
     return fit.model_copy(update={"pieces": pieces})
 
 
-def _overheads(found: Overheads | None, pace: float) -> Overheads | None:
+def _overheads(overheads: Overheads | None, pace: float) -> Overheads | None:
     """Return them all but the share that is hidden, which has no seconds."""
-    if found is None:
+    if overheads is None:
         return None
-    gather, reduce = found.gather_copy_s_per_byte, found.reduce_copy_s_per_byte
-    return found.model_copy(
+    gather, reduce = overheads.gather_copy_s_per_byte, overheads.reduce_copy_s_per_byte
+    return overheads.model_copy(
         update={
-            "step_s": pace * found.step_s,
-            "optimizer_s_per_parameter": pace * found.optimizer_s_per_parameter,
-            "pipeline_action_s": pace * found.pipeline_action_s,
-            "shard_unit_s": pace * found.shard_unit_s,
+            "step_s": pace * overheads.step_s,
+            "optimizer_s_per_parameter": pace * overheads.optimizer_s_per_parameter,
+            "pipeline_action_s": pace * overheads.pipeline_action_s,
+            "shard_unit_s": pace * overheads.shard_unit_s,
             "gather_copy_s_per_byte": None if gather is None else pace * gather,
             "reduce_copy_s_per_byte": None if reduce is None else pace * reduce,
         }

@@ -80,15 +80,15 @@ def passed_on(
 ) -> list[Passing]:
     """[stage] What crosses its ends; `size_bytes` are of each layer's output."""
     crossing = crossings(model, stages)
-    found = []
+    placements = []
     for s, held in enumerate(stages):
         received = crossing[s - 1] if s else ()
         sent = crossing[s] if s < len(crossing) else ()
-        found.append(
+        placements.append(
             Passing(
                 received_bytes=sum(size_bytes[name] for name in received),
                 made_bytes=sum(size_bytes[name] for name in sent if name in held),
                 sent_bytes=sum(size_bytes[name] for name in sent),
             )
         )
-    return found
+    return placements

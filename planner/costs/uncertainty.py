@@ -135,13 +135,13 @@ def step_range(
         return StepRange(low * step_s, max(1 + miss, math.exp(fitted)) * step_s, None)
     outside = outside_of(request, layout)
     below, above = _widths(request, layout, parts, bool(outside), assumed=assumed)
-    said = "runs like its stack's own"
+    reason = "runs like its stack's own"
     if outside:
-        said = f"runs unlike its stack's own, which have no {', '.join(outside)}"
+        reason = f"runs unlike its stack's own, which have no {', '.join(outside)}"
     if slow_host_s > 0.01 * step_s:
-        said += f", and of a host that takes {request.stack.host.slowest:g} times as long"
+        reason += f", and of a host that takes {request.stack.host.slowest:g} times as long"
     basis = Assumption(
-        what=f"range of the step: that of {said}",
+        what=f"range of the step: that of {reason}",
         provenance=f"stack {request.stack.name}",
         source="docs/results/accuracy.md",
     )
@@ -191,7 +191,7 @@ def _widths(
         above += PIPELINES_ABOVE
     if layout.tensor > max(group.devices_per_node for group in groups):
         above += SPANNING_ABOVE
-    if any(said.startswith("precision") for said in assumed) and all(
+    if any(note.startswith("precision") for note in assumed) and all(
         "fp8" in group.accelerator.peak_flops for group in groups
     ):
         below += EIGHT_BITS_GAIN
@@ -255,7 +255,7 @@ def outside_of(request: Request, layout: Layout) -> tuple[str, ...]:
     accelerators = {group.accelerator.name for group in request.cluster.groups}
     parameters = float(request.model.parameters)
     task = "pretraining" if job.lora is None else "adapters"
-    found = {
+    spreads = {
         " and ".join(sorted(accelerators)): not accelerators <= set(seen.accelerators),
         f"{parameters / 1e9:.2g}B parameters": _beyond(parameters, seen.parameters),
         f"{layout.devices} devices": _beyond(layout.devices, seen.devices),
@@ -263,7 +263,7 @@ def outside_of(request: Request, layout: Layout) -> tuple[str, ...]:
         task: not (seen.pretraining if job.lora is None else seen.tuning),
         f"products in {job.precision}": job.precision in EIGHT_BITS and not seen.eight_bits,
     }
-    return tuple(name for name, is_out in found.items() if is_out)
+    return tuple(name for name, is_out in spreads.items() if is_out)
 
 
 def _beyond(value: float, measured: tuple[float, float]) -> bool:

@@ -256,8 +256,8 @@ class ClusterSpec(Document):
 
     def part(self, groups: tuple[DeviceGroup, ...]) -> ClusterSpec:
         """Return the cluster that some of its groups are, with the links that they can use."""
-        own = groups[0].tiers if len(groups) == 1 else None
-        inside = own or ()
+        tiers = groups[0].tiers if len(groups) == 1 else None
+        inside = tiers or ()
         reach = inside[-1].devices if inside else 0
         return ClusterSpec(
             name=" + ".join(group.name for group in groups)[:200],

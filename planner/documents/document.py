@@ -78,11 +78,11 @@ class Part(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
-                    known = f"did you mean '{near[0]}'?" if near else _known(cls)
+                    hint = f"did you mean '{near[0]}'?" if near else _known(cls)
                     raise PydanticCustomError(
                         "unknown_key",
                         "unknown key; {known}",
-                        {"known": known, "key": str(key)[:80]},
+                        {"known": hint, "key": str(key)[:80]},
                     )
         return data
 
@@ -367,14 +367,14 @@ def path_text(location: tuple[int | str, ...]) -> str:
     return one_line(text)
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, names: list[str]) -> str:
     """Return a way out for an unknown name: the nearest known one, or a few of them."""
     word = name.strip().lower()
-    begun = [k for k in known if word and k.lower().startswith(word)]
-    near = begun[:3] or difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    begun = [k for k in names if word and k.lower().startswith(word)]
+    near = begun[:3] or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
-    return "known: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+    return "known: " + ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 class _SafeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -454,8 +454,8 @@ def _values(text: str, most: int) -> int:
     >>> _values('{"a": "b, c"}', 9), _values('{"a": "b, c"}', 3)
     (4, 3)
     """
-    found = 1 + sum(text.count(mark) for mark in ",:{[")
-    return found if found <= most else 1 + sum(_STRING.sub("", text).count(m) for m in ",:{[")
+    nodes = 1 + sum(text.count(mark) for mark in ",:{[")
+    return nodes if nodes <= most else 1 + sum(_STRING.sub("", text).count(m) for m in ",:{[")
 
 
 def _refuse_deep(data: object) -> None:

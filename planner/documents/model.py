@@ -304,7 +304,7 @@ class Layer(Part):
 
     def at(self, tensor: int) -> DividedLayer | None:
         """Return what a rank of `tensor` ranks has, None where the layer is whole on each."""
-        return next((one for one in self.divided or () if one.tensor == tensor), None)
+        return next((shard for shard in self.divided or () if shard.tensor == tensor), None)
 
 
 class Edge(Part):
@@ -404,7 +404,7 @@ class ModelGraph(Document):
         )
         if networkx.is_directed_acyclic_graph(joined):
             return
-        cycle = [one for one, *_ in networkx.find_cycle(joined)]
+        cycle = [layer for layer, *_ in networkx.find_cycle(joined)]
         groups = list(dict.fromkeys(name for name, grouped in cycle if grouped))
         others = list(dict.fromkeys(name for name, grouped in cycle if not grouped))
         remedies = []
@@ -459,7 +459,9 @@ class ModelGraph(Document):
     @property
     def tensor_degrees(self) -> tuple[int, ...]:
         """Degrees of a tensor axis that divide some of the traced layers."""
-        return tuple(sorted({one.tensor for layer in self.layers for one in layer.divided or ()}))
+        return tuple(
+            sorted({shard.tensor for layer in self.layers for shard in layer.divided or ()})
+        )
 
     @property
     def expert_count(self) -> int:
@@ -467,12 +469,14 @@ class ModelGraph(Document):
         a = self.architecture
         if a is not None:
             return a.experts.count if a.experts is not None else 0
-        return math.gcd(*(one.experts.count for one in self.layers if one.experts is not None))
+        return math.gcd(
+            *(layer.experts.count for layer in self.layers if layer.experts is not None)
+        )
 
     @property
     def loss_kind(self) -> str:
         """The kind of layer that makes the loss of logits, whose figures depend on how."""
-        return next((one.kind for one in self.layers if one.logits is not None), "head")
+        return next((layer.kind for layer in self.layers if layer.logits is not None), "head")
 
     @property
     def parameters(self) -> int:

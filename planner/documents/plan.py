@@ -447,11 +447,11 @@ class Plan(Document):
             )
         shape = {"stages": len(self.stages), "micro_batches": self.micro_batches}
         if mesh.pipeline > 1 or self.virtual_stages > 1:
-            found = obstacle(self.schedule, virtual_stages=self.virtual_stages, **shape)
+            reason = obstacle(self.schedule, virtual_stages=self.virtual_stages, **shape)
         else:
-            found = too_long(**shape)
-        if found:
-            raise ValueError(f"{found[0]}: {found[1]}")
+            reason = too_long(**shape)
+        if reason:
+            raise ValueError(f"{reason[0]}: {reason[1]}")
         data = mesh.data_shard * mesh.data_replicate
         if self.shares is not None:
             self._check_shares(self.shares, data)
@@ -624,7 +624,7 @@ class Plan(Document):
 
     def span_of_stage(self, stage: int) -> tuple[int, int]:
         """Return the numbers of a stage's first layer and of the one behind its last."""
-        first = sum(len(one.layers) for one in self.stages[:stage])
+        first = sum(len(earlier.layers) for earlier in self.stages[:stage])
         return first, first + len(self.stages[stage].layers)
 
     def device_of_rank(self, rank: int) -> int:
@@ -642,11 +642,11 @@ class Plan(Document):
                 self.rank_of_stage(s): stage.group or "" for s, stage in enumerate(self.stages)
             }
         each = self.mesh.devices // len(owners)
-        own = owners[rank // each]
-        before = sum(owners[other] == own for other in range(rank // each))
+        owner = owners[rank // each]
+        before = sum(owners[other] == owner for other in range(rank // each))
         first = 0
         for group in self.groups:
-            if group.name == own:
+            if group.name == owner:
                 break
             first += group.devices
         return first + before * each + rank % each
@@ -696,9 +696,9 @@ class Plan(Document):
 
     def _check_graph(self, model: ModelGraph, placed: list[str]) -> None:
         """Refuse layers that are lost or unknown, and edges that lead back."""
-        known = {name for name, _ in model.chain}
+        names = {name for name, _ in model.chain}
         for name in placed:
-            if name not in known:
+            if name not in names:
                 raise DocumentError("stages", f"there is no layer '{name}' in {model.name}")
         for name, _ in model.chain:
             if name not in placed:
@@ -713,7 +713,9 @@ class Plan(Document):
                     f"layer '{edge.target}' stands before '{edge.source}', whose output it reads; "
                     "put it on the same stage or a later one",
                 )
-        stage_of = {one.layer: s for s, stage in enumerate(self.stages) for one in stage.layers}
+        stage_of = {
+            choice.layer: s for s, stage in enumerate(self.stages) for choice in stage.layers
+        }
         for group, layers in (model.colocated or {}).items():
             homes = sorted({stage_of[name] for name in layers})
             if len(homes) > 1:

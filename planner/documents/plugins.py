@@ -56,17 +56,17 @@ def plugins(kind: str) -> Mapping[str, Plugin]:
     """
     if os.environ.get(OFF) == "0":
         return {}
-    found: dict[str, Plugin] = {}
+    entries: dict[str, Plugin] = {}
     for point in metadata.entry_points(group=f"meshwright.{kind}"):
         package, version = ("", "") if point.dist is None else (point.dist.name, point.dist.version)
         plugin = Plugin(kind, point.name, package, version, point.value)
-        before = found.setdefault(point.name, plugin)
+        before = entries.setdefault(point.name, plugin)
         if before.package != package:
             raise DocumentError(
                 "plugins",
                 f"{before.package} and {package} both add '{point.name}' to {kind}; uninstall one",
             )
-    return found
+    return entries
 
 
 def loaded(kind: str, name: str) -> Any:
@@ -76,11 +76,11 @@ def loaded(kind: str, name: str) -> Any:
     Traceback (most recent call last):
     planner.errors.DocumentError: loggers: no installed package adds 'absent'; none adds any
     """
-    known = plugins(kind)
-    if name not in known:
-        which = nearest(name, list(known)) if known else "none adds any"
+    registered = plugins(kind)
+    if name not in registered:
+        which = nearest(name, list(registered)) if registered else "none adds any"
         raise DocumentError(kind, f"no installed package adds '{name:.60}'; {which}")
-    plugin = known[name]
+    plugin = registered[name]
     try:
         return metadata.EntryPoint(name, plugin.value, f"meshwright.{kind}").load()
     except Exception as error:
@@ -88,9 +88,9 @@ def loaded(kind: str, name: str) -> Any:
 
 
 def installed(
-    kind: str, own: Mapping[str, E], made: Callable[[str, dict[str, Any]], E]
+    kind: str, catalogue: Mapping[str, E], build: Callable[[str, dict[str, Any]], E]
 ) -> dict[str, E]:
-    """Return what plugins that are YAML files add to `own`, the catalogue's, each `made` of data.
+    """Return what plugins that are YAML files add to the `catalogue`; `build` makes each of data.
 
     DocumentError names the package of what cannot be read, or has a name or alias of another.
     """
@@ -105,13 +105,13 @@ def installed(
                     "its file is no mapping of keys to values; "
                     "write a mapping, or uninstall the package",
                 )
-            entry = made(name, data)
+            entry = build(name, data)
         except DocumentError as error:
             raise _unusable(plugin, str(error)) from error
         except Exception as error:
             raise _unusable(plugin, f"{plugin.value} is no file: {type(error).__name__}") from error
-        others = {**own, **result}
-        taken = {word.lower() for at, one in others.items() for word in (at, *one.aliases)}
+        others = {**catalogue, **result}
+        taken = {word.lower() for at, entry in others.items() for word in (at, *entry.aliases)}
         for word in (name, *entry.aliases):
             if word.lower() in taken:
                 raise _unusable(plugin, f"there is '{word:.60}' already; take another name")

@@ -585,10 +585,10 @@ class Stack(Document):
     @model_validator(mode="after")
     def _figures_have_a_basis(self) -> Self:
         counts: dict[str, int] = {}
-        known = set(dict(figures(self)))
+        figure_names = set(dict(figures(self)))
         for entry in self.basis:
             for path in entry.fields:
-                if path not in known:
+                if path not in figure_names:
                     raise ValueError(
                         f"has a basis for '{path:.60}', which is no figure of a stack; leave it out"
                     )
@@ -651,7 +651,7 @@ def resting_on(stack: Stack, source: str, sources: Collection[str]) -> frozenset
     Their names stand in a basis's `source`; what is derived from code or measured by itself rests
     on no run.
     """
-    found: set[str] = set()
+    paths: set[str] = set()
     for entry in stack.basis:
         fields = (
             entry.fields if entry.provenance == "fitted" else {"accuracy.seen"} & {*entry.fields}
@@ -659,8 +659,8 @@ def resting_on(stack: Stack, source: str, sources: Collection[str]) -> frozenset
         if fields and _names(entry.source, source):
             others = studies(entry, sources) - {_study(source)}
             if len(others) < FEWEST_OTHERS:
-                found.update(fields)
-    return frozenset(found)
+                paths.update(fields)
+    return frozenset(paths)
 
 
 def studies(entry: Basis, sources: Collection[str]) -> set[frozenset[str]]:
@@ -682,12 +682,12 @@ def without_source(stack: Stack, source: str, sources: Collection[str], usual: S
     Fitted figures that rest on it are those of `usual`, of which nothing else is known; what its
     runs alone are known to have had is gone.
     """
-    runs_with = tuple(one for one in stack.accuracy.runs_with if one.source != source)
-    known = resting_on(stack, source, sources)
-    if not known and runs_with == stack.accuracy.runs_with:
+    runs_with = tuple(run for run in stack.accuracy.runs_with if run.source != source)
+    dependents = resting_on(stack, source, sources)
+    if not dependents and runs_with == stack.accuracy.runs_with:
         return stack
     instead = dict(figures(usual))
-    values = {path: instead[path] for path in known} | {"accuracy.runs_with": runs_with}
+    values = {path: instead[path] for path in dependents} | {"accuracy.runs_with": runs_with}
     return with_figures(stack, values)
 
 
@@ -785,11 +785,11 @@ def usual_of_release(stack: Stack, release: str) -> tuple[str, ...]:
     for part in release.lower().split("/"):
         if match := _RELEASE.match(part):
             versions[match[1]] = _version(match[2])
-    found: dict[str, Release] = {}
-    for one in sorted(stack.releases, key=lambda one: _version(one.since)):
-        if one.of in versions and _version(one.since) <= versions[one.of]:
-            found[one.of] = one
-    return tuple(option for one in found.values() for option in one.options)
+    options_of: dict[str, Release] = {}
+    for entry in sorted(stack.releases, key=lambda entry: _version(entry.since)):
+        if entry.of in versions and _version(entry.since) <= versions[entry.of]:
+            options_of[entry.of] = entry
+    return tuple(option for release in options_of.values() for option in release.options)
 
 
 _RELEASE = re.compile(r"([a-z_]+)-v?(\d{1,5}(?:[.-]\d{1,5})*)")
@@ -833,10 +833,12 @@ def with_options(stack: Stack, options: Sequence[str]) -> Stack:
 
 def without_basis(stack: Stack) -> list[str]:
     """Return the figures that differ from their defaults and say nothing of their provenance."""
-    said = {path for entry in stack.basis for path in entry.fields}
+    stated = {path for entry in stack.basis for path in entry.fields}
     plain = Stack(name="plain", summary="the defaults")
     defaults = dict(figures(plain))
-    return [path for path, value in figures(stack) if value != defaults[path] and path not in said]
+    return [
+        path for path, value in figures(stack) if value != defaults[path] and path not in stated
+    ]
 
 
 def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
@@ -850,30 +852,30 @@ def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
             result[key] = {**base.get(key, {}), **value}
         elif key != "basis":
             result[key] = value
-    said = {path for entry in patch.get("basis", ()) for path in entry["fields"]}
+    stated = {path for entry in patch.get("basis", ()) for path in entry["fields"]}
     given = {f"{group}.{name}" for group in (*GROUPS, "accuracy") for name in patch.get(group, {})}
     kept = []
     for entry in base.get("basis", ()):
-        fields = [path for path in entry["fields"] if path not in said | given | {"space"}]
+        fields = [path for path in entry["fields"] if path not in stated | given | {"space"}]
         if fields:
             kept.append({**entry, "fields": fields})
     result["basis"] = [*patch.get("basis", ()), *kept]
     return result
 
 
-def stack_of(data: dict[str, Any], known: dict[str, dict[str, Any]]) -> Stack:
+def stack_of(data: dict[str, Any], stacks_data: dict[str, dict[str, Any]]) -> Stack:
     """Return a stack from its data, with the figures of the one that it extends.
 
-    `known` has the data of stacks by name; one level of `extends` is followed.
+    `stacks_data` has the data of stacks by name; one level of `extends` is followed.
     """
     base = data.get("extends")
     if base is None:
         return Stack.of(data)
-    if not isinstance(base, str) or base not in known:
-        raise DocumentError("extends", f"is {base!r:.60}; known: {', '.join(sorted(known))}")
-    if known[base].get("extends") is not None:
+    if not isinstance(base, str) or base not in stacks_data:
+        raise DocumentError("extends", f"is {base!r:.60}; known: {', '.join(sorted(stacks_data))}")
+    if stacks_data[base].get("extends") is not None:
         raise DocumentError("extends", f"is '{base}', which extends another; name that one")
-    whole = {key: value for key, value in known[base].items() if key not in NOT_INHERITED}
+    whole = {key: value for key, value in stacks_data[base].items() if key not in NOT_INHERITED}
     return Stack.of(merged(whole, data))
 
 

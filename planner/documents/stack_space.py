@@ -189,10 +189,10 @@ class Compared(NamedTuple):
 
     def holds(self, facts: Facts) -> bool:
         """Whether it is so."""
-        found = self.product.of(facts)
+        places = self.product.of(facts)
         if self.sign in ("=", "!="):
-            return (str(found) in self.values) == (self.sign == "=")
-        return _COMPARED[self.sign](int(found), int(self.values[0]))
+            return (str(places) in self.values) == (self.sign == "=")
+        return _COMPARED[self.sign](int(places), int(self.values[0]))
 
 
 @cache
@@ -375,19 +375,25 @@ def _possible(space: Space, facts: Facts) -> tuple[Conflict, ...]:
     """Return the conflicts that some layout of a model and a job may have."""
     model, job = facts.model, facts.job
     key = id(space), id(model), id(job)
-    known = _POSSIBLE.get(key)
-    if known is None:
+    cached = _POSSIBLE.get(key)
+    if cached is None:
         if len(_POSSIBLE) >= _MOST_KNOWN:
             _POSSIBLE.clear()
-        found = tuple(one for one in space.conflicts if _may_hold(one, facts))
-        known = _POSSIBLE[key] = space, model, job, found
-    return known[-1]
+        conflicts_here = tuple(
+            conflict for conflict in space.conflicts if _may_hold(conflict, facts)
+        )
+        cached = _POSSIBLE[key] = space, model, job, conflicts_here
+    return cached[-1]
 
 
 def _may_hold(conflict: Conflict, facts: Facts) -> bool:
     """Whether what a conflict says of model and job is so."""
     each = (condition_of(text) for text in conflict.when)
-    return all(one.holds(facts) for one in each if _OF_MODEL_AND_JOB.issuperset(one.product.names))
+    return all(
+        conflict.holds(facts)
+        for conflict in each
+        if _OF_MODEL_AND_JOB.issuperset(conflict.product.names)
+    )
 
 
 def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:

@@ -151,8 +151,8 @@ class Training(Part):
                 cls, name = Lora, path.removeprefix("lora.")
             if name not in cls.model_fields:
                 near = difflib.get_close_matches(name, list(cls.model_fields), n=1)
-                known = f"did you mean '{near[0]}'?" if near else ", ".join(cls.model_fields)
-                raise DocumentError("training", f"has no setting '{path}'; {known}")
+                hint = f"did you mean '{near[0]}'?" if near else ", ".join(cls.model_fields)
+                raise DocumentError("training", f"has no setting '{path}'; {hint}")
             place[name] = plain(text)
         try:
             return Training.model_validate(values)

@@ -56,8 +56,9 @@ def html_table(
         return "".join(f"<{tag}>{_escaped(text)}</{tag}>" for text in cells)
 
     body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
-    said = "".join(f"<p>{_escaped(note)}</p>" for note in notes)
-    return f"<p><b>{_escaped(title)}</b></p><table><tr>{row(head, 'th')}</tr>{body}</table>{said}"
+    paragraphs = "".join(f"<p>{_escaped(note)}</p>" for note in notes)
+    table = f"<table><tr>{row(head, 'th')}</tr>{body}</table>"
+    return f"<p><b>{_escaped(title)}</b></p>{table}{paragraphs}"
 
 
 def _escaped(text: str) -> str:

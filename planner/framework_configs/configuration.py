@@ -55,11 +55,11 @@ def configuration(
     Frameworks of NEED_NODES get the cluster's nodes too.
     """
     if not is_written(to):
-        known = [*FRAMEWORKS, *plugins("exporters")]
-        raise DocumentError("to", f"is '{to:.40}'; {nearest(to, known)}")
-    found = obstacles(plan, model, to, cluster)
-    if found:
-        raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(found)}")
+        targets = [*FRAMEWORKS, *plugins("exporters")]
+        raise DocumentError("to", f"is '{to:.40}'; {nearest(to, targets)}")
+    reasons = obstacles(plan, model, to, cluster)
+    if reasons:
+        raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(reasons)}")
     return _writer(to).text(FrameworkPlan(plan=plan, model=model, cluster=cluster))
 
 
@@ -72,15 +72,15 @@ def _writer(to: str) -> Written:
     """Return how plans are written for a framework; our own go before those of packages."""
     if to in FRAMEWORKS:
         return FRAMEWORKS[to]
-    found = loaded("exporters", to)
-    if not isinstance(found, Written):
+    exporters = loaded("exporters", to)
+    if not isinstance(exporters, Written):
         raise DocumentError(
             "to",
             f"{plugins('exporters')[to].value} is no "
             "meshwright.planner.framework_configs.configuration.Written; "
             "return one from the plugin",
         )
-    return found
+    return exporters
 
 
 def obstacles(
@@ -98,12 +98,12 @@ def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, .
     """
     backend, layout = base_of(plan.backend), plan.layout
     request = Request.of_plan(plan, model, cluster)
-    found = rules_of(request.stack)(model, cluster, plan.job, layout)
-    reasons = [] if found is None else [found.removeprefix(f"{request.stack.name}: ")]
+    reason = rules_of(request.stack)(model, cluster, plan.job, layout)
+    reasons = [] if reason is None else [reason.removeprefix(f"{request.stack.name}: ")]
     if is_written(backend):
         reasons += obstacles(plan, model, backend, cluster)
-    told = "; ".join(dict.fromkeys(reasons))
-    return (f"{plan.backend} cannot run this plan: {told}",) if told else ()
+    text = "; ".join(dict.fromkeys(reasons))
+    return (f"{plan.backend} cannot run this plan: {text}",) if text else ()
 
 
 def with_environment(text: str, environment: Mapping[str, str]) -> str:

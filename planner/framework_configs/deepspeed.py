@@ -35,7 +35,7 @@ def text(wanted: FrameworkPlan) -> str:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if plan.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    told = json.dumps(
+    text = json.dumps(
         {
             "train_batch_size": plan.global_batch,
             "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -56,7 +56,7 @@ def text(wanted: FrameworkPlan) -> str:
         },
         indent=2,
     )
-    return told + "\n"
+    return text + "\n"
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:

@@ -127,8 +127,8 @@ def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:
         yield "its devices differ"
     for name, field in Plan.model_fields.items():
         value = getattr(plan, name)
-        known = name in _WRITTEN or name in says
-        if not known and value != field.get_default(call_default_factory=True):
+        is_written = name in _WRITTEN or name in says
+        if not is_written and value != field.get_default(call_default_factory=True):
             yield _UNSUPPORTED.get(name, f"{name.replace('_', ' ')} {{}}").format(value)
     if treated - {"keep"}:
         yield f"activations are saved by {', '.join(sorted(treated - {'keep'}))}"
@@ -166,8 +166,8 @@ def mixed_recompute(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield if blocks are recomputed differently."""
     choices = wanted.recomputes
     if len(choices) > 1:
-        told = ", ".join(f"{count} {name}" for name, count in choices.most_common())
-        yield f"recompute differs between blocks ({told}); plan with --fix recompute=..."
+        counts = ", ".join(f"{count} {name}" for name, count in choices.most_common())
+        yield f"recompute differs between blocks ({counts}); plan with --fix recompute=..."
 
 
 def of_one_kind(wanted: FrameworkPlan) -> Iterator[str]:

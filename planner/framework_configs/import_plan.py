@@ -84,34 +84,34 @@ def imported(
     """
     if of not in READERS:
         raise DocumentError("from", f"is '{of:.40}'; {nearest(of, list(READERS))}")
-    told = READERS[of](text)
-    assumed = list(told.assumed)
-    graph = model if model is not None else _model(told, assumed)
-    _check_figures(told, graph)
+    config = READERS[of](text)
+    assumed = list(config.assumed)
+    graph = model if model is not None else _model(config, assumed)
+    _check_figures(config, graph)
     request = Request.of(
         graph,
         cluster,
-        seq_len=seq_len or told.seq_len,
-        precision=cluster.precision_for(told.precision),  # type: ignore[arg-type]
+        seq_len=seq_len or config.seq_len,
+        precision=cluster.precision_for(config.precision),  # type: ignore[arg-type]
     )
-    if told.seq_len is None and seq_len is None:
+    if config.seq_len is None and seq_len is None:
         assumed.append(f"{request.job.seq_len} tokens a sample (--seq-len)")
-    if told.precision is None:
+    if config.precision is None:
         assumed.append(f"precision {request.job.precision}")
-    replicate, shard, zero = _data(told, cluster, assumed)
+    replicate, shard, zero = _data(config, cluster, assumed)
     data = replicate * shard
-    micro_batch, micro_batches = _batches(told, data, global_batch, request, assumed)
-    stages = _stages(told, graph, assumed)
-    pipelined = told.pipeline > 1
-    schedule = (told.schedule if pipelined else None) or PLAIN
-    virtual = told.virtual_stages if pipelined else 1
-    found = obstacle(
+    micro_batch, micro_batches = _batches(config, data, global_batch, request, assumed)
+    stages = _stages(config, graph, assumed)
+    pipelined = config.pipeline > 1
+    schedule = (config.schedule if pipelined else None) or PLAIN
+    virtual = config.virtual_stages if pipelined else 1
+    reason = obstacle(
         schedule, stages=len(stages), micro_batches=micro_batches, virtual_stages=virtual
     )
-    if pipelined and found:
-        raise DocumentError(found[0], found[1])
-    training = _training(told)
-    stack = "+".join([_STACKS.get(told.framework, told.framework), *told.options])
+    if pipelined and reason:
+        raise DocumentError(reason[0], reason[1])
+    training = _training(config)
+    stack = "+".join([_STACKS.get(config.framework, config.framework), *config.options])
     try:
         plan = Plan(
             model=PlannedModel.of(graph),
@@ -121,42 +121,42 @@ def imported(
             global_batch=micro_batch * micro_batches * data,
             precision=request.job.precision,
             mesh=Mesh(
-                tensor=told.tensor,
-                context=told.context,
+                tensor=config.tensor,
+                context=config.context,
                 data_shard=shard,
                 data_replicate=replicate,
-                pipeline=told.pipeline,
-                expert=told.expert,
-                expert_tensor=told.expert_tensor,
-                sequence_parallel=told.sequence_parallel or told.tensor == 1,
+                pipeline=config.pipeline,
+                expert=config.expert,
+                expert_tensor=config.expert_tensor,
+                sequence_parallel=config.sequence_parallel or config.tensor == 1,
             ),
             zero=zero,
             schedule=schedule,
             virtual_stages=virtual,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
-            **{axis: getattr(told, axis) for axis in AXIS_NAMES if hasattr(told, axis)},
-            **told.axes,
+            **{axis: getattr(config, axis) for axis in AXIS_NAMES if hasattr(config, axis)},
+            **config.axes,
             training=training,
             stages=stages,
         )
     except ValidationError as error:
         raise first_error(error) from error
     plan.check_model(graph)
-    return Imported(plan=plan, assumed=tuple(assumed), unknown=tuple(dict.fromkeys(told.unknown)))
+    return Imported(plan=plan, assumed=tuple(assumed), unknown=tuple(dict.fromkeys(config.unknown)))
 
 
-def _model(told: Told, assumed: list[str]) -> ModelGraph:
+def _model(config: Told, assumed: list[str]) -> ModelGraph:
     """Return the model of the catalogue that a configuration means, by its name or its figures."""
-    name = str(told.model.get("registered", ""))
-    by_function = [known for known, (_, function) in REGISTERED.items() if function == name]
+    name = str(config.model.get("registered", ""))
+    by_function = [name_ for name_, (_, function) in REGISTERED.items() if function == name]
     if by_function:
         return resolve_model(by_function[-1])
     plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
     for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
         if plain.removesuffix(ending) in models():
             return resolve_model(plain.removesuffix(ending))
-    figures = {key: told.model[key] for key in _FIGURES if key in told.model}
+    figures = {key: config.model[key] for key in _FIGURES if key in config.model}
     if {"layers", "hidden_size"} <= set(figures):
         alike = [
             graph
@@ -168,10 +168,10 @@ def _model(told: Told, assumed: list[str]) -> ModelGraph:
             also = f"; so have {others}" if others else ""
             assumed.append(f"the model is {alike[0].name}, which has its figures{also} (--model)")
             return alike[0]
-    said = ", ".join(f"{key} {value}" for key, value in figures.items())
+    stated = ", ".join(f"{key} {value}" for key, value in figures.items())
     raise DocumentError(
         "model",
-        f"is not known from the configuration ({name or said or 'it names none'}); name it with "
+        f"is not known from the configuration ({name or stated or 'it names none'}); name it with "
         "--model",
     )
 
@@ -182,8 +182,8 @@ _FIGURES = ("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab_siz
 def _figure(a: Architecture, name: str) -> int:
     if name == "experts":
         return a.experts.count if a.experts else 0
-    found: int = getattr(a, name)
-    return found
+    figure: int = getattr(a, name)
+    return figure
 
 
 def _other(a: Architecture, name: str, value: int) -> bool:
@@ -205,17 +205,17 @@ def _differences(figures: dict[str, Any], graph: ModelGraph) -> list[str]:
     ]
 
 
-def _check_figures(told: Told, graph: ModelGraph) -> None:
-    figures = {key: told.model[key] for key in _FIGURES if key in told.model}
-    found = _differences(figures, graph)
-    if found:
-        raise DocumentError("model", f"has {'; '.join(found)}; name its own with --model")
+def _check_figures(config: Told, graph: ModelGraph) -> None:
+    figures = {key: config.model[key] for key in _FIGURES if key in config.model}
+    differing = _differences(figures, graph)
+    if differing:
+        raise DocumentError("model", f"has {'; '.join(differing)}; name its own with --model")
 
 
-def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, int, int]:
+def _data(config: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, int, int]:
     """Return data-parallel groups, ranks of each that shard, and the ZeRO stage."""
-    devices = told.devices or cluster.devices
-    others = told.tensor * told.pipeline * told.context
+    devices = config.devices or cluster.devices
+    others = config.tensor * config.pipeline * config.context
     if devices % others and not cluster.devices % others:
         assumed.append(f"all {cluster.devices} devices of the cluster: {devices} ranks are started")
         devices = cluster.devices
@@ -226,19 +226,19 @@ def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, in
     if devices % others:
         raise DocumentError(
             "mesh",
-            f"tensor {told.tensor} x pipeline {told.pipeline} x context {told.context} does not "
-            f"divide {devices} ranks; "
+            f"tensor {config.tensor} x pipeline {config.pipeline} x context {config.context} "
+            f"does not divide {devices} ranks; "
             "change a degree, or the number of ranks",
         )
     data = devices // others
-    replicate, shard = told.data_replicate, told.data_shard
+    replicate, shard = config.data_replicate, config.data_shard
     if shard == 0:
         shard = cluster.groups[0].devices_per_node
         replicate = None
     if replicate is not None and shard == -1:
         shard = max(1, data // replicate)
     if shard is None:
-        shard = (data // (replicate or 1)) if told.zero else 1
+        shard = (data // (replicate or 1)) if config.zero else 1
     replicate = replicate or max(1, data // shard)
     if replicate * shard != data:
         raise DocumentError(
@@ -246,10 +246,10 @@ def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, in
             f"data_replicate {replicate} x data_shard {shard} x {others} are not {devices} ranks; "
             "change a degree, or the number of ranks",
         )
-    zero = told.zero
-    if zero and shard * told.context == 1:
+    zero = config.zero
+    if zero and shard * config.context == 1:
         zero = 0
-        if data == 1 and told.framework not in ("torchtitan", "fsdp"):
+        if data == 1 and config.framework not in ("torchtitan", "fsdp"):
             assumed.append("ZeRO without data parallelism shards nothing")
     if not zero:
         replicate, shard = data, 1
@@ -257,19 +257,19 @@ def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, in
 
 
 def _batches(
-    told: Told, data: int, wanted: int | None, request: Request, assumed: list[str]
+    config: Told, data: int, wanted: int | None, request: Request, assumed: list[str]
 ) -> tuple[int, int]:
     """Return samples of a forward, and forwards of a rank and step."""
-    micro_batch, count = told.micro_batch, told.micro_batches
-    whole = told.global_batch or wanted
+    micro_batch, count = config.micro_batch, config.micro_batches
+    whole = config.global_batch or wanted
     if micro_batch is None and whole and count:
         micro_batch = max(1, whole // (data * count))
     if micro_batch is None:
         micro_batch = 1
         assumed.append("1 sample a micro-batch")
     if whole is None:
-        if count is None and told.framework in ("megatron", "megatron-bridge", "torchtitan"):
-            count = told.pipeline if told.framework == "torchtitan" else 1
+        if count is None and config.framework in ("megatron", "megatron-bridge", "torchtitan"):
+            count = config.pipeline if config.framework == "torchtitan" else 1
         if count is None:
             whole = request.job.global_batch
             count = max(1, whole // (micro_batch * data))
@@ -282,22 +282,22 @@ def _batches(
             "not divide; "
             "change either",
         )
-    found = whole // (micro_batch * data)
-    if count is not None and count != found:
+    accumulation = whole // (micro_batch * data)
+    if count is not None and count != accumulation:
         raise DocumentError(
             "global_batch",
-            f"is {whole}: {found} micro-batches of {micro_batch} on {data} ranks, and {count} are "
-            "accumulated; "
+            f"is {whole}: {accumulation} micro-batches of {micro_batch} on {data} ranks, and "
+            f"{count} are accumulated; "
             "change the batch, or what is accumulated",
         )
-    return micro_batch, found
+    return micro_batch, accumulation
 
 
-def _stages(told: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, ...]:
+def _stages(config: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, ...]:
     """Return the stages with their layers, and which of those are recomputed."""
     before, blocks, behind = ends_of(graph)
     names = [name for name, _ in graph.chain]
-    counts = _blocks(told, graph, blocks)
+    counts = _blocks(config, graph, blocks)
     if sum(counts) != blocks or min(counts) < 0:
         raise DocumentError(
             "stages", f"of {', '.join(map(str, counts))} blocks; {graph.name} has {blocks}"
@@ -306,7 +306,7 @@ def _stages(told: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, .
     sizes[0] += before
     sizes[-1] += behind
     cuts = [0, *accumulate(sizes)]
-    listed = told.model.get("recomputed_blocks")
+    listed = config.model.get("recomputed_blocks")
     again = set(range(blocks)) if listed is None else set(listed)
     stages, block = [], 0
     for stage, (first, last) in enumerate(pairwise(cuts)):
@@ -314,8 +314,8 @@ def _stages(told: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, .
         seen = 0
         for place in range(first, last):
             inside = before <= place < before + blocks
-            chosen = told.recompute if inside and block in again else "none"
-            if inside and told.recomputed is not None and seen >= told.recomputed:
+            chosen = config.recompute if inside and block in again else "none"
+            if inside and config.recomputed is not None and seen >= config.recomputed:
                 chosen = "none"
             seen += inside
             block += inside
@@ -328,28 +328,28 @@ def _stages(told: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, .
     return tuple(stages)
 
 
-def _blocks(told: Told, graph: ModelGraph, blocks: int) -> list[int]:
+def _blocks(config: Told, graph: ModelGraph, blocks: int) -> list[int]:
     """Return blocks of each stage, as the framework divides them."""
-    if told.pipeline == 1:
+    if config.pipeline == 1:
         return [blocks]
-    if told.blocks is not None:
-        return told.blocks
-    if told.framework == "nanotron" and graph.architecture is not None:
-        return by_products(graph.architecture, told.pipeline)
-    first, last = told.lighter
-    per_stage = told.model.get("blocks_of_virtual_stage")
+    if config.blocks is not None:
+        return config.blocks
+    if config.framework == "nanotron" and graph.architecture is not None:
+        return by_products(graph.architecture, config.pipeline)
+    first, last = config.lighter
+    per_stage = config.model.get("blocks_of_virtual_stage")
     if per_stage:
-        told.virtual_stages = -(-(blocks + first + last) // (told.pipeline * per_stage))
-    each = told.model.get("blocks_of_stage")
+        config.virtual_stages = -(-(blocks + first + last) // (config.pipeline * per_stage))
+    each = config.model.get("blocks_of_stage")
     if each:
-        told.virtual_stages = max(1, -(-(blocks + first + last) // each) // told.pipeline)
-    stages = told.pipeline * told.virtual_stages
-    if stages > blocks + len(told.ends):
+        config.virtual_stages = max(1, -(-(blocks + first + last) // each) // config.pipeline)
+    stages = config.pipeline * config.virtual_stages
+    if stages > blocks + len(config.ends):
         raise DocumentError("stages", f"are {stages}; {graph.name} has {blocks} blocks")
-    if told.ends != (None, None):
-        return _with_ends(told, blocks, stages)
+    if config.ends != (None, None):
+        return _with_ends(config, blocks, stages)
     fewest, more = divmod(blocks + first + last, stages)
-    if more and told.framework.startswith("megatron"):
+    if more and config.framework.startswith("megatron"):
         raise DocumentError(
             "stages",
             f"{stages} do not divide {blocks + first + last} blocks; change the number of stages",
@@ -360,9 +360,9 @@ def _blocks(told: Told, graph: ModelGraph, blocks: int) -> list[int]:
     return counts
 
 
-def _with_ends(told: Told, blocks: int, stages: int) -> list[int]:
+def _with_ends(config: Told, blocks: int, stages: int) -> list[int]:
     """Return blocks of stages where the first or the last has its own number."""
-    first, last = told.ends
+    first, last = config.ends
     inner = stages - (first is not None) - (last is not None)
     left = blocks - (first or 0) - (last or 0)
     if inner and left % inner:
@@ -375,11 +375,11 @@ def _with_ends(told: Told, blocks: int, stages: int) -> list[int]:
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 
-def _training(told: Told) -> Training:
+def _training(config: Told) -> Training:
     """Return the optimizer's settings; what is not said is as plans have it."""
-    values: Sequence[tuple[str, Any]] = list(told.training.items())
+    values: Sequence[tuple[str, Any]] = list(config.training.items())
     try:
         return Training.model_validate(dict(values))
     except ValidationError as error:
-        found = first_error(error)
-        raise DocumentError(f"training.{found.path}", found.message) from error
+        message = first_error(error)
+        raise DocumentError(f"training.{message.path}", message.message) from error

@@ -23,7 +23,7 @@ def text(wanted: FrameworkPlan) -> str:
     """Return the overrides."""
     plan, t = wanted.plan, wanted.plan.training
     copies = wanted.data * plan.mesh.context > 1
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "model": _model(wanted),
         "train": {
             "micro_batch_size": plan.micro_batch,
@@ -49,8 +49,8 @@ def text(wanted: FrameworkPlan) -> str:
         "scheduler": _rates(wanted),
         "mixed_precision": _PRECISIONS[_recipe(plan)],
     }
-    found: str = yaml.safe_dump(told, sort_keys=False)
-    return found
+    text: str = yaml.safe_dump(config, sort_keys=False)
+    return text
 
 
 _PRECISIONS = {
@@ -72,7 +72,7 @@ def _recipe(plan: Plan) -> str:
 def _model(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return degrees, stages and recomputation."""
     plan, mesh, blocks = wanted.plan, wanted.plan.mesh, wanted.blocks
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "seq_length": plan.seq_len,
         "tensor_model_parallel_size": mesh.tensor,
         "pipeline_model_parallel_size": mesh.pipeline,
@@ -81,19 +81,19 @@ def _model(wanted: FrameworkPlan) -> dict[str, Any]:
         "sequence_parallel": mesh.tensor > 1 and mesh.sequence_parallel,
     }
     if "fp8-attention" in plan.backend.split("+"):
-        told["fp8_dot_product_attention"] = True
+        config["fp8_dot_product_attention"] = True
     if mesh.expert > 1:
-        told["expert_tensor_parallel_size"] = mesh.expert_tensor
+        config["expert_tensor_parallel_size"] = mesh.expert_tensor
     layout = megatron.layout_of(wanted)
     if layout is not None:
-        told["pipeline_model_parallel_layout"] = layout
+        config["pipeline_model_parallel_layout"] = layout
     elif plan.virtual_stages > 1:
-        told["virtual_pipeline_model_parallel_size"] = plan.virtual_stages
-        told["account_for_embedding_in_pipeline_split"] = blocks[0] < blocks[1]
-        told["account_for_loss_in_pipeline_split"] = blocks[-1] < blocks[1]
+        config["virtual_pipeline_model_parallel_size"] = plan.virtual_stages
+        config["account_for_embedding_in_pipeline_split"] = blocks[0] < blocks[1]
+        config["account_for_loss_in_pipeline_split"] = blocks[-1] < blocks[1]
     elif mesh.pipeline > 1 and len(set(blocks)) > 1:
-        told["num_layers_in_first_pipeline_stage"] = blocks[0]
-        told["num_layers_in_last_pipeline_stage"] = blocks[-1]
+        config["num_layers_in_first_pipeline_stage"] = blocks[0]
+        config["num_layers_in_last_pipeline_stage"] = blocks[-1]
     flags = dict(
         line.removeprefix("--").split(maxsplit=1) for line in megatron.recompute_flags(wanted)
     )
@@ -102,29 +102,29 @@ def _model(wanted: FrameworkPlan) -> dict[str, Any]:
     }
     if recompute_of(wanted) != "none" or len(wanted.recomputes) > 1:
         count = names["num-layers"]
-        told["recompute_granularity"] = names["granularity"]
-        told["recompute_method"] = names["method"]
-        told["recompute_num_layers"] = None if count is None else int(count)
+        config["recompute_granularity"] = names["granularity"]
+        config["recompute_method"] = names["method"]
+        config["recompute_num_layers"] = None if count is None else int(count)
         if modules := names.get("modules"):
-            told["recompute_modules"] = modules.split()
+            config["recompute_modules"] = modules.split()
     else:
-        told["recompute_granularity"] = None
-    return told
+        config["recompute_granularity"] = None
+    return config
 
 
 def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return the learning rates."""
     t = wanted.plan.training
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "lr_decay_style": {"wsd": "WSD"}.get(t.rate_schedule, t.rate_schedule),
         "lr_warmup_iters": t.warmup_steps,
         "lr_warmup_init": t.learning_rate / t.warmup_steps if t.warmup_steps else 0.0,
     }
     if wanted.falls:
-        told["lr_decay_iters"] = t.rate_steps
+        config["lr_decay_iters"] = t.rate_steps
     if t.rate_schedule == "wsd":
-        told |= {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": t.decay_steps}
-    return told
+        config |= {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": t.decay_steps}
+    return config
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:

@@ -45,7 +45,7 @@ def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan, t = wanted.plan, wanted.plan.training
     pipelined = plan.mesh.pipeline > 1
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "parallelism": {
             "dp": wanted.data,
             "pp": plan.mesh.pipeline,
@@ -79,8 +79,8 @@ def text(wanted: FrameworkPlan) -> str:
             "learning_rate_scheduler": _rates(wanted),
         },
     }
-    found: str = yaml.safe_dump(told, sort_keys=False)
-    return found
+    text: str = yaml.safe_dump(config, sort_keys=False)
+    return text
 
 
 def _rates(wanted: FrameworkPlan) -> dict[str, Any]:

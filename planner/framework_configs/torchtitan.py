@@ -71,12 +71,16 @@ def sharded_by_context(wanted: FrameworkPlan) -> Iterator[str]:
 def other_narrow(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield products in 8 bits that neither release makes, or other stacks do."""
     plan = wanted.plan
-    own = own_operators(wanted) and plan.precision in ("fp8", "mxfp8")
-    if plan.precision not in ("bf16", "fp32") and not own:
+    uses_own_operators = own_operators(wanted) and plan.precision in ("fp8", "mxfp8")
+    if plan.precision not in ("bf16", "fp32") and not uses_own_operators:
         yield f"precision {plan.precision}"
-    elif own and plan.scales not in ("tensorwise", *RECIPES):
+    elif uses_own_operators and plan.scales not in ("tensorwise", *RECIPES):
         yield f"{plan.scales} scales"
-    elif own and plan.scales == "rowwise_with_gw_hp" and "auto-filter" in options_of(wanted):
+    elif (
+        uses_own_operators
+        and plan.scales == "rowwise_with_gw_hp"
+        and "auto-filter" in options_of(wanted)
+    ):
         yield "auto_filter_small_kn with rowwise_with_gw_hp: torchao has no limits of it"
 
 
@@ -180,8 +184,8 @@ def _settings(wanted: FrameworkPlan) -> Iterator[str]:
         yield 'loss = getattr(config.loss, "loss_fn", config.loss)'
     converters = _converters(wanted)
     if converters:
-        made = ", ".join(f"{name}.Config({settings})" for name, settings in converters)
-        yield f"model_spec = model_registry(config.model_spec.flavor, converters=[{made}])"
+        calls = ", ".join(f"{name}.Config({settings})" for name, settings in converters)
+        yield f"model_spec = model_registry(config.model_spec.flavor, converters=[{calls}])"
     yield f"lr_scheduler.warmup_steps = {t.warmup_steps}"
     yield f"lr_scheduler.total_steps = {t.rate_steps if wanted.falls else None}"
     ratio = t.decay_steps / t.rate_steps if t.rate_schedule == "wsd" else None
@@ -203,7 +207,7 @@ def _converters(wanted: FrameworkPlan) -> list[tuple[str, str]]:
     experts = a is not None and a.experts is not None
     if plan.precision == "fp8":
         left = ["lm_head", "router.gate"] if experts else ["lm_head"]
-        found = [
+        converters = [
             (
                 "Float8LinearConverter",
                 f"recipe_name={plan.scales!r}, filter_fqns={left!r}, {compiled}",
@@ -211,11 +215,11 @@ def _converters(wanted: FrameworkPlan) -> list[tuple[str, str]]:
         ]
     else:
         taken = ["attention", "feed_forward", *(["shared_experts"] if experts else [])]
-        found = [("MXFP8LinearConverter", f"fqns={taken!r}, {compiled}")]
+        converters = [("MXFP8LinearConverter", f"fqns={taken!r}, {compiled}")]
     if experts and "narrow-experts" in options_of(wanted):
         kind = "Float8" if plan.precision == "fp8" else "MXFP8"
-        found.append((f"{kind}GroupedExpertsConverter", compiled))
-    return [(name, settings) for name, settings in found]
+        converters.append((f"{kind}GroupedExpertsConverter", compiled))
+    return [(name, settings) for name, settings in converters]
 
 
 def _groups(wanted: FrameworkPlan) -> Iterator[str]:

@@ -28,7 +28,7 @@ def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
 def text(wanted: FrameworkPlan) -> str:
     """Return the arguments."""
     plan, t = wanted.plan, wanted.plan.training
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.micro_batches,
         "bf16": plan.precision == "bf16",
@@ -45,33 +45,33 @@ def text(wanted: FrameworkPlan) -> str:
         "torch_compile": plan.compile == "block",
     }
     if plan.zero:
-        told["fsdp"] = "full_shard"
-        told["fsdp_config"] = {
+        config["fsdp"] = "full_shard"
+        config["fsdp_config"] = {
             "version": 2,
             "reshard_after_forward": plan.zero == 3,
             "cpu_offload": plan.offload == "parameters",
             "activation_checkpointing": recompute_of(wanted) == "full",
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         }
-    found: str = yaml.safe_dump(told, sort_keys=False)
-    return found
+    text: str = yaml.safe_dump(config, sort_keys=False)
+    return text
 
 
 def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return the learning rates; without a fall they stay, however long the run is."""
     t = wanted.plan.training
-    told: dict[str, Any] = {"warmup_steps": t.warmup_steps}
+    fields: dict[str, Any] = {"warmup_steps": t.warmup_steps}
     if not wanted.falls:
         name = "constant_with_warmup" if t.warmup_steps else "constant"
-        return {"lr_scheduler_type": name, **told}
-    told["max_steps"] = t.rate_steps
+        return {"lr_scheduler_type": name, **fields}
+    fields["max_steps"] = t.rate_steps
     if t.rate_schedule == "wsd":
         kind = {"num_decay_steps": t.decay_steps, "decay_type": "linear"}
         name, kwargs = "warmup_stable_decay", {**kind, "min_lr_ratio": t.floor}
     else:
         name = f"{t.rate_schedule}_with_min_lr" if t.floor else t.rate_schedule
         kwargs = {"min_lr_rate": t.floor} if t.floor else {}
-    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **told}
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **fields}
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:

@@ -36,9 +36,9 @@ def _refusal(
     layout: Layout,
 ) -> str | None:
     space = stack.space or EVERYTHING
-    found = limit(model, cluster, job, layout, space)
-    if found is None:
+    reason = limit(model, cluster, job, layout, space)
+    if reason is None:
         facts = Facts(model, cluster, job, layout)
-        found = next(obstacles(space, facts, of_degrees=of_degrees), None)
-        found = f"{stack.name}: {found}" if found else None
-    return found
+        reason = next(obstacles(space, facts, of_degrees=of_degrees), None)
+        reason = f"{stack.name}: {reason}" if reason else None
+    return reason

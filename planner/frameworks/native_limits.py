@@ -90,8 +90,8 @@ class Obstacle(NamedTuple):
 
 def obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | None:
     """Return why the runtime cannot train a model so, or None if it can."""
-    found = next(_adapter_obstacles(model), None) or next(_obstacles(model, job, layout), None)
-    return found or next(_place_obstacles(layout), None)
+    reason = next(_adapter_obstacles(model), None) or next(_obstacles(model, job, layout), None)
+    return reason or next(_place_obstacles(layout), None)
 
 
 def script_obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | None:
@@ -99,7 +99,7 @@ def script_obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | N
     return next(
         itertools.chain(
             _foreign_choices(job),
-            (Obstacle(*found) for found in unexecuted(SCRIPT, layout)),
+            (Obstacle(*reason) for reason in unexecuted(SCRIPT, layout)),
             _conflicts(model, job, layout),
             _unit_obstacles(layout),
             _place_obstacles(layout),
@@ -115,10 +115,10 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
 
     Models without an adapter can be planned all the same, with a `caveat`.
     """
-    found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_unplanned(model, job, layout, FAMILIES), None)
-    found = found or next(_obstacles(model, job, layout), None)
-    return str(found) if found else None
+    reason = next(_cluster_obstacles(cluster, job, layout), None)
+    reason = reason or next(_unplanned(model, job, layout, FAMILIES), None)
+    reason = reason or next(_obstacles(model, job, layout), None)
+    return str(reason) if reason else None
 
 
 def limit(
@@ -132,19 +132,19 @@ def limit(
 
     A `space` says whether its framework pads vocabularies and shares heads of keys.
     """
-    found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_unplanned(model, job, layout), None)
-    found = found or next(_limits(model, job, layout, space), None)
-    return str(found) if found else None
+    reason = next(_cluster_obstacles(cluster, job, layout), None)
+    reason = reason or next(_unplanned(model, job, layout), None)
+    reason = reason or next(_limits(model, job, layout, space), None)
+    return str(reason) if reason else None
 
 
 def caveat(model: ModelGraph, cluster: ClusterSpec) -> Assumption | None:
     """Return the warning that a plan of this model can be studied there, not launched, if so."""
-    found = next(_device_obstacles(cluster), None) or next(_adapter_obstacles(model), None)
-    if found is None:
+    reason = next(_device_obstacles(cluster), None) or next(_adapter_obstacles(model), None)
+    if reason is None:
         return None
     return Assumption(
-        what=f"{found.text}: this plan can be studied, not launched",
+        what=f"{reason.text}: this plan can be studied, not launched",
         provenance="assumed",
         source=CAVEAT_SOURCE,
     )
@@ -285,7 +285,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     a = model.architecture
     yield from _foreign_choices(job)
     claims = SCRIPT if is_own(model.source or "") else LAUNCH
-    yield from (Obstacle(*found) for found in unexecuted(claims, layout))
+    yield from (Obstacle(*reason) for reason in unexecuted(claims, layout))
     yield from _conflicts(model, job, layout)
     yield from _unit_obstacles(layout)
     if layout.relay is not None:
@@ -413,16 +413,16 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
             yield Obstacle(
                 "loss", f"is in chunks, which {layout.schedule} does not compute; leave it out"
             )
-        known = model.architecture is not None and not model.edges
-        if not (known or is_own(model.source or "")):
+        is_built_in = model.architecture is not None and not model.edges
+        if not (is_built_in or is_own(model.source or "")):
             yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
     if layout.stages > 1:
-        found = schedule.obstacle(layout.schedule, virtual_stages=layout.virtual_stages, **shape)
+        reason = schedule.obstacle(layout.schedule, virtual_stages=layout.virtual_stages, **shape)
     else:
-        found = schedule.too_long(**shape)
-    if found:
-        yield Obstacle(*found)
+        reason = schedule.too_long(**shape)
+    if reason:
+        yield Obstacle(*reason)
     if layout.stages > len(model.chain):
         yield Obstacle(
             "mesh.pipeline",

@@ -38,13 +38,13 @@ def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int)
         if len(set(model.chain_kinds[before : before + blocks])) > 1:
             return None
         lighter = ((0, 0), (1, 0), (0, 1), (1, 1)) if rule == "even_but_ends" else ((0, 0),)
-        found = []
+        reasons = []
         for front, back in lighter:
             each, left = divmod(blocks + front + back, ranks)
             if not left and each % virtual_stages == 0:
                 sizes = [each - front, *[each] * (ranks - 2), each - back]
-                found.append(_fixed(sizes, before, behind))
-        return tuple(found) or None
+                reasons.append(_fixed(sizes, before, behind))
+        return tuple(reasons) or None
     match rule:
         case "even":
             each, left = divmod(blocks, ranks)

@@ -130,7 +130,7 @@ def _latent_attention(
     operators, whole = gathered(setting, source, "attention_gather", full)
 
     def product(name: str, tensor: str, rows: float, columns: float) -> list[Operator]:
-        made = matmul(
+        scores = matmul(
             name,
             (tensor,),
             {name: tokens * columns * e},
@@ -139,7 +139,7 @@ def _latent_attention(
             weights=rows * columns,
         )
         before = source if tensor == whole else None
-        return linear(setting, made, source=before, size=tokens * rows * e)
+        return linear(setting, scores, source=before, size=tokens * rows * e)
 
     query_source, query_rows = whole, float(a.hidden_size)
     if latent.q_rank:
@@ -167,8 +167,8 @@ def _latent_attention(
     return [*operators, *row_wise(a, setting, "core", "attention_out", width=value_width)]
 
 
-def _own_heads(setting: Setting, gathered: float, own: float) -> list[Operator]:
-    """Queries, keys and values of all ranks, `gathered` bytes, and a rank's `own` cut from them.
+def _own_heads(setting: Setting, gathered: float, local: float) -> list[Operator]:
+    """Queries, keys and values of all ranks, `gathered` bytes; a rank cuts its `local` from them.
 
     They are gathered along features, so that what each rank sent is copied into its columns, and
     nothing hides it.  Source: Megatron Core, tensor_parallel/mappings.py (_gather_along_last_dim).
@@ -189,9 +189,9 @@ def _own_heads(setting: Setting, gathered: float, own: float) -> list[Operator]:
             name="own_heads",
             kind="memory",
             inputs=("qkv_gathered",),
-            outputs={"qkv_own": own},
-            moved_bytes=2 * own,
-            backward_moved_bytes=setting.kernels.back(2 * own, gathered + own),
+            outputs={"qkv_own": local},
+            moved_bytes=2 * local,
+            backward_moved_bytes=setting.kernels.back(2 * local, gathered + local),
         ),
     ]
 
@@ -371,9 +371,9 @@ def _moved(kernels: KernelSettings, tensors: float) -> tuple[float, float]:
 
     In 8 bits they are cast before it, and what it makes is cast back; backward their gradients.
     """
-    own = tensors if kernels.core_traffic else 0.0
+    tensor_bytes = tensors if kernels.core_traffic else 0.0
     casts = NARROWED * tensors if kernels.narrow_core else 0.0
-    return own + casts, 2 * own + casts
+    return tensor_bytes + casts, 2 * tensor_bytes + casts
 
 
 def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:

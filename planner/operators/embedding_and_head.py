@@ -329,7 +329,7 @@ def chunked_loss(
     if not early:
         return [product, last]
     # Nothing asks for a gradient of this one: its memory is of forward alone.
-    made = Operator(
+    operator = Operator(
         name="chunks",
         kind="memory",
         inputs=("logits",),
@@ -337,7 +337,7 @@ def chunked_loss(
         moved_bytes=LOSS_BACKWARD_BYTES * logits,
         workspace_bytes=working,
     )
-    return [product, made, last]
+    return [product, operator, last]
 
 
 def _one_loss(setting: Setting, size: float, whole: float) -> Operator:

@@ -39,7 +39,7 @@ class Routing:
         """
         if isinstance(units, np.ndarray):
             each, place = np.unique(units, return_inverse=True)
-            return np.array([_distinct(self, int(one)) for one in each])[place]
+            return np.array([_distinct(self, int(size)) for size in each])[place]
         return _distinct(self, units)
 
     def hops(self, ranks: int, near: int) -> tuple[float, float]:

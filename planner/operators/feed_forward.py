@@ -141,14 +141,14 @@ def _of_gathered_tokens(
     experts = a.experts
     assert experts is not None
     e, kernels = setting.element_bytes, setting.kernels
-    own = experts.count / setting.expert
+    experts_here = experts.count / setting.expert
     every = setting.expert * tokens
-    rows = every * smaller(float(experts.per_token), own)
+    rows = every * smaller(float(experts.per_token), experts_here)
     filled = tokens * experts.per_token * kernels.expert_skew
     full, held = every * a.hidden_size * e, rows * a.hidden_size * e
     beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
-    rate = kernels.expert_share * filled / (filled + own * kernels.expert_tile / 2)
-    matrix = own * experts.ffn_size * a.hidden_size
+    rate = kernels.expert_share * filled / (filled + experts_here * kernels.expert_tile / 2)
+    matrix = experts_here * experts.ffn_size * a.hidden_size
     fed = _feed_forward(
         a,
         setting,
@@ -157,7 +157,7 @@ def _of_gathered_tokens(
         "expert",
         tokens=rows,
         width=experts.ffn_size,
-        matrices=own,
+        matrices=experts_here,
         share=rate,
     )
     down = matmul(
@@ -190,7 +190,7 @@ def _of_gathered_tokens(
             kernels=10,
             workspace_bytes=held,
         ),
-        *(replace(one, flops=one.flops * filled / rows) for one in fed),
+        *(replace(op, flops=op.flops * filled / rows) for op in fed),
         Operator(
             name="combine",
             kind="memory",
@@ -282,38 +282,38 @@ def _relayed(
     choices = full / (a.hidden_size * setting.element_bytes) * experts.per_token
     across, inside, each = nodes * full * skew, ranks * full * skew, experts.per_token * full * skew
 
-    def copied(name: str, source: str, made: str, size: float, kinds: int) -> Operator:
+    def copied(name: str, source: str, tensor: str, size: float, kinds: int) -> Operator:
         return Operator(
             name=name,
             kind="memory",
             inputs=(source,),
-            outputs={made: size},
+            outputs={tensor: size},
             moved_bytes=2 * size,
             backward_moved_bytes=kernels.back(2 * size, 2 * size),
             kernels=kinds,
         )
 
     def sent(
-        source: str, made: str, size: float, axis: GroupAxis, copies: float | None = None
+        source: str, tensor: str, size: float, axis: GroupAxis, copies: float | None = None
     ) -> Operator:
-        told = 0.0 if copies is None else copies * choices
+        received = 0.0 if copies is None else copies * choices
         return Operator(
-            name=made,
+            name=tensor,
             kind="all_to_all",
             inputs=(source,),
-            outputs={made: size},
-            moved_bytes=size + told * (INDEX_BYTES + FP32),
-            backward_moved_bytes=size + told * FP32,
+            outputs={tensor: size},
+            moved_bytes=size + received * (INDEX_BYTES + FP32),
+            backward_moved_bytes=size + received * FP32,
             axis=axis,
             beside_shared=source == "leaving" and _goes_beside_shared(a),
         )
 
-    def added(name: str, source: str, made: str, of: float, size: float) -> Operator:
+    def added(name: str, source: str, tensor: str, of: float, size: float) -> Operator:
         return Operator(
             name=name,
             kind="memory",
             inputs=(source,),
-            outputs={made: size},
+            outputs={tensor: size},
             moved_bytes=of + size,
             backward_moved_bytes=kernels.back(of + size, of + size),
             kernels=2,

@@ -116,7 +116,7 @@ def kernels_of(
     rule = stack.kernels
     flash = rule.flash_attention if flash_attention is None else flash_attention
     scores: Scores = "module" if rule.attention == "module" else "fused"
-    found = KernelSettings(
+    settings = KernelSettings(
         fused_norm=rule.norm == "fused",
         fused_gate=rule.gate == "fused",
         fused_rotary=rule.rotary == "fused",
@@ -150,7 +150,7 @@ def kernels_of(
         adapters_drop=frozen and rule.adapter_dropout,
         restored_bytes=rule.restored_bytes if quantised else 0.0,
     )
-    return MODULES if found == MODULES else found
+    return MODULES if settings == MODULES else settings
 
 
 def _peak_logit_bytes(loss: Loss) -> float:

@@ -71,13 +71,13 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> OperatorTable:
     if setting.compiled:
         setting = replace(setting, kernels=compiled(setting.kernels))
     kernels = setting.kernels
-    found = _block(architecture, layer.kind, setting)
+    block = _block(architecture, layer.kind, setting)
     if kernels is MODULES:
-        return found
+        return block
     if kernels.compiled and setting.precision in EIGHT_BITS and not kernels.narrow:
-        found = replace(found, operators=_kept_narrow(found, setting.element_bytes))
+        block = replace(block, operators=_kept_narrow(block, setting.element_bytes))
     return replace(
-        found,
+        block,
         selective=kernels.selective,
         early_stop=kernels.early_stop,
         keeps_needed=kernels.compiled and architecture.family not in NORMS_BEHIND,
@@ -153,8 +153,8 @@ def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float
     a = model.architecture
     if a is None or layer.trace is not None:
         divided = layer.at(tensor)
-        known = divided.largest if divided else layer.largest
-        return _traced_parameters(layer, tensor) if known is None else float(known)
+        largest = divided.largest if divided else layer.largest
+        return _traced_parameters(layer, tensor) if largest is None else float(largest)
     if layer.kind in ("embedding", "head"):
         return a.vocab_size * embedding_width(a) / tensor
     widest = max(a.ffn_size, a.heads * a.head_dim)
@@ -208,23 +208,25 @@ def _kept_narrow(block: OperatorTable, element_bytes: int) -> tuple[Operator, ..
     with its copy, of what they keep; of what attention, a product or a collective gave, the copy is
     kept.  Products whose sides no 8-bit kernel takes keep their input as it is.
     """
-    made_by = {name: one for one in block.operators for name in one.outputs}
-    others = {n for one in block.operators if not _is_linear(one) for n in one.saved}
+    made_by = {name: op for op in block.operators for name in op.outputs}
+    others = {n for op in block.operators if not _is_linear(op) for n in op.saved}
     operators: list[Operator] = []
-    for one in block.operators:
+    for op in block.operators:
         copies: dict[str, float] = {}
         saved = []
-        for name in one.saved:
-            if not _is_linear(one) or name not in made_by:
+        for name in op.saved:
+            if not _is_linear(op) or name not in made_by:
                 saved.append(name)
                 continue
             size = block.sizes[name]
             copy = 0.0 if made_by[name].kind == "memory" else size / element_bytes
-            copies[f"{name}_copy"] = either(one.aligned, copy, 0.0 if name in others else size)
-        operators.append(replace(one, saved=(*saved, *copies)))
+            copies[f"{name}_copy"] = either(op.aligned, copy, 0.0 if name in others else size)
+        operators.append(replace(op, saved=(*saved, *copies)))
         if copies:
-            made = Operator(name=f"{one.name}_copy", kind="memory", inputs=(), outputs=copies)
-            operators.insert(-1, replace(made, kernels=0))
+            copy_operator = Operator(
+                name=f"{op.name}_copy", kind="memory", inputs=(), outputs=copies
+            )
+            operators.insert(-1, replace(copy_operator, kernels=0))
     return tuple(operators)
 
 
@@ -409,7 +411,7 @@ def _to_experts(
     tokens = sent / experts.per_token
 
     def moved(
-        made: str,
+        source: str,
         size: float,
         axis: GroupAxis,
         kind: OperatorKind = "all_to_all",
@@ -417,11 +419,11 @@ def _to_experts(
         stores: bool = True,
     ) -> Operator:
         return Operator(
-            name=f"{name}_{made}",
+            name=f"{name}_{source}",
             kind=kind,
             inputs=(),
-            outputs={made: size},
-            saved=(made,) if stores else (),
+            outputs={source: size},
+            saved=(source,) if stores else (),
             moved_bytes=size,
             backward_moved_bytes=size,
             axis=axis,
@@ -496,11 +498,11 @@ def _logits_in_chunks(
 
 def _figure(layer: Layer, setting: Setting, of: Callable[[LayerTrace], float]) -> float:
     """Return a figure of a traced layer at the setting's tensor degree; arrays where many."""
-    found = float(of(layer.trace)) if layer.trace else 0.0
+    value = float(of(layer.trace)) if layer.trace else 0.0
     if setting.divides_tensors:
-        for one in layer.divided or ():
-            found = either(setting.tensor == one.tensor, float(of(one.trace)), found)
-    return found
+        for shard in layer.divided or ():
+            value = either(setting.tensor == shard.tensor, float(of(shard.trace)), value)
+    return value
 
 
 def _sums(layer: Layer, setting: Setting) -> Iterator[tuple[str, float]]:
@@ -510,16 +512,16 @@ def _sums(layer: Layer, setting: Setting) -> Iterator[tuple[str, float]]:
     """
 
     def size(of: Callable[[DividedLayer], Sequence[int]], at: int) -> float:
-        found = 0.0
-        for one in layer.divided or ():
-            sizes = of(one)
-            own = float(sizes[at]) if at < len(sizes) else 0.0
-            found = either(setting.tensor == one.tensor, own, found)
-        return found
+        size = 0.0
+        for shard in layer.divided or ():
+            sizes = of(shard)
+            shard_size = float(sizes[at]) if at < len(sizes) else 0.0
+            size = either(setting.tensor == shard.tensor, shard_size, size)
+        return size
 
-    for at in range(max(len(one.sums_bytes) for one in layer.divided or ())):
+    for at in range(max(len(shard.sums_bytes) for shard in layer.divided or ())):
         yield f"sum_{at}", size(lambda one: one.sums_bytes, at)
-    for at in range(max(len(one.copies_bytes) for one in layer.divided or ())):
+    for at in range(max(len(shard.copies_bytes) for shard in layer.divided or ())):
         yield f"gradient_{at}", size(lambda one: one.copies_bytes, at)
     yield "last_sum", size(lambda one: (one.last_sum_bytes,), 0)
 

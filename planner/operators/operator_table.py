@@ -382,16 +382,20 @@ class OperatorTable:
             case "full" | "selective":
                 names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
                 if recompute == "selective" and self.selective == "cheap":
-                    made = _outputs(self._cheap)
+                    outputs = _outputs(self._cheap)
                     needed = {name for op in self._cheap for name in op.saved or op.inputs}
-                    names = (_saved(self.operators) | needed) - made
+                    names = (_saved(self.operators) | needed) - outputs
                 elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
                     names = _saved(self.operators) - (_outputs(core[:-1]))
                 elif recompute == "selective":
                     kept = self._kept_outputs
-                    found = _outputs(op for op in self._inside if op.name in kept)
-                    names |= found & self._asked_for(found) if self.keeps_needed else found
+                    kept_outputs = _outputs(op for op in self._inside if op.name in kept)
+                    names |= (
+                        kept_outputs & self._asked_for(kept_outputs)
+                        if self.keeps_needed
+                        else kept_outputs
+                    )
             case _:
                 assert_never(recompute)
         # Sorted: sums in the order of a set differ in the last bits from run to run.
@@ -471,11 +475,13 @@ class OperatorTable:
             operator = self.operators[index]
             if gradients.keys().isdisjoint(operator.outputs):
                 continue
-            made = sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
+            live_bytes = (
+                sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
+            )
             back = again if index < inside else 0.0
             if operator.name not in late and not operator.frozen:
                 left = left + weight_bytes * operator.weights
-            peak = larger(peak, sum(gradients.values()) + made + back + left - freed)
+            peak = larger(peak, sum(gradients.values()) + live_bytes + back + left - freed)
             gradients |= {name: self.sizes[name] for name in operator.inputs}
             for name in operator.outputs:
                 gone = gradients.pop(name, 0.0)
@@ -531,17 +537,17 @@ class OperatorTable:
 
         None is looked for behind one of `kept`.
         """
-        found: set[str] = set()
+        names: set[str] = set()
         waiting = _saved(self._inside)
         made_by = {name: op for op in self._inside for name in op.outputs}
         while waiting:
             name = waiting.pop()
-            if name in found:
+            if name in names:
                 continue
-            found.add(name)
+            names.add(name)
             if name not in kept and name in made_by:
                 waiting |= set(made_by[name].inputs)
-        return found
+        return names
 
     @property
     def _needed_again(self) -> int:
@@ -552,8 +558,8 @@ class OperatorTable:
         if not self.early_stop:
             return len(self._inside)
         needed = _saved(self._inside)
-        made = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
-        return max(made, default=-1) + 1
+        indices = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
+        return max(indices, default=-1) + 1
 
     @property
     def _inside(self) -> tuple[Operator, ...]:
@@ -564,25 +570,25 @@ class OperatorTable:
         return self.operators[len(self.operators) - self.outside :]
 
 
-def larger(one: float, other: float) -> float:
+def larger(first: float, other: float) -> float:
     """Return the larger, element by element where settings are many."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return cast(float, np.maximum(one, other))
-    return max(one, other)
+    if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.maximum(first, other))
+    return max(first, other)
 
 
-def smaller(one: float, other: float) -> float:
+def smaller(first: float, other: float) -> float:
     """Return the smaller, element by element where settings are many."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return cast(float, np.minimum(one, other))
-    return min(one, other)
+    if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.minimum(first, other))
+    return min(first, other)
 
 
-def either(condition: bool, one: float, other: float) -> float:
-    """Return `one` where the condition is true, element by element where settings are many."""
+def either(condition: bool, yes: float, other: float) -> float:
+    """Return `yes` where the condition is true, element by element where settings are many."""
     if isinstance(condition, np.ndarray):
-        return cast(float, np.where(condition, one, other))
-    return one if condition else other
+        return cast(float, np.where(condition, yes, other))
+    return yes if condition else other
 
 
 def share(part: float, whole: float) -> float:

@@ -344,18 +344,18 @@ def projections(
     if setting.kernels.large_only:
         apart: dict[bool, list[str]] = {}
         for name, made_bytes in outputs.items():
-            one = product({name: made_bytes}, made_bytes / (tokens * e))
+            shape = product({name: made_bytes}, made_bytes / (tokens * e))
             columns = undivided(setting, made_bytes / (tokens * e))
-            small = of_whole(setting, one, a.hidden_size, columns) is not one
+            small = of_whole(setting, shape, a.hidden_size, columns) is not shape
             apart.setdefault(small, []).append(name)
         products = []
         for small, names in apart.items():
             some = {name: outputs[name] for name in names}
-            one = product(some, sum(some.values()) / (tokens * e))
-            products.append(replace(one, name="qkv_small", aligned=False) if small else one)
+            shape = product(some, sum(some.values()) / (tokens * e))
+            products.append(replace(shape, name="qkv_small", aligned=False) if small else shape)
     size = tokens * a.hidden_size * e
-    made = (linear(setting, one, source=source, size=size) for one in products)
-    return [operator for operators in made for operator in operators]
+    linears = (linear(setting, shape, source=source, size=size) for shape in products)
+    return [operator for operators in linears for operator in operators]
 
 
 def row_wise(

@@ -14,7 +14,7 @@ MEASURED = {"step time": "time", "peak memory": "memory"}
 
 
 def calibration_text(
-    result: Calibrated, said: Sequence[Fact] = (), *, explain: bool = False
+    result: Calibrated, extra: Sequence[Fact] = (), *, explain: bool = False
 ) -> RenderableType:
     """Return how far predictions were off before and after, and the constants that changed."""
     facts = []
@@ -37,7 +37,7 @@ def calibration_text(
             names = ", ".join(refused.name for refused in each.fit.refused)
             facts.append(Fact(label="stays", text=names, detail=True))
     title = f"constants of {result.calibration.accelerator}"
-    shown = Summary(title, [*facts, *said], whole=explain)
+    shown = Summary(title, [*facts, *extra], whole=explain)
     return Group(shown, *calibration_lines(result)) if explain else shown
 
 
@@ -51,10 +51,10 @@ def calibration_lines(result: Calibrated) -> Iterator[str]:
             ("after", each.fit.after),
             ("each run left out", each.fit.left_out),
         ):
-            found = errors(signed)
+            scores = errors(signed)
             yield (
-                f"  error {when}: median {found['median']:.1%}, mean {found['mean']:.1%}, "
-                f"90th percentile {found['p90']:.1%}, bias {found['bias']:+.1%}"
+                f"  error {when}: median {scores['median']:.1%}, mean {scores['mean']:.1%}, "
+                f"90th percentile {scores['p90']:.1%}, bias {scores['bias']:+.1%}"
             )
 
 

@@ -109,8 +109,8 @@ def _wrapped(
 
 def plain_table(*columns: str, right: Iterable[int] = (), title: str | None = None) -> Table:
     """Return an empty table without borders; the columns at `right` have figures."""
-    made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     figures = set(right)
     for place, name in enumerate(columns):
-        made.add_column(name, justify="right" if place in figures else "left", overflow="fold")
-    return made
+        table.add_column(name, justify="right" if place in figures else "left", overflow="fold")
+    return table

@@ -84,9 +84,11 @@ def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, Stage
     homes = rank_of_stage(plan.schedule, stages=len(plan.stages), virtual_stages=each)
     rows = []
     for rank in range(plan.mesh.pipeline):
-        own = [stage for stage, home in enumerate(homes) if home == rank]
-        named = f"stage {own[0]}" if each == 1 else f"stages {', '.join(map(str, own))}"
-        rows.append((f"rank {rank}: {named}", prediction.stages[own[0]]))
+        stages_here = [stage for stage, home in enumerate(homes) if home == rank]
+        named = (
+            f"stage {stages_here[0]}" if each == 1 else f"stages {', '.join(map(str, stages_here))}"
+        )
+        rows.append((f"rank {rank}: {named}", prediction.stages[stages_here[0]]))
     return rows
 
 
@@ -116,7 +118,7 @@ def resident_gib(
     Activations are in flight from a forward to its backward (or the gradients of its weights);
     their predicted peak is divided evenly over the most that are in flight at once.
     """
-    found = {}
+    marks = {}
     for rank, order in enumerate(timeline.orders):
         split = any(action.kind == "W" for action in order)
         ends = "W" if split else "B"
@@ -132,8 +134,8 @@ def resident_gib(
         activations = memory.memory_parts.get("activations", 0.0)
         kept = memory.peak_memory_bytes - activations
         each = activations / max(1, *(count for _, count in moments))
-        found[rank] = [(1e3 * at, (kept + each * count) / GIB) for at, count in moments]
-    return found
+        marks[rank] = [(1e3 * at, (kept + each * count) / GIB) for at, count in moments]
+    return marks
 
 
 def resident_chart(timeline: Timeline, ranks: Sequence[tuple[str, StagePrediction]]) -> str:

@@ -117,9 +117,9 @@ def _cell(layout: Layout, rank: int, node: int, x: int, y: int) -> str:
     at = coordinates(layout, rank)
     colour = COLOURS[at.get("pipeline", 0) % len(COLOURS)]
     words = " ".join(f"{SHORT[name]}{place}" for name, place in at.items() if name != "pipeline")
-    told = ", ".join(f"{name} {place}" for name, place in at.items()) or "alone"
+    place_text = ", ".join(f"{name} {place}" for name, place in at.items()) or "alone"
     return (
-        f"<g><title>rank {rank} on node {node}: {told}</title>"
+        f"<g><title>rank {rank} on node {node}: {place_text}</title>"
         f'<rect x="{x}" y="{y + 1}" width="{CELL - 4}" height="{HIGH - 2}" rx="4" '
         f'fill="{colour}" fill-opacity="0.25" stroke="{colour}"/>'
         f'<text x="{x + CELL // 2 - 2}" y="{y + 16}" text-anchor="middle">{rank}</text>'

@@ -25,13 +25,13 @@ FEW = 8
 
 
 def solution_text(
-    problem: Problem, found: GraphSolution, *, explain: bool = False
+    problem: Problem, result: GraphSolution, *, explain: bool = False
 ) -> RenderableType:
     """Return the step, and a row for each stage: layers, their options, seconds, memory.
 
     Of many stages the slowest are shown; with `explain` all are.
     """
-    instance, solution = problem.instance(), found.split
+    instance, solution = problem.instance(), result.split
     proof = "optimal" if solution.optimal else f"within {percent_text(solution.gap)}"
     lines: list[RenderableType] = [
         f"a step takes {seconds_text(solution.objective_s)}, {proof}; no split takes less than "
@@ -40,7 +40,7 @@ def solution_text(
     columns = ("stage", "layers", "options", "seconds", "once a step", "memory", "of")
     table = plain_table(*columns, right=(3, 4, 5, 6))
     slowest_s = max(solution.stage_s)
-    rows = stages_of(problem, found)
+    rows = stages_of(problem, result)
     if len(rows) > FEW and not explain:
         slowest = sorted(rows, key=lambda row: -float(row["seconds"]))[: FEW - 1]
         rows = [row for row in rows if row in slowest]
@@ -51,8 +51,8 @@ def solution_text(
         marked = "*" if row["seconds"] == slowest_s else ""
         table.add_row(
             str(row["stage"]),
-            _spans(_held(found)[row["stage"]]),
-            options_text(problem, found, row["stage"]),
+            _spans(_held(result)[row["stage"]]),
+            options_text(problem, result, row["stage"]),
             marked + seconds_text(row["seconds"]),
             seconds_text(row["sync_s"]),
             bytes_text(row["bytes"]),
@@ -68,41 +68,41 @@ def solution_text(
     return Group(*lines)
 
 
-def _held(found: GraphSolution) -> list[list[int]]:
+def _held(solution: GraphSolution) -> list[list[int]]:
     """[stage] Numbers of its layers, rising."""
-    cuts = itertools.pairwise(found.split.cuts)
-    return [sorted(found.order[first:end]) for first, end in cuts]
+    cuts = itertools.pairwise(solution.split.cuts)
+    return [sorted(solution.order[first:end]) for first, end in cuts]
 
 
-def stages_of(problem: Problem, found: GraphSolution) -> list[dict[str, Any]]:
+def stages_of(problem: Problem, result: GraphSolution) -> list[dict[str, Any]]:
     """Return every stage as plain data.
 
     `layers` are its first and its last, and of a graph all of them.
     """
-    instance, solution, whole = problem.instance(), found.split, not problem.edges
+    instance, solution, whole = problem.instance(), result.split, not problem.edges
     return [
         {
             "stage": s,
             "layers": [held[0], held[-1]] if whole else held,
-            "options": _names(instance, found, held),
+            "options": _names(instance, result, held),
             "seconds": solution.stage_s[s],
             "sync_s": solution.stage_sync_s[s],
             "bytes": solution.stage_bytes[s],
             "capacity_bytes": instance.stages[s].capacity_bytes,
         }
-        for s, held in enumerate(_held(found))
+        for s, held in enumerate(_held(result))
     ]
 
 
-def options_text(problem: Problem, found: GraphSolution, stage: int) -> str:
+def options_text(problem: Problem, solution: GraphSolution, stage: int) -> str:
     """Return the options of a stage's layers, alike ones in a row together.
 
     `embedding: keep; 3 x block: recompute; 2 x block: keep`
     """
-    instance, kinds, held = problem.instance(), list(problem.kinds), _held(found)[stage]
+    instance, kinds, held = problem.instance(), list(problem.kinds), _held(solution)[stage]
     chosen = zip(
         (kinds[instance.layers[layer]] for layer in held),
-        _names(instance, found, held),
+        _names(instance, solution, held),
         strict=True,
     )
     return "; ".join(_runs(chosen))
@@ -114,13 +114,15 @@ def _runs(chosen: Iterator[tuple[str, str]]) -> Iterator[str]:
         yield f"{kind}: {option}" if count == 1 else f"{count} x {kind}: {option}"
 
 
-def _options(found: GraphSolution) -> list[int]:
+def _options(solution: GraphSolution) -> list[int]:
     """[layer] Index of the option that it takes."""
-    return [option for _, option in sorted(zip(found.order, found.split.options, strict=True))]
+    return [
+        option for _, option in sorted(zip(solution.order, solution.split.options, strict=True))
+    ]
 
 
-def _names(instance: Instance, found: GraphSolution, held: Sequence[int]) -> list[str]:
-    options = _options(found)
+def _names(instance: Instance, solution: GraphSolution, held: Sequence[int]) -> list[str]:
+    options = _options(solution)
     return [instance.options_of(layer)[options[layer]].name for layer in held]
 
 
@@ -140,7 +142,7 @@ def solution_json(
     """Return what `solve --json` prints."""
     if isinstance(result, GraphSolution):
         split = result.split
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "feasible": True,
             "objective_s": split.objective_s,
             "lower_bound_s": split.lower_bound_s,
@@ -152,8 +154,8 @@ def solution_json(
             "stages": stages_of(problem, result),
         }
         if problem.edges:
-            found["order"] = list(result.order)
-        return found
+            document["order"] = list(result.order)
+        return document
     if isinstance(result, Infeasible):
         return {"feasible": False, "reason": result.reason}
     if isinstance(result, Unfinished):

@@ -18,12 +18,12 @@ from meshwright.planner.documents.units import seconds_text
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
     """Return the layouts that were simulated and lie within the error bar of the plan."""
     bar = 1 + own_miss(prediction.step_parts)
-    found = [
+    ties = [
         finalist.layout
         for finalist in certificate.finalists
         if finalist.step_time_s <= bar * prediction.step_time_s
     ]
-    return [layout for layout in dict.fromkeys(found) if layout != prediction.layout]
+    return [layout for layout in dict.fromkeys(ties) if layout != prediction.layout]
 
 
 def parts(layout: str) -> int:

@@ -207,24 +207,24 @@ def scatter(title: str, points: Sequence[Point], x_title: str, y_title: str) -> 
     return _svg(title, body)
 
 
-def steps(title: str, found: Sequence[StepCurve], x_title: str, y_title: str) -> str:
+def steps(title: str, curves: Sequence[StepCurve], x_title: str, y_title: str) -> str:
     """Return lines that go across and then up or down, with a key, or none."""
-    points = [point for one in found for point in one.points]
+    points = [point for curve in curves for point in curve.points]
     if not points:
         return ""
     across = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT, log=False, zero=False)
     up = _axis([y for _, y in points], HEIGHT - BOTTOM, TOP, log=False, zero=True)
     body = _frame(across, up, x_title, y_title)
-    for place, one in enumerate(found):
-        (x, y), *rest = one.points
+    for place, curve in enumerate(curves):
+        (x, y), *rest = curve.points
         path = f"M{across.at(x):.1f} {up.at(y):.1f}" + "".join(
             f"H{across.at(x):.1f}V{up.at(y):.1f}" for x, y in rest
         )
         body.append(
             f'<path d="{path}" fill="none" stroke="{COLOURS[place % len(COLOURS)]}" '
-            f'stroke-width="1.5"><title>{escape(one.name)}</title></path>'
+            f'stroke-width="1.5"><title>{escape(curve.name)}</title></path>'
         )
-    key, height = _legend([one.name for one in found], HEIGHT + 4)
+    key, height = _legend([curve.name for curve in curves], HEIGHT + 4)
     return _svg(title, [*body, *key], HEIGHT + height + 4)
 
 

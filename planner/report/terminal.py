@@ -35,8 +35,8 @@ class Terminal(Console):
         """Columns and lines of what is printed on."""
         if self.is_terminal or self._asked is not None:
             return super().size
-        said = whole_number(os.environ.get("COLUMNS", "")) or PIPED
-        return ConsoleDimensions(max(said, NARROWEST), PAGE)
+        columns = whole_number(os.environ.get("COLUMNS", "")) or PIPED
+        return ConsoleDimensions(max(columns, NARROWEST), PAGE)
 
     @size.setter
     def size(self, new_size: tuple[int, int]) -> None:

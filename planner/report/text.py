@@ -28,7 +28,7 @@ ROUNDED = 5e-4
 AMORTISED_STEPS = 1000
 """Over which the seconds of compilation are shown."""
 SURE = 0.95
-"""A plan that fits with a lower probability is said to."""
+"""A plan that fits with a lower probability is extra to."""
 NOTED = (CAVEAT_SOURCE, FULL_TIME.source)
 """Sources of assumptions that no answer leaves out: it cannot be launched, or its time is a bound.
 """
@@ -40,10 +40,10 @@ def answer_text(
     certificate: Certificate | None = None,
     *,
     choices: Sequence[Alternative] = (),
-    said: Iterable[Fact] = (),
+    extra: Iterable[Fact] = (),
     explain: bool = True,
 ) -> RenderableType:
-    """Return a plan, its time with range, memory, why it is chosen and `said`, in ten lines.
+    """Return a plan, its time with range, memory, why it is chosen and `extra`, in ten lines.
 
     With `explain` all of it follows whole: each stage, the plans beside it, what was assumed, the
     proof, and how the others fell.
@@ -57,7 +57,7 @@ def answer_text(
         facts.append(Fact(label="why", text=why_text(choices)))
     if certificate is not None:
         facts += proof_facts(certificate, whole=explain)
-    facts += said
+    facts += extra
     shown: RenderableType = Summary(_title(plan), facts, whole=explain)
     if not explain:
         return shown
@@ -150,9 +150,9 @@ def cost_word(choices: Sequence[Alternative]) -> str:
     'cost'
     """
     devices = {
-        (one.plan.cluster, one.plan.mesh.devices + one.prediction.idle_devices)
-        for one in choices
-        if one.plan is not None and one.prediction is not None
+        (choice.plan.cluster, choice.plan.mesh.devices + choice.prediction.idle_devices)
+        for choice in choices
+        if choice.plan is not None and choice.prediction is not None
     }
     return "cost" if len(devices) <= 1 else "time"
 
@@ -178,10 +178,12 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     peak, capacity = fullest.peak_memory_bytes, fullest.memory_capacity_bytes
     figures = _in_gib if peak >= 10 * GIB and not whole else bytes_text
     odds = prediction.fit_probability
-    said = "" if odds is None or (odds >= SURE and not whole) else f", fits with {100 * odds:.0f} %"
+    suffix = (
+        "" if odds is None or (odds >= SURE and not whole) else f", fits with {100 * odds:.0f} %"
+    )
     if whole and prediction.peak_memory_range_bytes is not None:
-        said = f" ({' to '.join(map(bytes_text, prediction.peak_memory_range_bytes))}){said}"
-    text = f"{figures(peak)} of {bytes_text(capacity)}{on}{said}: "
+        suffix = f" ({' to '.join(map(bytes_text, prediction.peak_memory_range_bytes))}){suffix}"
+    text = f"{figures(peak)} of {bytes_text(capacity)}{on}{suffix}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
     if not prediction.fits:
         counted = "with the memory that its allocator adds where little is free"
@@ -333,9 +335,9 @@ def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
     )
     if looked_at:
         yield Fact(label="bounds", text=looked_at)
-    for one in certificate.finalists:
-        steps = f"{one.step_time_s:.6g} s, closed form {one.closed_form_s:.6g} s"
-        yield Fact(label="simulated", text=f"{one.layout}: {steps}")
+    for finalist in certificate.finalists:
+        steps = f"{finalist.step_time_s:.6g} s, closed form {finalist.closed_form_s:.6g} s"
+        yield Fact(label="simulated", text=f"{finalist.layout}: {steps}")
 
 
 def shares_text(plan: Plan) -> str:

@@ -106,17 +106,17 @@ def left_out(timeline: Timeline) -> int:
 
 
 def _spans(timeline: Timeline, most: int) -> list[_TimelineSpan]:
-    found = []
+    spans = []
     for rank in range(len(timeline.orders)):
         turns = {
             stage: turn
             for turn, stage in enumerate(sorted({a.stage for a in timeline.orders[rank]}))
         }
-        found += [
+        spans += [
             _TimelineSpan(rank, start_s, end_s, action, turns[action.stage])
             for start_s, end_s, action in timeline.actions(rank)[:most]
         ]
-    return found
+    return spans
 
 
 def _turns(spans: Sequence[_TimelineSpan]) -> int:
@@ -124,12 +124,12 @@ def _turns(spans: Sequence[_TimelineSpan]) -> int:
 
 
 def _by_kind(spans: Sequence[_TimelineSpan]) -> dict[tuple[str, int], list[_TimelineSpan]]:
-    found: dict[tuple[str, int], list[_TimelineSpan]] = {
+    rows: dict[tuple[str, int], list[_TimelineSpan]] = {
         (kind, turn): [] for turn in range(_turns(spans)) for kind in SHADES
     }
     for span in spans:
-        found[span.action.kind, span.turn].append(span)
-    return {key: of_kind for key, of_kind in found.items() if of_kind}
+        rows[span.action.kind, span.turn].append(span)
+    return {key: of_kind for key, of_kind in rows.items() if of_kind}
 
 
 def _place(span: _TimelineSpan, scale: float) -> tuple[int, int, int]:

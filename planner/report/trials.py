@@ -73,20 +73,20 @@ def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
 
 def moved(tuner: Tuner) -> list[MovedConstant]:
     """Return the constants that trials changed, the one learnt most first."""
-    found = []
-    for one in tuner.posterior.constants:
-        spread = CONSTANTS[one.name].spread
-        found.append(
+    changes = []
+    for constant in tuner.posterior.constants:
+        spread = CONSTANTS[constant.name].spread
+        changes.append(
             MovedConstant(
-                name=one.name,
-                what=CONSTANTS[one.name].what,
+                name=constant.name,
+                what=CONSTANTS[constant.name].what,
                 before=_factors(0.0, spread),
-                after=_factors(one.mean, one.spread),
-                learnt=1 - min(1.0, one.spread / spread),
+                after=_factors(constant.mean, constant.spread),
+                learnt=1 - min(1.0, constant.spread / spread),
             )
         )
-    told = [one for one in found if one.learnt or one.after[0] != 1]
-    return sorted(told, key=lambda one: -abs(math.log(one.after[0])))
+    learnt = [change for change in changes if change.learnt or change.after[0] != 1]
+    return sorted(learnt, key=lambda one: -abs(math.log(one.after[0])))
 
 
 def _factors(mean: float, spread: float) -> tuple[float, float, float]:

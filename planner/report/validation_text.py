@@ -16,13 +16,13 @@ WORST = 3
 
 
 def validation_text(
-    validation: Validation, *, said: Sequence[Fact] = (), explain: bool = True
+    validation: Validation, *, facts: Sequence[Fact] = (), explain: bool = True
 ) -> RenderableType:
     """Return how far predictions are off, in ten lines.
 
     With `explain` follow scores by source, what was skipped, the rows missed most.
     """
-    shown = Summary(_title(validation), [*_facts(validation), *said], whole=explain)
+    shown = Summary(_title(validation), [*_facts(validation), *facts], whole=explain)
     return Group(shown, "", *_all_of_it(validation)) if explain else shown
 
 
@@ -37,8 +37,8 @@ def _facts(validation: Validation) -> Iterator[Fact]:
     average = macro(sources.values())
 
     def mean(part: str, key: str) -> float | None:
-        found = average[part].get(key)
-        return None if found is None else float(found)
+        score = average[part].get(key)
+        return None if score is None else float(score)
 
     median, p90 = mean("step_time", "median_abs_error"), mean("step_time", "p90_abs_error")
     if median is not None and p90 is not None:
@@ -47,15 +47,15 @@ def _facts(validation: Validation) -> Iterator[Fact]:
         yield Fact(label="time", text=f"{text}{over}")
     memory = mean("peak_memory", "median_abs_error")
     calls = mean("out_of_memory", "accuracy")
-    told = [] if memory is None else [f"off by {memory:.1%} in the median"]
-    told += [] if calls is None else [f"right whether a run fits in {calls:.1%} of runs"]
-    if told:
-        yield Fact(label="memory", text="; ".join(told))
+    parts_text = [] if memory is None else [f"off by {memory:.1%} in the median"]
+    parts_text += [] if calls is None else [f"right whether a run fits in {calls:.1%} of runs"]
+    if parts_text:
+        yield Fact(label="memory", text="; ".join(parts_text))
     tau, regret = mean("ranking", "kendall_tau"), mean("ranking", "regret")
     if tau is not None and regret is not None:
         text = f"Kendall's tau {tau:.2f}; the first in rank is {regret:.1%} off the fastest"
         yield Fact(label="ranking", text=text)
-    timed = {name: one.step_time for name, one in sources.items() if one.step_time}
+    timed = {name: scores.step_time for name, scores in sources.items() if scores.step_time}
     worst = sorted(timed, key=lambda name: -timed[name].median_abs_error)[:WORST]
     if len(timed) > WORST:
         parts = (f"{name} {timed[name].median_abs_error:.0%}" for name in worst)

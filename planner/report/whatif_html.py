@@ -137,9 +137,9 @@ def _static(result: Result, environment: jinja2.Environment) -> Iterator[tuple[s
     yield "Plans and prices of the candidates", module.plans()
     if matrix:
         yield "Models and candidates, as the study has it", module.cells()
-    said = [*verdicts(result), *answers(result)]
-    if said:
-        yield "What follows, as the study has it", module.listed(said)
+    sentences = [*verdicts(result), *answers(result)]
+    if sentences:
+        yield "What follows, as the study has it", module.listed(sentences)
     if failed:
         yield "What does not fit", module.misfits()
     if result.best is not None:
@@ -159,15 +159,15 @@ def _cells(result: Result) -> list[tuple[str, list[tuple[str, str]]]]:
     models, names = result.study.rows, list(result.candidates)
     if len(models) == 1:
         return []
-    found = {(o.model, o.candidate): o for o in result.outcomes}
+    outcomes = {(o.model, o.candidate): o for o in result.outcomes}
     by = ordered_by(result.study, result.outcomes)
     rows = []
     for model in models:
-        known = [found.get((model, name)) for name in names]
-        sizes = [compared(o, by) if o is not None and o.fits else math.inf for o in known]
+        row = [outcomes.get((model, name)) for name in names]
+        sizes = [compared(o, by) if o is not None and o.fits else math.inf for o in row]
         least = min(sizes)
         rows.append(
-            (model, [(_cell(o), _shade(size, least)) for o, size in zip(known, sizes, strict=True)])
+            (model, [(_cell(o), _shade(size, least)) for o, size in zip(row, sizes, strict=True)])
         )
     return rows
 
@@ -193,7 +193,7 @@ def _cell(outcome: CandidateOutcome | None) -> str:
 
 def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
     """Return (what, value, source) of every assumption; what was left out is a default."""
-    known, failures, owning = assumed.facility, assumed.failures, assumed.owning
+    facility, failures, owning = assumed.facility, assumed.failures, assumed.owning
     quantities = [
         *([("goodput", assumed.goodput)] if assumed.goodput is not None else []),
         ("failures of a device an hour", failures.per_device_hour),
@@ -215,19 +215,19 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("storage, USD per TB and month", assumed.data.usd_per_tb_month),
         ("transfers, USD per TB", assumed.data.usd_per_tb_moved),
         ("days until bought devices are delivered", assumed.lead_days),
-        ("node power over design power", known.node_power_over_tdp),
-        ("network, W per device", known.network_w_per_device),
-        ("power usage effectiveness", known.power_usage_effectiveness),
-        ("electricity, USD per kWh", known.electricity_usd_per_kwh),
+        ("node power over design power", facility.node_power_over_tdp),
+        ("network, W per device", facility.network_w_per_device),
+        ("power usage effectiveness", facility.power_usage_effectiveness),
+        ("electricity, USD per kWh", facility.electricity_usd_per_kwh),
         ("exponent of compute over power limit", assumed.power_limit_exponent),
     ]
     rows = [(name, _range(quantity), quantity.source) for name, quantity in quantities]
     grams = assumed.carbon_g_per_kwh
     if grams is None:
         country = assumed.country
-        of_country = known.carbon_g_per_kwh.by_country.get(country)
+        of_country = facility.carbon_g_per_kwh.by_country.get(country)
         rows.append(
-            ("carbon, g per kWh", f"{of_country:g}, {country}", known.carbon_g_per_kwh.source)
+            ("carbon, g per kWh", f"{of_country:g}, {country}", facility.carbon_g_per_kwh.source)
         )
     else:
         rows.append(("carbon, g per kWh", f"{grams:g}", "the study"))
@@ -238,8 +238,8 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("change of rents a year", "rent_change_a_year", assumed.rent_change_a_year),
         ("tied within", "tie", assumed.tie),
     ):
-        said = "the study" if field in assumed.model_fields_set else "default"
-        rows.append((name, f"{value:g}", said))
+        origin = "the study" if field in assumed.model_fields_set else "default"
+        rows.append((name, f"{value:g}", origin))
     for name, rate in (("sales tax", owning.sales_tax), ("income tax", owning.income_tax)):
         rows.append((name, f"{rate:g}", "the study" if rate else "default"))
     rows += [

@@ -27,7 +27,7 @@ MOST_ASKED = 3
 SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 
-def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
+def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
     headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:MOST_ASKED]
     longest = 4 if asked else 5
@@ -60,11 +60,11 @@ def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
     misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
     if misfits:
         facts.append(Fact(label="no plan", text=", ".join(misfits)))
-    told = {fact.text for fact in facts}
-    others = [sentence for sentence in answers(result) if sentence not in told]
+    texts = {fact.text for fact in facts}
+    others = [sentence for sentence in answers(result) if sentence not in texts]
     facts += [Fact(label="", text=sentence, detail=True) for sentence in others]
     title = result.study.question or result.study.name
-    return Summary(title, [*facts, *said])
+    return Summary(title, [*facts, *extra])
 
 
 def _brief(result: Result, model: str, rank: Rank) -> str:
@@ -160,8 +160,8 @@ def candidate_text(result: Result, rank: Rank) -> Summary:
         ("memory", ", ".join(_room(outcome))),
         ("limits", "; ".join([*limits(outcome), outcome.binding])),
     ]
-    told = [Fact(label=label, text=text, copied=label == "plan") for label, text in facts if text]
-    return Summary(f"{rank.place}. {outcome.candidate}", told, whole=True)
+    rows = [Fact(label=label, text=text, copied=label == "plan") for label, text in facts if text]
+    return Summary(f"{rank.place}. {outcome.candidate}", rows, whole=True)
 
 
 def limits(outcome: CandidateOutcome) -> list[str]:
@@ -204,9 +204,9 @@ def _money(outcome: CandidateOutcome) -> Iterator[str]:
 
 
 def _tie(rank: Rank) -> Iterator[str]:
-    price, own = rank.ties_at_usd_per_device_hour, rank.outcome.usd_per_device_hour
-    if price is not None and own is not None:
-        yield f"ties with the first at {price:.2f} USD per device hour, now {own.value:.2f}"
+    price, paid = rank.ties_at_usd_per_device_hour, rank.outcome.usd_per_device_hour
+    if price is not None and paid is not None:
+        yield f"ties with the first at {price:.2f} USD per device hour, now {paid.value:.2f}"
 
 
 def _energy(outcome: CandidateOutcome) -> Iterator[str]:

@@ -232,10 +232,10 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         *((axis.name, getattr(space, axis.space)) for axis in LAYOUT_AXES if _listed(axis)),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )
-    for field, known in words:
+    for field, word in words:
         pinned = getattr(pins, field)
-        if pinned is not None and known is not None and pinned not in known:
-            yield f"{short[field]}={pinned}", f"has {' or '.join(map(str, known))}"
+        if pinned is not None and word is not None and pinned not in word:
+            yield f"{short[field]}={pinned}", f"has {' or '.join(map(str, word))}"
     if pins.chunks is not None and not space.chunked_loss:
         yield f"loss={loss_text(pins.chunks)}", "has plain"
     if (pins.virtual_stages or 1) > space.virtual_stages:
@@ -265,13 +265,13 @@ def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:
     >>> sorted(read_allowances(["stale,offload"]))
     ['offload', 'stale']
     """
-    found: set[Allowance] = set()
+    allowances: set[Allowance] = set()
     for word in (part.strip() for text in texts for part in text.split(",")):
         if word not in get_args(Allowance):
-            known = list(get_args(Allowance))
-            raise DocumentError("allow", f"'{word}' is not known; {nearest(word, known)}")
-        found.add(word)  # type: ignore[arg-type]
-    return frozenset(found)
+            names = list(get_args(Allowance))
+            raise DocumentError("allow", f"'{word}' is not known; {nearest(word, names)}")
+        allowances.add(word)  # type: ignore[arg-type]
+    return frozenset(allowances)
 
 
 def _names() -> list[str]:

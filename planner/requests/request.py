@@ -121,18 +121,18 @@ class Request:
             lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
             document_len=document_len,
         )
-        own = stack_called(stack)
-        measured = profile if own.name == "native" else None
-        return cls(model, cluster, job, pins or Pins(), measured, own, called, fit_probability)
+        stack_ = stack_called(stack)
+        measured = profile if stack_.name == "native" else None
+        return cls(model, cluster, job, pins or Pins(), measured, stack_, called, fit_probability)
 
     @classmethod
     def of_plan(
         cls, plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
     ) -> Request:
         """Return what a plan answers; layers measured in our runtime are no other stack's."""
-        own = stack_called(plan.backend)
-        measured = profile if own.name == "native" else None
-        return cls(model, cluster, plan.job, profile=measured, stack=own)
+        stack_ = stack_called(plan.backend)
+        measured = profile if stack_.name == "native" else None
+        return cls(model, cluster, plan.job, profile=measured, stack=stack_)
 
     @property
     def cluster_name(self) -> str:
@@ -191,10 +191,10 @@ class Request:
 
     def on(self, groups: tuple[DeviceGroup, ...]) -> Request:
         """Return the same of some device groups alone, under the whole cluster's name."""
-        known = self.profiles
-        own = {group.name: known[group.name] for group in groups if group.name in known}
+        profiles = self.profiles
+        of_groups = {group.name: profiles[group.name] for group in groups if group.name in profiles}
         return replace(
-            self, cluster=self.cluster.part(groups), profile=own, called=self.cluster_name
+            self, cluster=self.cluster.part(groups), profile=of_groups, called=self.cluster_name
         )
 
 

@@ -41,7 +41,7 @@ def schedule_of(name: str) -> Schedule:
     >>> schedule_of("zbv").placement
     'v'
     """
-    found = SCHEDULES.get(name)
-    if found is None:
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
         raise DocumentError("schedule", f"'{name}' is not known; known: {', '.join(SCHEDULES)}")
-    return found
+    return schedule

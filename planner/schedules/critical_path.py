@@ -50,8 +50,8 @@ class Graph:
         """[node] When it ends; `seconds` [kind, stage] in one row."""
         delays = [*transfer_s, 0.0]
         ends: list[float] = []
-        for cost, own, source, boundary in self.nodes:
-            now = ends[own] if own >= 0 else 0.0
+        for cost, rank, source, boundary in self.nodes:
+            now = ends[rank] if rank >= 0 else 0.0
             if source >= 0:
                 now = max(now, ends[source] + delays[boundary])
             ends.append(now + seconds[cost])
@@ -63,14 +63,14 @@ class Graph:
         visits, hops = np.zeros(len(KINDS) * self.stages), np.zeros(self.stages)
         at = self.ends[rank]
         while at >= 0:
-            cost, own, source, boundary = self.nodes[at]
+            cost, owner, source, boundary = self.nodes[at]
             visits[cost] += 1
-            before = ends_s[own] if own >= 0 else 0.0
+            before = ends_s[owner] if owner >= 0 else 0.0
             if source >= 0 and ends_s[source] + delays[boundary] > before:
                 hops[boundary] += 1
                 at = source
             else:
-                at = own
+                at = owner
         return Path(rank, visits.reshape(len(KINDS), self.stages), hops[:-1])
 
 

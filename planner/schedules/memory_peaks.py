@@ -63,7 +63,7 @@ def moments(
     place = np.array([places[stage] for stage, _, _ in order])
     kind = np.array([KINDS.index(kind) for _, kind, _ in order])
     acts = place[:, None] == np.arange(virtual_stages)
-    begun, backward, split, weight = (acts * (kind == one)[:, None] for one in range(4))
+    begun, backward, split, weight = (acts * (kind == kind_)[:, None] for kind_ in range(4))
     ended = backward + split
     alive = np.cumsum(begun, axis=0) - np.cumsum(ended, axis=0)
     waiting = np.cumsum(split, axis=0) - np.cumsum(weight, axis=0)
@@ -99,13 +99,13 @@ def fullest(
         return schedule.fullest(shape, deferred)
     holding, waiting, place = [], [], []
     for rank in range(ranks):
-        found = moments(
+        peaks = moments(
             name, rank, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages
         )
-        backward = np.flatnonzero((found.kind == 1) | (found.kind == 2))
-        late = found.holding @ (1 + LATE * np.arange(virtual_stages))
-        most = backward[(late + found.waiting.sum(axis=1) * deferred)[backward].argmax()]
-        holding.append(found.holding[most])
-        waiting.append(found.waiting[most])
-        place.append(found.place[most])
+        backward = np.flatnonzero((peaks.kind == 1) | (peaks.kind == 2))
+        late = peaks.holding @ (1 + LATE * np.arange(virtual_stages))
+        most = backward[(late + peaks.waiting.sum(axis=1) * deferred)[backward].argmax()]
+        holding.append(peaks.holding[most])
+        waiting.append(peaks.waiting[most])
+        place.append(peaks.place[most])
     return Fullest(np.array(holding).T.copy(), np.array(waiting).T.copy(), np.array(place))

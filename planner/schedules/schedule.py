@@ -112,11 +112,11 @@ def orders(
     >>> [" ".join(map(str, order)) for order in orders("1f1b", stages=2, micro_batches=3)]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
-    found = obstacle(
+    reason = obstacle(
         name, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
     )
-    if found:
-        raise DocumentError(*found)
+    if reason:
+        raise DocumentError(*reason)
     schedule = schedule_of(name)
     if steps != 1 and not schedule.stale:
         raise DocumentError("steps", f"is {steps}; {name} ends each step with an empty pipeline")

@@ -117,13 +117,13 @@ def timeline(
                     break
                 arrival_s = made_s + delay_s
                 start = arrival_s if arrival_s > now else now
-            made = row + m
-            now = done_s[made] = start + seconds
+            output = row + m
+            now = done_s[output] = start + seconds
             own_starts.append(start)
             own_ends.append(now)
             at += 1
-            if made in waiting:
-                ready.append(waiting.pop(made))
+            if output in waiting:
+                ready.append(waiting.pop(output))
         clock[rank], position[rank] = now, at
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
@@ -172,16 +172,16 @@ def _steps(
     for s in range(stages):
         before = s > 0 and rank_of[s - 1] != rank_of[s]
         behind = s < last and rank_of[s + 1] != rank_of[s]
-        own, gradient, weight = s * count, (stages + s) * count, (2 * stages + s) * count
-        source, delay_s = (own - count if s else -1), (transfer_s[s - 1] if before else 0.0)
+        forward, gradient, weight = s * count, (stages + s) * count, (2 * stages + s) * count
+        source, delay_s = (forward - count if s else -1), (transfer_s[s - 1] if before else 0.0)
         sending_s = exposed_s[s] if behind else 0.0
-        steps["F"][s] = _Step(forward_s[s] + sending_s, own, source, delay_s, -1)
+        steps["F"][s] = _Step(forward_s[s] + sending_s, forward, source, delay_s, -1)
         source, delay_s = gradient + count if s < last else -1, transfer_s[s] if behind else 0.0
         sending_s = exposed_s[s - 1] if before else 0.0
-        steps["B"][s] = _Step(backward_s[s] + sending_s, gradient, source, delay_s, own)
+        steps["B"][s] = _Step(backward_s[s] + sending_s, gradient, source, delay_s, forward)
         if weight_s is not None:
             input_s = backward_s[s] - weight_s[s] + sending_s
-            steps["I"][s] = _Step(input_s, gradient, source, delay_s, own)
+            steps["I"][s] = _Step(input_s, gradient, source, delay_s, forward)
             steps["W"][s] = _Step(weight_s[s], weight, -1, 0.0, gradient)
     return steps
 

@@ -205,10 +205,10 @@ def cut_of(schedule: str, ranks: int, virtual_stages: int) -> Cut | None:
             continue
         sizes = [len(b) - len(a) for a, b in zip(once, twice, strict=True)]
         if all(
-            two == (*one[:x], *two[x : x + n], *_later(one[x:], period))
+            two == (*first[:x], *two[x : x + n], *_later(first[x:], period))
             and three
             == (*two[: x + n], *_later(two[x : x + n], period), *_later(two[x + n :], period))
-            for one, two, three, x, n in zip(once, twice, thrice, places, sizes, strict=True)
+            for first, two, three, x, n in zip(once, twice, thrice, places, sizes, strict=True)
         ):
             return _compiled(once, twice, places, count, period, home)
     return None
@@ -242,15 +242,15 @@ def _places(
     the same but for `period`.
     """
     heads, places = [], []
-    for one, two in zip(once, twice, strict=True):
-        size = len(two) - len(one)
+    for first, two in zip(once, twice, strict=True):
+        size = len(two) - len(first)
         head = next(
-            (at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one)
+            (at for at, (a, b) in enumerate(zip(first, two, strict=False)) if a != b), len(first)
         )
-        back = zip(reversed(one), _later(reversed(two), -period), strict=False)
-        tail = next((at for at, (a, b) in enumerate(back) if a != b), len(one))
+        back = zip(reversed(first), _later(reversed(two), -period), strict=False)
+        tail = next((at for at, (a, b) in enumerate(back) if a != b), len(first))
         heads.append(head)
-        places.append(max(0, len(one) - tail) + size)
+        places.append(max(0, len(first) - tail) + size)
     if any(place > head for place, head in zip(places, heads, strict=True)):
         return None
     split, stages = split_of(twice), len(home)
@@ -330,8 +330,8 @@ def _compiled(
     ) -> list[_ActionNode]:
         """`own_of` [rank] is what stands before the part, by the number of layers before."""
         inside = {action: at for at, (_, action) in enumerate(part)}
-        before = [(own, own_lag) for own in own_of]
-        found = []
+        before = [(node, own_lag) for node in own_of]
+        edges = []
         for at, (rank, action) in enumerate(part):
             source = source_of(action, stages, split)
             place, lag, boundary = -1, 0, -1
@@ -343,11 +343,11 @@ def _compiled(
                 else:
                     place, its = middle[source.stage, source.kind, source.micro_batch % period]
                     lag = (its - source.micro_batch) // period
-            own, its_lag = before[rank]
+            row, its_lag = before[rank]
             before[rank] = at, 0
             cost = _KINDS.index(action.kind) * stages + action.stage
-            found.append(_ActionNode(cost, own, its_lag, place, lag, boundary))
-        return found
+            edges.append(_ActionNode(cost, row, its_lag, place, lag, boundary))
+        return edges
 
     of_begin = nodes(begin, splits[0], [-1] * ranks, 0)
     of_layer = nodes(layer, splits[1], last_layer, 1)
@@ -386,21 +386,21 @@ def extrapolated_s(
     if most_s == 0.0:
         return [0.0] * len(cut.last_done)
     scale = 2.0 ** (_BITS - math.ceil(math.log2(most_s)))
-    costs = [round(one * scale) for one in seconds]
+    costs = [round(seconds_ * scale) for seconds_ in seconds]
     # The last entry is of sources on the same rank.
-    delays = [*(round(one * scale) for one in times.transfer_s), 0]
+    delays = [*(round(time_s * scale) for time_s in times.transfer_s), 0]
 
     began: list[int] = []
-    for cost, own, _, source, _, boundary in cut.begins:
-        now = began[own] if own >= 0 else 0
+    for cost, node, _, source, _, boundary in cut.begins:
+        now = began[node] if node >= 0 else 0
         if source >= 0:
             now = max(now, began[source] + delays[boundary])
         began.append(now + costs[cost])
     rows = [[began[at] if at >= 0 else 0 for at in row] for row in reversed(cut.before)]
     rows = _Layers(cut, costs, delays, rows).after(count)
     ended: list[int] = []
-    for cost, own, own_lag, source, lag, boundary in cut.ends:
-        now = (rows[-own_lag] if own_lag else ended)[own]
+    for cost, offset, own_lag, source, lag, boundary in cut.ends:
+        now = (rows[-own_lag] if own_lag else ended)[offset]
         if source >= 0:
             now = max(now, (rows[-lag] if lag else ended)[source] + delays[boundary])
         ended.append(now + costs[cost])
@@ -440,11 +440,11 @@ class _Layers:
         """[g] For how many layers the first action is as much later than g layers before."""
         layer, none = cut.layer, np.zeros(len(cut.layer), dtype=np.int64)
         self._cost = np.array([costs[node.cost] for node in layer], dtype=np.int64)
-        own, own_lag, source, lag = (
+        row, own_lag, source, lag = (
             np.array([node[at] for node in layer], dtype=np.intp) for at in (1, 2, 3, 4)
         )
         sent = np.array([delays[node.boundary] for node in layer], dtype=np.int64)
-        self._arcs = (own, own_lag, none), (source, lag, sent)
+        self._arcs = (row, own_lag, none), (source, lag, sent)
         """Both arcs of every action: [action] place, layers before, delay."""
 
     def after(self, count: int) -> list[list[int]]:
@@ -464,8 +464,8 @@ class _Layers:
         """Simulate one layer."""
         rows, costs, delays = self._rows, self._costs, self._delays
         row: list[int] = []
-        for cost, own, own_lag, source, lag, boundary in self._cut.layer:
-            now = rows[-1][own] if own_lag else row[own]
+        for cost, node, own_lag, source, lag, boundary in self._cut.layer:
+            now = rows[-1][node] if own_lag else row[node]
             if source >= 0:
                 now = max(now, (rows[-lag] if lag else row)[source] + delays[boundary])
             row.append(now + costs[cost])
@@ -494,8 +494,8 @@ class _Layers:
             there = place >= 0
             column = np.where(there, place, 0)
             at = np.arange(needed - g, needed)[:, None] - lag[None, :]
-            made = rows[at, column[None, :]] + delay[None, :]
-            slack = rows[needed - g :] - self._cost - made
+            arrival = rows[at, column[None, :]] + delay[None, :]
+            slack = rows[needed - g :] - self._cost - arrival
             change = np.where(there, delta[column] - delta, -1)
             slacks.append((np.where(there[None, :], slack, 1), change))
         tight = np.zeros((g, len(delta)), dtype=bool)

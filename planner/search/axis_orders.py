@@ -55,13 +55,13 @@ def distinct_orders(
     alone = _reach(narrow, 1, 1)
     """Of an axis that is not divided, wherever it lies."""
 
-    def extend(inner: list[int], found: list[tuple[int, ...]], stride: int) -> None:
+    def extend(inner: list[int], strides: list[tuple[int, ...]], stride: int) -> None:
         """Try every axis as the next one out.  Beyond all tiers the order makes no difference."""
         left = [at for at in divided if at not in inner]
         if stride > reach or not left:
-            spans = found
+            spans = strides
             if left:
-                spans = list(found)
+                spans = list(strides)
                 for at in left:
                     spans[at] = _reach(narrow, degrees[at], stride)
                     stride *= degrees[at]
@@ -74,7 +74,7 @@ def distinct_orders(
                 )
             return
         for at in left:
-            further = list(found)
+            further = list(strides)
             further[at] = _reach(narrow, degrees[at], stride)
             extend([*inner, at], further, stride * degrees[at])
 
@@ -96,9 +96,9 @@ def _narrow(tiers: Sequence[int], degrees: Sequence[int]) -> tuple[int, ...]:
 
 
 def _spans(narrow: tuple[int, ...], by_axis: dict[Axis, int], order: Sequence[Axis]) -> Spans:
-    found: dict[Axis, tuple[int, ...]] = {}
+    orders: dict[Axis, tuple[int, ...]] = {}
     stride = 1
     for axis in order:
-        found[axis] = _reach(narrow, by_axis[axis], stride)
+        orders[axis] = _reach(narrow, by_axis[axis], stride)
         stride *= by_axis[axis]
-    return tuple(found[axis] for axis in INSIDE_OUT)
+    return tuple(orders[axis] for axis in INSIDE_OUT)

@@ -125,14 +125,14 @@ class ClosedFormGoal(SearchGoal):
 
     def _rival(self, space: Layouts, layout: Layout) -> SplitSolution[Any] | None:
         """Return the best that a layout has to beat to be among the `top`, if any."""
-        known, last = self._best.get(kind(layout)), self._last
-        if known is None or last is None or space.keeps_ties:
-            return known or last
-        return known if wins(known, last) else last
+        best, last = self._best.get(kind(layout)), self._last
+        if best is None or last is None or space.keeps_ties:
+            return best or last
+        return best if wins(best, last) else last
 
-    def home(self, found: SplitSolution[Any]) -> Layouts:
+    def home(self, solution: SplitSolution[Any]) -> Layouts:
         """Return the space that a layout was found in."""
-        return next(space for space, one in self.found if one is found)
+        return next(space for space, split in self.found if split is solution)
 
     def ranking(self) -> list[SplitSolution[Any]]:
         """Return the best of each kind, fastest first; of equally fast ones the simplest leads."""
@@ -144,7 +144,7 @@ class ClosedFormGoal(SearchGoal):
 
     def bound_s(self) -> float:
         """Return what no layout takes less than in the closed form."""
-        return min([self._open_s, *(one.objective_s for one in self.ranking()[:1])])
+        return min([self._open_s, *(solution.objective_s for solution in self.ranking()[:1])])
 
 
 class Near(SearchGoal):
@@ -156,8 +156,8 @@ class Near(SearchGoal):
 
     def __init__(self, closed_form: ClosedFormGoal, limit_s: float, most: int) -> None:
         self._limit_s, self._most = limit_s, most
-        self.found = [one for one in closed_form.found if one[1].objective_s <= limit_s]
-        self._alike = Counter((space, timetable(one.layout)) for space, one in self.found)
+        self.found = [entry for entry in closed_form.found if entry[1].objective_s <= limit_s]
+        self._alike = Counter((space, timetable(solution.layout)) for space, solution in self.found)
         self._tried: Counter[Layouts] = Counter()
 
     def over(self, bound_s: float) -> bool:
@@ -273,10 +273,10 @@ def judged(
     return SplitSolution(split.objective_s + step_s, split.lower_bound_s + step_s, layout, answer)
 
 
-def fastest(found: Sequence[SplitSolution[Any]]) -> SplitSolution[Any]:
+def fastest(solutions: Sequence[SplitSolution[Any]]) -> SplitSolution[Any]:
     """Return the simplest of those that are as fast as the fastest."""
-    least_s = min(one.objective_s for one in found) * (1 + EQUAL)
-    ties = [one for one in found if one.objective_s <= least_s]
+    least_s = min(solution.objective_s for solution in solutions) * (1 + EQUAL)
+    ties = [solution for solution in solutions if solution.objective_s <= least_s]
     return min(ties, key=lambda one: complexity(one.layout))
 
 

@@ -101,13 +101,14 @@ def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
         return nothing_runs(request, _all_refused(build(request)))
     groups, job = request.cluster.groups, request.job
     needed = [
-        f"{one.devices} x {one.accelerator.name} ({bytes_text(one.accelerator.memory_bytes)} each)"
-        for one in groups
+        f"{group.devices} x {group.accelerator.name} "
+        f"({bytes_text(group.accelerator.memory_bytes)} each)"
+        for group in groups
     ]
     start = f"no plan of {request.model.name} fits {' and '.join(needed)}"
     at = f"at sequence {job.seq_len} and global batch {job.global_batch}."
     would_fit = ways_out(request, partial(_fitting, build))
-    alone = next((f" For one, {one}." for one in reasons if one.startswith("layer ")), "")
+    alone = next((f" For one, {reason}." for reason in reasons if reason.startswith("layer ")), "")
     best: tuple[float, Ranked] | None = None
     for number, _, layout in lean:
         below = None if best is None else best[0]
@@ -141,7 +142,7 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     stages = closest.prediction.stages
     index, stage = max(enumerate(stages), key=lambda s: s[1].host_bytes)
     named = closest.plan.stages[index].group
-    group = next(one for one in request.cluster.groups if named in (None, one.name))
+    group = next(group for group in request.cluster.groups if named in (None, group.name))
     needs, host = group.devices_per_node * stage.host_bytes, group.host_memory_bytes or 0
     share = usable_share(request.stack, closest.plan.offload)
     return (
@@ -163,8 +164,8 @@ def _leanest(request: Request, build: Build, count: int) -> Lean:
         for layout in _lean_layouts(space)
     )
 
-    def mean_bytes(one: tuple[int, Layouts, Layout]) -> float:
-        _, space, layout = one
+    def mean_bytes(miss: tuple[int, Layouts, Layout]) -> float:
+        _, space, layout = miss
         return mean_stage_bytes(request.model, space.costs_of(layout)[0], layout)
 
     return heapq.nsmallest(count, every, key=mean_bytes)
@@ -181,8 +182,8 @@ def _lean_layouts(space: Layouts) -> Iterator[Layout]:
     for _, group in space.bundles(Counter()):
         first = group.first
         degrees = (first.tensor, first.context, first.expert, first.pipeline, first.data)
-        known = smallest.setdefault(degrees, group)
-        if first.micro_batch < known.first.micro_batch:
+        smallest_group = smallest.setdefault(degrees, group)
+        if first.micro_batch < smallest_group.first.micro_batch:
             smallest[degrees] = group
     for group in smallest.values():
         yield from (layout for layout in group.corners() if space.refusal(layout) is None)
@@ -194,11 +195,12 @@ def mean_stage_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> f
         kind: [cost.layer_bytes for cost in table] for kind, table in costs.kinds.items()
     }
     layers = sum(
-        layer.repeat * min(one.states + one.stored for one in layer_bytes[layer.kind])
+        layer.repeat * min(option.states + option.stored for option in layer_bytes[layer.kind])
         for layer in model.layers
     )
     working = max(
-        min(max(one.forward, one.backward) for one in table) for table in layer_bytes.values()
+        min(max(option.forward, option.backward) for option in table)
+        for table in layer_bytes.values()
     )
     return layers / layout.pipeline + working
 
@@ -237,15 +239,17 @@ def _memory_needed(
     lower, upper = 1.0, 1.0 if below is None else max(1.0, below * (1 - HAIR))
     if below is not None and upper == below:
         return None
-    while (found := within(upper)) is None:
+    while (solution := within(upper)) is None:
         if below is not None or upper >= MOST_MEMORY:
             return None
         lower, upper = upper, 2 * upper
     if below is not None and lower < upper and (enough := within(lower)) is not None:
-        upper, found = lower, enough
+        upper, solution = lower, enough
     while upper - lower > HAIR * lower:
         middle = (lower + upper) / 2
         better = within(middle)
-        lower, upper, found = (middle, upper, found) if better is None else (lower, middle, better)
-    space, answer = found
+        lower, upper, solution = (
+            (middle, upper, solution) if better is None else (lower, middle, better)
+        )
+    space, answer = solution
     return upper, space.ranked(answer)

@@ -78,12 +78,12 @@ def savings(
         wires = (pins.gradient_wire,)
     elif "compress" in pins.allowed:
         wires = ("full", "bf16", "fp16", "powersgd")
-    offloads = tuple(one for one in offloads if one in space.offload)
-    wires = tuple(one for one in wires if one in space.wires)
+    offloads = tuple(offload for offload in offloads if offload in space.offload)
+    wires = tuple(wire for wire in wires if wire in space.wires)
     every = tuple(Saving(offload, wire) for wire in wires for offload in offloads)
     # What is pinned stays, so that its refusal is shown.
     pinned = pins.offload is not None or pins.gradient_wire is not None
-    return tuple(one for one in every if pinned or one == Saving() or runs(one))
+    return tuple(saving for saving in every if pinned or saving == Saving() or runs(saving))
 
 
 def activations(
@@ -92,7 +92,9 @@ def activations(
     """Return the ways to treat activations that layers may choose among."""
     if pins.activations is not None:
         return (pins.activations,)
-    return tuple(one for one in _activations(cluster, pins) if one in space.activations)
+    return tuple(
+        activation for activation in _activations(cluster, pins) if activation in space.activations
+    )
 
 
 def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:

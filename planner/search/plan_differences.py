@@ -55,19 +55,19 @@ def waterfall(
             "plans", "are of different jobs: sequence, batch or precision differ; plan both anew"
         )
     left = dict(_differences(mine, best))
-    made: list[str] = []
+    changes: list[str] = []
     before = predict(mine, model, cluster)
-    found = []
+    steps = []
     while left:
-        step = _next(mine, best, model, cluster, made, list(left))
+        step = _next(mine, best, model, cluster, changes, list(left))
         saved_s = before.step_time_s - step[2].step_time_s
         what = ", ".join(left[name] for name in step[0])
-        found.append(Change(what, step[1], step[2], saved_s))
-        made += step[0]
+        steps.append(Change(what, step[1], step[2], saved_s))
+        changes += step[0]
         for name in step[0]:
             del left[name]
         before = step[2]
-    return tuple(found)
+    return tuple(steps)
 
 
 def _next(
@@ -75,14 +75,14 @@ def _next(
     best: Plan,
     model: ModelGraph,
     cluster: ClusterSpec,
-    made: list[str],
+    changes: list[str],
     left: list[str],
 ) -> tuple[tuple[str, ...], Plan, Prediction]:
     """Return the fewest changes that leave a plan, of these the ones that save most."""
     for count in range(1, min(_TOGETHER, len(left) - 1) + 1):
         tried = []
         for names in combinations(left, count):
-            plan = _between(mine, best, model, cluster, frozenset((*made, *names)))
+            plan = _between(mine, best, model, cluster, frozenset((*changes, *names)))
             if plan is None:
                 continue
             try:
@@ -102,13 +102,13 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     for name in _AXES:
         if getattr(a, name) != getattr(b, name):
             yield name, f"{short[name]} {getattr(a, name)} -> {getattr(b, name)}"
-    used = [one.mesh.devices for one in (mine, best)]
+    used = [plan.mesh.devices for plan in (mine, best)]
     if used[0] != used[1]:
         yield "devices", f"devices {used[0]} -> {used[1]}"
     if (a.zero, _sharded(a)) != (b.zero, _sharded(b)):
         yield "zero", f"{_sharding(a)} -> {_sharding(b)}"
     if a.pipeline > 1 and b.pipeline > 1:
-        schedules = [_schedule(one) for one in (a, b)]
+        schedules = [_schedule(layout) for layout in (a, b)]
         if schedules[0] != schedules[1]:
             yield "schedule", f"{schedules[0]} -> {schedules[1]}"
     if a.micro_batch != b.micro_batch:
@@ -123,11 +123,11 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
 def _plain_differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     """Yield what differs in fields that stand for themselves, and in cuts of as many stages."""
     for name in _PLAIN:
-        values = [_plain(one, name) for one in (mine, best)]
+        values = [_plain(plan, name) for plan in (mine, best)]
         divided = name != "sequence_parallel" or min(mine.mesh.tensor, best.mesh.tensor) > 1
         if divided and values[0] != values[1]:
             yield name, f"{name.replace('_', ' ')} {_word(values[0])} -> {_word(values[1])}"
-    cuts = [[len(stage.layers) for stage in one.stages] for one in (mine, best)]
+    cuts = [[len(stage.layers) for stage in plan.stages] for plan in (mine, best)]
     if len(cuts[0]) == len(cuts[1]) and cuts[0] != cuts[1]:
         yield "stages", f"layers a stage {cuts[0]} -> {cuts[1]}"
     if base_of(mine.backend) != base_of(best.backend) or mine.backend != best.backend:
@@ -186,18 +186,18 @@ def _choices(plan: Plan, field: str) -> dict[str, str]:
 def _changed(mine: dict[str, str], best: dict[str, str]) -> str:
     """Return how many layers are treated otherwise, and how."""
     pairs = Counter((mine[layer], best[layer]) for layer in mine if mine[layer] != best[layer])
-    return ", ".join(f"{one} -> {other} in {n} layers" for (one, other), n in pairs.items())
+    return ", ".join(f"{label} -> {other} in {n} layers" for (label, other), n in pairs.items())
 
 
 def _between(
-    mine: Plan, best: Plan, model: ModelGraph, cluster: ClusterSpec, made: frozenset[str]
+    mine: Plan, best: Plan, model: ModelGraph, cluster: ClusterSpec, changes: frozenset[str]
 ) -> Plan | None:
     """Return the plan with some changes made, None if there is none."""
-    if made >= {name for name, _ in _differences(mine, best)}:
+    if changes >= {name for name, _ in _differences(mine, best)}:
         return best
 
     def of(name: str) -> Plan:
-        return best if name in made else mine
+        return best if name in changes else mine
 
     axes = {name: getattr(of(name).mesh, name) for name in _AXES}
     devices = of("devices").mesh.devices
@@ -238,7 +238,7 @@ def _between(
                 "virtual_stages": virtual,
                 "micro_batch": micro_batch,
                 "micro_batches": mine.global_batch // (data * micro_batch),
-                "stages": _stages(mine, best, made, model, axes["pipeline"] * virtual),
+                "stages": _stages(mine, best, changes, model, axes["pipeline"] * virtual),
             }
         )
     except (ValidationError, DocumentError):
@@ -250,18 +250,18 @@ def _between(
 
 
 def _stages(
-    mine: Plan, best: Plan, made: frozenset[str], model: ModelGraph, count: int
+    mine: Plan, best: Plan, changes: frozenset[str], model: ModelGraph, count: int
 ) -> tuple[Stage, ...]:
     """Return stages with the cuts of the plan that has as many, else of equal numbers of layers."""
-    sides: Sequence[Plan] = (best, mine) if "stages" in made else (mine, best)
-    recompute = _choices(best if "recompute" in made else mine, "recompute")
-    activations = _choices(best if "activations" in made else mine, "activations")
+    sides: Sequence[Plan] = (best, mine) if "stages" in changes else (mine, best)
+    recompute = _choices(best if "recompute" in changes else mine, "recompute")
+    activations = _choices(best if "activations" in changes else mine, "activations")
     names = [name for name, _ in model.chain]
     groups = next(
         (
-            [[item.layer for item in stage.layers] for stage in one.stages]
-            for one in sides
-            if len(one.stages) == count
+            [[item.layer for item in stage.layers] for stage in side.stages]
+            for side in sides
+            if len(side.stages) == count
         ),
         None,
     )

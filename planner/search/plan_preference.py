@@ -60,27 +60,27 @@ LARGE_S = 1e30
 def features(plan: Plan) -> list[str]:
     """Return what a plan needs beside data parallelism of one kind, in words."""
     layout = plan.layout
-    found = [axis for axis in AXES if getattr(layout, axis) > 1]
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     if layout.pipeline > 1 and layout.schedule != PLAIN:
-        found.append(layout.schedule)
+        axes.append(layout.schedule)
     if layout.virtual_stages > 1:
-        found.append(f"{layout.virtual_stages} stages a rank")
+        axes.append(f"{layout.virtual_stages} stages a rank")
     if layout.zero and layout.data_replicate > 1:
-        found.append("shards within groups")
+        axes.append("shards within groups")
     for axis in LAYOUT_AXES:
         value = getattr(layout, axis.name)
         if axis.machinery and value != axis.usual:
-            found.append(axis.machinery.format(value))
+            axes.append(axis.machinery.format(value))
     if layout.order != INSIDE_OUT:
-        found.append("axes in another order")
+        axes.append("axes in another order")
     treated = {
         (layer.layer.partition(".")[0], layer.recompute, layer.activations)
         for stage in plan.stages
         for layer in stage.layers
     }
     if len(treated) > len({kind for kind, _, _ in treated}):
-        found.append("layers that differ")
-    return found
+        axes.append("layers that differ")
+    return axes
 
 
 def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest") -> Answer:
@@ -92,24 +92,28 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
     started = time.process_time()
     quick = _quick(request)
     usual = dict(_usual(request, answer)) if quick else {}
-    every = [*answer.finalists, *answer.top, *(one for one in usual.values() if one)]
+    every = [
+        *answer.finalists,
+        *answer.top,
+        *(candidate for candidate in usual.values() if candidate),
+    ]
     if prefer == "simplest" and quick:
         every += _simpler(request, answer, _fastest(every))
     chosen = fastest = _fastest(every)
     if prefer == "simplest":
         limit_s = fastest.prediction.step_time_s * (1 + NEAR)
-        near = (one for one in every if one.prediction.step_time_s <= limit_s)
+        near = (candidate for candidate in every if candidate.prediction.step_time_s <= limit_s)
         chosen = min(near, key=lambda one: (len(features(one.plan)), one.prediction.step_time_s))
     rows = {"chosen": chosen, "fastest": fastest, **usual}
     mesh = kind(chosen.plan.layout)
-    others = (one for one in answer.top if kind(one.plan.layout) != mesh)
+    others = (candidate for candidate in answer.top if kind(candidate.plan.layout) != mesh)
     return replace(
         answer,
         plan=chosen.plan,
         prediction=chosen.prediction,
         certificate=proven(answer.certificate, chosen),
         top=(chosen, *others)[: len(answer.top)],
-        choices=tuple(_row(request, what, one, fastest) for what, one in rows.items()),
+        choices=tuple(_row(request, what, candidate, fastest) for what, candidate in rows.items()),
         candidates=(),
         search_s=answer.search_s + time.process_time() - started,
     )
@@ -169,23 +173,23 @@ def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Rank
     for count in range(1, used):
         for kept in itertools.combinations(AXES, count):
             others = {axis: 1 for axis in AXES if axis not in kept}
-            found = _best(request, answer, others, below_s=below_s)
-            if found is not None:
-                simplest = found
-                yield found
+            better = _best(request, answer, others, below_s=below_s)
+            if better is not None:
+                simplest = better
+                yield better
         if simplest is not None:
             break
-    for one in (fastest, simplest):
-        if one is None or one.plan.layout.pipeline == 1:
+    for plan in (fastest, simplest):
+        if plan is None or plan.plan.layout.pipeline == 1:
             continue
-        degrees = {axis: getattr(one.plan.layout, axis) for axis in AXES}
+        degrees = {axis: getattr(plan.plan.layout, axis) for axis in AXES}
         plainer = _best(request, answer, {**degrees, "schedule": PLAIN}, below_s=below_s)
         if plainer is not None:
             yield plainer
     choices: tuple[Recompute, ...] = ("none", "selective", "full")
-    for one, recompute in itertools.product((fastest, simplest), choices):
-        if one is not None and "layers that differ" in features(one.plan):
-            degrees = {axis: getattr(one.plan.layout, axis) for axis in AXES}
+    for candidate, recompute in itertools.product((fastest, simplest), choices):
+        if candidate is not None and "layers that differ" in features(candidate.plan):
+            degrees = {axis: getattr(candidate.plan.layout, axis) for axis in AXES}
             alike = _best(request, answer, {**degrees, "recompute": recompute}, below_s=below_s)
             if alike is not None:
                 yield alike
@@ -203,15 +207,18 @@ def _best(
         return None
     asked: Pins = replace(request.pins, **pins)
     try:
-        found = search(
-            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BESIDE
+        result = search(
+            replace(request, pins=asked),
+            below_s=below_s,
+            candidates=answer.candidates,
+            effort=BESIDE,
         )
     except (NoPlanFits, DocumentError):
         return None
     return Ranked(
-        plan=found.plan,
-        objective_s=found.finalists[0].objective_s,
-        prediction=found.prediction,
+        plan=result.plan,
+        objective_s=result.finalists[0].objective_s,
+        prediction=result.prediction,
     )
 
 
@@ -220,11 +227,11 @@ def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
     return all(getattr(pins, name) in (None, value) for name, value in wanted.items())
 
 
-def _row(request: Request, what: str, one: Ranked | None, fastest: Ranked) -> Alternative:
-    if one is None:
+def _row(request: Request, what: str, plan: Ranked | None, fastest: Ranked) -> Alternative:
+    if plan is None:
         reason = _undivided(request) if what == TENSOR_PIPELINE else None
         return Alternative(what=what, why=reason or "does not fit, or is not executed")
-    return compared(what, one.plan, one.prediction, fastest.prediction)
+    return compared(what, plan.plan, plan.prediction, fastest.prediction)
 
 
 def _undivided(request: Request) -> str | None:
@@ -252,18 +259,18 @@ def compared(
         for name, seconds in prediction.step_parts.items()
     }
     causes = sorted(longer, key=lambda name: -longer[name])[:2]
-    said = [
+    differences = [
         f"{name} +{100 * longer[name] / least_s:.1f} %"
         for name in causes
         if longer[name] > NOTABLE * least_s
     ]
     if not prediction.fits:
-        said = ["does not fit in memory", *said]
+        differences = ["does not fit in memory", *differences]
     needs = ", ".join(features(plan)) or "data parallelism alone"
     return Alternative(
         what=what,
         plan=plan,
         prediction=prediction,
         more=step_s / least_s - 1,
-        why="; ".join([f"needs {needs}", *said]),
+        why="; ".join([f"needs {needs}", *differences]),
     )

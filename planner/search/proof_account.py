@@ -96,12 +96,12 @@ def space_text(stack: Stack) -> str:
     >>> space_text(stacks()["megatron"])
     '; of megatron, whose stages have blocks even_but_ends and whose blocks all recompute alike'
     """
-    said = []
+    texts = []
     if stack.pipeline.stages != "any":
-        said.append(f"whose stages have blocks {stack.pipeline.stages}")
+        texts.append(f"whose stages have blocks {stack.pipeline.stages}")
     if stack.space is not None and not stack.space.recompute_by_layer:
-        said.append("whose blocks all recompute alike")
-    return f"; of {stack.name}, {' and '.join(said)}" if said else ""
+        texts.append("whose blocks all recompute alike")
+    return f"; of {stack.name}, {' and '.join(texts)}" if texts else ""
 
 
 def certificate_of(

@@ -133,7 +133,7 @@ class Layouts(ABC):
         """Return the best split of a layout; only seconds below the cutoff are of interest."""
         raise NotImplementedError
 
-    def ranked(self, found: Any, /) -> Ranked:
+    def ranked(self, split: Any, /) -> Ranked:
         """Return the plan of a split and its prediction."""
         raise NotImplementedError
 
@@ -312,15 +312,15 @@ class Queue:
                 some.append(entry)
         if not some:
             return
-        for one in space.advance(level, some):
-            if one is None:
+        for node in space.advance(level, some):
+            if node is None:
                 lost = self.goal.complete(some[0])
                 if lost is not None:
                     self._lose(lost, some[0])
-            elif isinstance(one, Lost):
-                self._lose(one, some[0])
+            elif isinstance(node, Lost):
+                self._lose(node, some[0])
             else:
-                self._push(one[0], one[1], one[2], space)
+                self._push(node[0], node[1], node[2], space)
 
     def _lose(self, lost: Lost, entry: QueueEntry) -> None:
         if lost.outcome == REFUSED:

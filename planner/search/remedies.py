@@ -31,22 +31,22 @@ Fitting = Callable[[Request], Layout | None]
 
 def ways_out(request: Request, fitting: Fitting) -> str:
     """Say which single changes of a request that no plan fits would let one fit."""
-    found = [
+    remedies = [
         *_pins_let_go(request, fitting),
         *_allowances(request, fitting),
         *_more_devices(request, fitting),
         *_shorter_sequence(request, fitting),
     ]
-    if not found:
+    if not remedies:
         return (
             f"No change of devices or sequence alone, up to {FACTORS[-1]} times, would make it fit."
         )
-    return f"It would fit {', or '.join(found)}."
+    return f"It would fit {', or '.join(remedies)}."
 
 
 def dividing(request: Request) -> Iterator[str]:
     """Yield what pins may be, where letting one of them go leaves layouts that divide devices."""
-    job, pins, found = request.job, request.pins, False
+    job, pins, improved = request.job, request.pins, False
     for name, field in SHORT_NAMES.items():
         pinned = getattr(pins, field)
         if pinned is None or field not in (*Degrees.__dataclass_fields__, "micro_batch"):
@@ -57,17 +57,17 @@ def dividing(request: Request) -> Iterator[str]:
             sizes = [size for size, _ in micro_batches(job, degrees, open_)]
             values |= set(sizes) if field == "micro_batch" else {getattr(degrees, field)}
         if values and pinned not in values:
-            found = True
+            improved = True
             listed = ", ".join(map(str, sorted(values)))
             yield f"{name}={pinned} stands in the way: it can be {listed}"
-    for name, field in SHORT_NAMES.items() if not found else ():
+    for name, field in SHORT_NAMES.items() if not improved else ():
         if getattr(pins, field) is None or not hasattr(Layout, field):
             continue
         without = replace(pins, **{field: None})  # type: ignore[arg-type]
         some = islice(layouts(replace(request, pins=without)), LAYOUTS_LOOKED_AT)
-        known = {written_pin(layout, field): None for layout in some}
-        if known:
-            listed = ", ".join(str(value) for value in known if value is not None)
+        pins_of_layouts = {written_pin(layout, field): None for layout in some}
+        if pins_of_layouts:
+            listed = ", ".join(str(value) for value in pins_of_layouts if value is not None)
             pinned = written_pin(pins, field)
             yield f"{name}={pinned} stands in the way: it can be {listed or 'left out'}"
 

@@ -64,7 +64,7 @@ def search(
     progress: Progress | None = None,
     rules: Rules | None = None,
     below_s: float = math.inf,
-    known: Sequence[Candidates] = (),
+    candidates: Sequence[Candidates] = (),
     effort: Effort = USUAL,
     gap_progress: GapProgress | None = None,
     store: FigureStore | None = None,
@@ -72,8 +72,8 @@ def search(
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
     Where none can take less than `below_s` in the closed form, NoneFaster ends the search early.
-    `known` are those of an answer to the same request under other pins: what was worked out there
-    is not worked out again.
+    `candidates` are those of an answer to the same request under other pins: what was worked out
+    there is not worked out again.
     `top` plans of different kinds are found, if there are as many (see planner.search.space.kind).
     `rules` say which layouts are refused, by default those of the request's stack.
     `store` has what layers take on other clusters, and gets what is worked out here.
@@ -84,7 +84,7 @@ def search(
     goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal, progress=progress)
     spaces: list[Any] = []
-    for space in spaces_of(request, solver, rules, known, store):
+    for space in spaces_of(request, solver, rules, candidates, store):
         spaces.append(space)
         queue.run(space)
     bests = goal.ranking()
@@ -95,12 +95,14 @@ def search(
         raise NoPlanFits(why_nothing(request, queue.misses, build))
 
     every = [goal.home(best).ranked(best) for best in bests]
-    chained = all(isinstance(one, ChainSpace) for one in spaces)
+    chained = all(isinstance(space, ChainSpace) for space in spaces)
     start = every[:1] if chained else _near(queue, goal, every[0])
     proof = _prove(request, spaces, goal, start, effort, gap_progress)
     order = proof.finalists()
     chosen = order[0]
-    others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
+    others = [
+        candidate for candidate in every if kind(candidate.plan.layout) != kind(chosen.plan.layout)
+    ]
     others.sort(key=lambda one: one.prediction.step_time_s)
     return Answer(
         plan=chosen.plan,
@@ -112,7 +114,7 @@ def search(
         closed_form=every[0],
         closed_form_bound_s=goal.bound_s(),
         solved=goal.solved,
-        candidates=tuple(one.candidates for one in spaces if isinstance(one, ChainSpace)),
+        candidates=tuple(space.candidates for space in spaces if isinstance(space, ChainSpace)),
     )
 
 
@@ -125,7 +127,7 @@ class _Proof:
         """`start` are the plans of the closed form, its optimum first."""
         self._request, self._goal, self._queue = request, goal, queue
         self._optimum = start[0]
-        self._plans: list[tuple[Any, Ranked]] = [(None, one) for one in start]
+        self._plans: list[tuple[Any, Ranked]] = [(None, candidate) for candidate in start]
         self.looked_at: Counter[str] = Counter()
 
     def finalists(self) -> list[Ranked]:
@@ -133,18 +135,18 @@ class _Proof:
 
         Of plans equally fast the optimum of the closed form comes first, then the simplest.
         """
-        return [one for _, one in self._listed()]
+        return [candidate for _, candidate in self._listed()]
 
     def _listed(self) -> list[tuple[str, Ranked]]:
         """Return the finalists, each with what its blocks recompute if all must do the same."""
         fitting = [
-            (space, one)
-            for space, one in (*self._plans, *self._goal.found)
-            if one is self._optimum or one.prediction.fits
+            (space, candidate)
+            for space, candidate in (*self._plans, *self._goal.found)
+            if candidate is self._optimum or candidate.prediction.fits
         ]
-        least_s = min(one.prediction.step_time_s for _, one in fitting)
+        least_s = min(candidate.prediction.step_time_s for _, candidate in fitting)
         kept: dict[tuple[str, str], Ranked] = {}
-        for space, one in sorted(
+        for space, candidate in sorted(
             fitting,
             key=lambda one: (
                 # What is within the tie of the fastest counts as equal to it.
@@ -153,8 +155,8 @@ class _Proof:
                 complexity(one[1].plan.layout),
             ),
         ):
-            kept.setdefault((_recompute(space), one.plan.layout.text()), one)
-        order = [(beside, one) for (beside, _), one in kept.items()]
+            kept.setdefault((_recompute(space), candidate.plan.layout.text()), candidate)
+        order = [(beside, candidate) for (beside, _), candidate in kept.items()]
         return [
             entry for at, entry in enumerate(order) if at < MOST_LISTED or entry[1] is self._optimum
         ]
@@ -171,15 +173,17 @@ class _Proof:
             outcome = entry.space.levels[entry.level] if goal.over(entry.bound_s) else LEFT
             account.settled(outcome, entry.size)
             if len(runners_up) < RUNNERS_UP:
-                one = Loser(layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome)
-                runners_up.append(one)
+                loser = Loser(
+                    layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome
+                )
+                runners_up.append(loser)
         finalists = [
             Finalist(
-                layout=one.prediction.layout + beside,
-                closed_form_s=one.objective_s,
-                step_time_s=one.prediction.step_time_s,
+                layout=candidate.prediction.layout + beside,
+                closed_form_s=candidate.objective_s,
+                step_time_s=candidate.prediction.step_time_s,
             )
-            for beside, one in self._listed()
+            for beside, candidate in self._listed()
         ]
         return certificate_of(
             account,
@@ -205,11 +209,11 @@ def _prove(
     queue = Queue(goal, account=Account(backend=request.stack.name))
     proof = _Proof(request, goal, queue, start)
     bound_s = closed_form.bound_s()
-    if all(isinstance(one, ChainSpace) for one in spaces):
+    if all(isinstance(space, ChainSpace) for space in spaces):
         spent = Spent()
-        chains = [SimulatedChain(one, goal, spent, bound_s) for one in spaces]
+        chains = [SimulatedChain(space, goal, spent, bound_s) for space in spaces]
         home = closed_form.home(closed_form.ranking()[0])
-        owner = next(one for one in chains if one.closed_form is home)
+        owner = next(chain for chain in chains if chain.closed_form is home)
         simulated_chain.look_near(chains, owner, start[0])
         queue.run(*chains)
         proof.looked_at.update(spent.looked_at())
@@ -218,9 +222,9 @@ def _prove(
 
     every = simulations.simulated_spaces(spaces, goal, bound_s)
     simulations.look_near(every, goal)
-    for one in every:
-        queue.run(one)
-        proof.looked_at.update(one.tried.looked_at)
+    for plan in every:
+        queue.run(plan)
+        proof.looked_at.update(plan.tried.looked_at)
     return proof
 
 
@@ -235,12 +239,12 @@ def _near(queue: Queue, closed_form: ClosedFormGoal, best: Ranked) -> list[Ranke
     queue.run()
     home = closed_form.home(winner)
     others = [
-        (space, one)
-        for space, one in goal.found
-        if one.layout != winner.layout or space is not home
+        (space, split)
+        for space, split in goal.found
+        if split.layout != winner.layout or space is not home
     ]
     others.sort(key=lambda one: one[1].rank)
-    return [best, *(space.ranked(one) for space, one in others[:MOST_LISTED])]
+    return [best, *(space.ranked(split) for space, split in others[:MOST_LISTED])]
 
 
 def _fastest(plans: Iterable[Ranked]) -> Ranked:
@@ -269,7 +273,9 @@ def _check_asked(request: Request, solver: str) -> None:
     several = schedule is not None and schedule_of(schedule).several_stages
     if (stages > 1 or several) and (model.edges or run_of(model) is None):
         asked = f"schedule={schedule}" if several else f"v={stages}"
-        single = ", ".join(name for name, one in SCHEDULES.items() if not one.several_stages)
+        single = ", ".join(
+            name for name, schedule in SCHEDULES.items() if not schedule.several_stages
+        )
         raise DocumentError(
             "fix",
             f"{asked}: {model.name} gets one stage a rank; several share a long run of like "
@@ -293,7 +299,7 @@ def spaces_of(
     request: Request,
     solver: str = "exact",
     rules: Rules | None = None,
-    known: Sequence[Candidates] = (),
+    candidates_before: Sequence[Candidates] = (),
     store: FigureStore | None = None,
     effort: GraphEffort | None = None,
 ) -> Iterator[Layouts]:
@@ -306,7 +312,7 @@ def spaces_of(
         yield from _of_groups(request, by_program=by_program)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
-        candidates = candidates_of(request, rules, recompute, known, store)
+        candidates = candidates_of(request, rules, recompute, candidates_before, store)
         if request.model.edges:
             from meshwright.planner.search.spaces.mixed import GraphSpace  # noqa: PLC0415 - chains need none
 
@@ -316,7 +322,7 @@ def spaces_of(
             yield GraphSpace(candidates, by_program=by_program, effort=effort, limit_s=limit_s)
             return
         yield ChainSpace(candidates, by_program=by_program)
-        known = known or (candidates,)
+        candidates_before = candidates_before or (candidates,)
 
 
 def _of_groups(request: Request, *, by_program: bool) -> Iterator[Layouts]:

@@ -157,9 +157,9 @@ class LayoutFamily:
 
     def part(self, **changes: object) -> LayoutFamily:
         """Return a part of the family, as `dataclasses.replace` does and ten times as fast."""
-        found = object.__new__(LayoutFamily)
-        found.__dict__.update(self.__dict__, **changes)
-        return found
+        family = object.__new__(LayoutFamily)
+        family.__dict__.update(self.__dict__, **changes)
+        return family
 
     def by_timetable(self) -> Iterator[LayoutFamily]:
         """Yield the part of the family that each timetable makes up."""
@@ -244,15 +244,15 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    found, left, factor = [1], number, 2
+    divisors, left, factor = [1], number, 2
     while factor * factor <= left:
         powers = [1]
         while left % factor == 0:
             left //= factor
             powers.append(powers[-1] * factor)
-        found = [d * power for d in found for power in powers]
+        divisors = [d * power for d in divisors for power in powers]
         factor += 1
-    return sorted(found if left == 1 else [*found, *(d * left for d in found)])
+    return sorted(divisors if left == 1 else [*divisors, *(d * left for d in divisors)])
 
 
 def layouts(request: Request) -> Iterator[Layout]:
@@ -321,10 +321,10 @@ def timetables(
     """
     every = _timetables(run_of(model), pipeline, count, pins, space.virtual_stages)
     if model.edges:
-        return tuple(one for one in every if one.virtual_stages == 1)
+        return tuple(timetable for timetable in every if timetable.virtual_stages == 1)
     if space.schedules is None or pipeline == 1:
         return every
-    return tuple(one for one in every if one.schedule in space.schedules)
+    return tuple(timetable for timetable in every if timetable.schedule in space.schedules)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -402,24 +402,24 @@ def families(
             inner = by_place.setdefault(spans[:2], [])  # of tensor and context
             for prefetch, reshard in ways_to_gather:
                 inner.append(ShardingChoice(zero, shard, replicate, order, prefetch, reshard))
-    shared = {place: Sharings(found) for place, found in by_place.items()}
+    shared = {place: Sharings(sharings) for place, sharings in by_place.items()}
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     relay = relay_of(request, degrees)
-    words = tuple(one.tensor_overlap for one in overlaps) or ("none",)
+    words = tuple(choice.tensor_overlap for choice in overlaps) or ("none",)
     for size, count in micro_batches(job, degrees, pins):
         every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
-        for one in timetables(model, degrees.pipeline, count, pins, space=space):
-            way = ways.get(one.schedule)
+        for timetable in timetables(model, degrees.pipeline, count, pins, space=space):
+            way = ways.get(timetable.schedule)
             if way is None:
-                blocks = compiles(request, degrees, one.schedule)
-                way = ways[one.schedule] = blocks, losses(request, one.schedule)
-            every.setdefault(way, []).append(one)
+                blocks = compiles(request, degrees, timetable.schedule)
+                way = ways[timetable.schedule] = blocks, losses(request, timetable.schedule)
+            every.setdefault(way, []).append(timetable)
             if waits and weighs_compilation(request, way[0]):
-                every.setdefault(("none", way[1]), []).append(one)
+                every.setdefault(("none", way[1]), []).append(timetable)
         for (blocks, chosen), alike in every.items():
-            for place, found, overlap in (
-                (*one, overlap) for one in shared.items() for overlap in words
+            for place, choices, overlap in (
+                (*shared_place, overlap) for shared_place in shared.items() for overlap in words
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
                     continue
@@ -427,7 +427,7 @@ def families(
                     degrees=degrees,
                     micro_batch=size,
                     micro_batches=count,
-                    sharings=found,
+                    sharings=choices,
                     timetables=tuple(alike),
                     savings=saved,
                     place=place,
@@ -497,7 +497,7 @@ def gathers(
     what ZeRO-2 takes, and longer.
     """
     pins, space, group = request.pins, request.space, request.cluster.groups[0]
-    moved = any(one.offload == "parameters" for one in saved)
+    moved = any(saving.offload == "parameters" for saving in saved)
     asks = zero == 3 and degrees.pipeline == degrees.expert == 1 and not moved
     depths: list[Prefetch] = [0]
     within: list[int | None] = [None]
@@ -530,14 +530,14 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
     pinned = request.pins.compile
     if pinned is not None:
         return pinned
-    space, known = request.space, request.model.architecture is not None
-    if not (gpus(request) and "block" in space.compile and known):
+    space, has_architecture = request.space, request.model.architecture is not None
+    if not (gpus(request) and "block" in space.compile and has_architecture):
         return "none"
     layout = Layout(
         pipeline=degrees.pipeline, expert=degrees.expert, schedule=schedule, compile="block"
     )
-    found = conflicts(space, Facts(request.model, request.cluster, request.job, layout))
-    hindered = any(conflict.place == "compile" for conflict in found)
+    conflicts_here = conflicts(space, Facts(request.model, request.cluster, request.job, layout))
+    hindered = any(conflict.place == "compile" for conflict in conflicts_here)
     return "none" if hindered else "block"
 
 
@@ -571,9 +571,9 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
     """
     if request.pins.loss is not None:
         return (request.pins.chunks,)
-    known, a = request.model, request.model.architecture
-    makes = any(layer.logits for layer in known.layers) if a is None else not a.classes
-    if not makes or known.edges or not (request.space.chunked_loss and gpus(request)):
+    model, a = request.model, request.model.architecture
+    makes = any(layer.logits for layer in model.layers) if a is None else not a.classes
+    if not makes or model.edges or not (request.space.chunked_loss and gpus(request)):
         return (None,)
     if schedule_of(schedule).stale:
         return (None,)
@@ -582,7 +582,7 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
 
 def gpus(request: Request) -> bool:
     """Whether all devices are GPUs."""
-    return all(one.accelerator.kind in ("cuda", "rocm") for one in request.cluster.groups)
+    return all(group.accelerator.kind in ("cuda", "rocm") for group in request.cluster.groups)
 
 
 def tensor_overlaps(

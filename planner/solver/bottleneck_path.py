@@ -82,13 +82,13 @@ def cheapest(ways: Paths, costs: Costs, *, cutoff_s: float = np.inf) -> Way | No
             fill_s=np.where(allowed, costs.fill_s, np.inf),
             once_s=tuple(others_s),
         )
-        found = cheapest(ways, below, cutoff_s=cutoff_s - least_s)
-        if found is None:
+        path = cheapest(ways, below, cutoff_s=cutoff_s - least_s)
+        if path is None:
             break
-        whole = priced(ways, costs, found.way)
+        whole = priced(ways, costs, path.way)
         if whole.value_s < cutoff_s:
             best, cutoff_s = whole, whole.value_s
-        ceiling_s = float(np.nextafter(max(ways.along(first_s, found.way)), -np.inf))
+        ceiling_s = float(np.nextafter(max(ways.along(first_s, path.way)), -np.inf))
     return best
 
 
@@ -114,12 +114,12 @@ def _descend(ways: Paths, costs: Costs, cutoff_s: float) -> Way | None:
         best, cutoff_s = tightest, tightest.value_s
     ceiling_s = (cutoff_s - least_sum_s) / steady if steady > 0 else np.inf
     while ceiling_s >= least_max_s:
-        found = under(ceiling_s)
-        if found.value_s < cutoff_s:
-            best, cutoff_s = found, found.value_s
-        if meets(steady * least_max_s + found.fill_s, cutoff_s):
+        path = under(ceiling_s)
+        if path.value_s < cutoff_s:
+            best, cutoff_s = path, path.value_s
+        if meets(steady * least_max_s + path.fill_s, cutoff_s):
             break
-        ceiling_s = float(np.nextafter(found.largest_s, -np.inf))
+        ceiling_s = float(np.nextafter(path.largest_s, -np.inf))
         if steady > 0:
-            ceiling_s = min(ceiling_s, (cutoff_s - found.fill_s) / steady)
+            ceiling_s = min(ceiling_s, (cutoff_s - path.fill_s) / steady)
     return best

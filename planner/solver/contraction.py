@@ -31,18 +31,18 @@ def blocks(readers: Sequence[Sequence[int]], colocated: Sequence[Block] = ()) ->
     missing = {block: len(inside) for block, inside in reads.items()}
     ready = [block for block, count in missing.items() if not count]
     heapq.heapify(ready)
-    found: list[Block] = []
+    blocks: list[Block] = []
     while ready:
         block = heapq.heappop(ready)
-        found.append(block)
+        blocks.append(block)
         for reader in read_by[block]:
             missing[reader] -= 1
             if not missing[reader]:
                 heapq.heappush(ready, reader)
-    if len(found) < len(missing):
+    if len(blocks) < len(missing):
         waiting = sorted(block for block, count in missing.items() if count)
         raise ValueError(f"colocated: layers {waiting} wait for each other")
-    return found
+    return blocks
 
 
 def block_of(layers: int, colocated: Sequence[Block]) -> list[Block]:

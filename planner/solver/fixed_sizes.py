@@ -39,15 +39,15 @@ def best_row(instance: Instance, cutoff_s: float, solve: Callable[[Instance, flo
             replace(stage, least_layers=fewest, most_layers=most)
             for stage, (fewest, most) in zip(instance.stages, row, strict=True)
         )
-        found = solve(replace(instance, stages=stages, sizes=()), cutoff_s)
-        if isinstance(found, Infeasible):
-            left = left or found
+        solution = solve(replace(instance, stages=stages, sizes=()), cutoff_s)
+        if isinstance(solution, Infeasible):
+            left = left or solution
             continue
-        bound_s = min(bound_s, found.lower_bound_s)
-        if isinstance(found, Solution) and found.objective_s < cutoff_s:
-            best, cutoff_s = found, found.objective_s
+        bound_s = min(bound_s, solution.lower_bound_s)
+        if isinstance(solution, Solution) and solution.objective_s < cutoff_s:
+            best, cutoff_s = solution, solution.objective_s
         elif not isinstance(left, Unfinished):
-            left = found
+            left = solution
     if isinstance(best, Solution):
         return replace(best, lower_bound_s=min(best.lower_bound_s, bound_s))
     assert left is not None, "an instance with sizes has a row"

@@ -105,14 +105,14 @@ class GraphInstance:
         if not self.types:
             raise ValueError("an instance needs at least one device type")
         chain, count, types = self.chain, len(self.chain.layers), len(self.types)
-        if sum(one.stages for one in self.types) != len(chain.stages):
+        if sum(device_type.stages for device_type in self.types) != len(chain.stages):
             raise ValueError(
                 f"the chains have {len(chain.stages)} stages; the types have "
-                f"{sum(one.stages for one in self.types)}"
+                f"{sum(device_type.stages for device_type in self.types)}"
             )
-        if len({_in_common(one.chain) for one in self.types}) > 1:
+        if len({_in_common(device_type.chain) for device_type in self.types}) > 1:
             raise ValueError("chains of types have the same layers, stages, ties and pace")
-        if any(one.chain.cut_s for one in self.types):
+        if any(device_type.chain.cut_s for device_type in self.types):
             raise ValueError("cut_s: what cuts cost follows from the outputs that cross them")
         for before, after in self.edges:
             if not 0 <= before < after < count:
@@ -157,10 +157,10 @@ class GraphInstance:
 
     def readers(self) -> list[list[int]]:
         """[layer] Layers that read its output, rising."""
-        found: list[list[int]] = [[] for _ in self.chain.layers]
+        groups: list[list[int]] = [[] for _ in self.chain.layers]
         for before, after in sorted(set(self.edges)):
-            found[before].append(after)
-        return found
+            groups[before].append(after)
+        return groups
 
     def blocks(self) -> list[Block]:
         """Return groups and layers of none, in an order in which they can run."""
@@ -169,12 +169,14 @@ class GraphInstance:
     def limited(self, row: Sequence[tuple[int, int]]) -> GraphInstance:
         """Return the same where stages hold the fewest to the most layers of a row."""
         types = []
-        for one in self.types:
+        for device_type in self.types:
             stages = (
                 replace(stage, least_layers=max(fewest, stage.least_layers), most_layers=most)
-                for stage, (fewest, most) in zip(one.chain.stages, row, strict=True)
+                for stage, (fewest, most) in zip(device_type.chain.stages, row, strict=True)
             )
-            types.append(replace(one, chain=replace(one.chain, stages=tuple(stages))))
+            types.append(
+                replace(device_type, chain=replace(device_type.chain, stages=tuple(stages)))
+            )
         return replace(self, types=tuple(types))
 
     def along(self, order: Sequence[int]) -> Instance:
@@ -206,7 +208,7 @@ class GraphInstance:
         split means anything in it: elsewhere layers would move to other types.
         """
         kinds, stage_layers = len(self.chain.kinds), [order[a:b] for a, b in pairwise(cuts)]
-        chains = [one.chain for one in self.types]
+        chains = [device_type.chain for device_type in self.types]
         stages = [chains[g].stages[s] for s, g in enumerate(types)]
         cut_s = [0.0] * (len(order) + 1)
         if not self.relayed:
@@ -253,7 +255,7 @@ class GraphInstance:
 
     def _used_bytes(self, order: Sequence[int], types: Sequence[int]) -> UsedBytes | None:
         """Return what stages of these types hold, for layers given by their places in an order."""
-        of_type = [one.chain.used_bytes for one in self.types]
+        of_type = [device_type.chain.used_bytes for device_type in self.types]
 
         def of(
             stage: int, before: Sequence[int], layers: Sequence[int], options: Sequence[int]
@@ -331,7 +333,7 @@ def cuts_along(edges: Edges, output_s: Sequence[float], order: Sequence[int]) ->
             waiting[before] -= 1
             if not waiting[before]:
                 crossing.remove(before)
-        cuts.append(sum((output_s[one] for one in sorted(crossing)), 0.0))
+        cuts.append(sum((output_s[output] for output in sorted(crossing)), 0.0))
     return tuple(cuts)
 
 
@@ -356,12 +358,12 @@ def straight_s(
     Those of `unpaid` pay nothing.
     """
     stage_of = {layer: s for s, layers in enumerate(stages) for layer in layers}
-    found = [0.0] * len(stages)
+    sums = [0.0] * len(stages)
     for layer, outside in enumerate(readers):
         ends = {stage_of[layer], *(stage_of[reader] for reader in outside)}
         for s in ends - set(unpaid) if len(ends) > 1 else ():
-            found[s] += output_s[layer]
-    return found
+            sums[s] += output_s[layer]
+    return sums
 
 
 def graph_instance(

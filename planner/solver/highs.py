@@ -29,7 +29,7 @@ __all__ = ["SolverOutcome", "highspy", "power_of_ten", "pulp", "run", "silent_hi
 class SolverOutcome:
     """How a run of the solver ended: with a solution, with a proof, and with which bound."""
 
-    found: bool
+    has_solution: bool
     proven: bool
     bound_s: float
     impossible: bool = False
@@ -66,15 +66,15 @@ def run(program: Any, unit_s: float, time_limit_s: float | None) -> SolverOutcom
         program.solve(solver)
     # Of HiGHS itself: releases of PuLP name its outcomes differently.
     status, info = program.solverModel.getModelStatus(), program.solverModel.getInfo()
-    found = info.primal_solution_status == feasible
-    proven = found and status == highspy.HighsModelStatus.kOptimal
+    has_solution = info.primal_solution_status == feasible
+    proven = has_solution and status == highspy.HighsModelStatus.kOptimal
     bound = float(info.mip_dual_bound)
     if proven:
         # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
         objective = info.objective_function_value
         bound = max(bound, objective - HIGHS_GAP * abs(objective))
-    impossible = not found and status == highspy.HighsModelStatus.kInfeasible
-    return SolverOutcome(found, proven, bound * unit_s, impossible)
+    impossible = not has_solution and status == highspy.HighsModelStatus.kInfeasible
+    return SolverOutcome(has_solution, proven, bound * unit_s, impossible)
 
 
 def power_of_ten(value: float) -> float:

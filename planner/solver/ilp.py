@@ -139,7 +139,7 @@ def solve_graph(
     runs = _runs(problem, ties)
     lacks = [0.0] * len(chain.stages)
     margins = (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN)
-    more_than_sums = any(one.chain.used_bytes for one in problem.types)
+    more_than_sums = any(device_type.chain.used_bytes for device_type in problem.types)
     for attempt in range(_TIGHTENED if more_than_sums else len(margins)):
         margin = margins[min(attempt, len(margins) - 1)]
         stated = _PipelineProgram(problem, runs, ties, lacks, margin)
@@ -150,7 +150,7 @@ def solve_graph(
                 return Fathomed(cutoff_s)
             return Infeasible(_why_not(problem, ties))
         bound_s = max(at_least_s, outcome.bound_s) if attempt == 0 else bound_s
-        if not outcome.found:
+        if not outcome.has_solution:
             break
         taken = stated.read()
         order, options = taken.runs, taken.options
@@ -214,7 +214,7 @@ class _PipelineProgram:
         self.single = len(runs) == len(self.chain.layers)
         # Runs of several layers are those of a chain.
         self.edges = sorted(set(problem.edges if self.single else pairwise(self.runs)))
-        chains = [one.chain for one in problem.types]
+        chains = [device_type.chain for device_type in problem.types]
         self.rooms = [chain.stages for chain in chains]
         longest_s = max(
             sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
@@ -228,7 +228,9 @@ class _PipelineProgram:
         ]
         self.on = [[list(self._counts(a, s)) for s in self.stages] for a in self.runs]
         """[run][stage]"""
-        self.here = [[one for a in self.runs for one in self.on[a][s]] for s in self.stages]
+        self.here = [
+            [variable for a in self.runs for variable in self.on[a][s]] for s in self.stages
+        ]
         self._places()
         self._memory(lacks, margin)
         self._hosts(margin)
@@ -296,7 +298,11 @@ class _PipelineProgram:
     def _memory(self, lacks: Sequence[float], margin: float) -> None:
         """Every stage within the capacity of its type, with the largest transient of its layers."""
         program = self.program
-        tables = [one.chain.kinds[kind] for one in self.problem.types for kind in set(self.kinds)]
+        tables = [
+            device_type.chain.kinds[kind]
+            for device_type in self.problem.types
+            for kind in set(self.kinds)
+        ]
         every_level = sorted({o.transient_bytes for table in tables for o in table})
         for s in self.stages:
             rooms = [of_type[s] for of_type in self.rooms]
@@ -389,7 +395,9 @@ class _PipelineProgram:
             for g, h in product(self.types, self.types):
                 own_s = self.problem.sent_s(g, h)
                 apart = 2 - self.of_type[s][g] - self.of_type[s + 1][h]
-                lowest = pulp.lpSum(one * (own_s[a] / self.unit_s) for a, one in sent.items())
+                lowest = pulp.lpSum(
+                    variable * (own_s[a] / self.unit_s) for a, variable in sent.items()
+                )
                 lowest -= apart * (sum(own_s) / self.unit_s)
                 self.program += cut >= lowest, f"cut_behind_stage{s}_of_types{g}_{h}"
         return cuts
@@ -496,20 +504,20 @@ def solve(
         reason = why_infeasible(row)
         if reason:
             return Infeasible(reason)
-        found = solve_graph(
+        solution = solve_graph(
             chain_problem(row),
             time_limit_s=time_limit_s,
             at_least_s=at_least_s,
             cutoff_s=below_s,
         )
-        return found.split if isinstance(found, GraphSolution) else found
+        return solution.split if isinstance(solution, GraphSolution) else solution
 
     return best_row(instance, cutoff_s, solved)
 
 
 def _why_not(problem: GraphInstance, ties: Sequence[Tie]) -> str:
     """Name what cannot be met together: all that is asked beside the memory of each stage."""
-    hosts = (host for one in problem.types for host in one.chain.hosts)
+    hosts = (host for device_type in problem.types for host in device_type.chain.hosts)
     asked = dict.fromkeys(map(str, (*ties, *hosts)))
     if asked:
         return f"no split that fits the devices keeps all of this: {'; '.join(asked)}"
@@ -523,13 +531,13 @@ def _runs(problem: GraphInstance, ties: Sequence[Tie]) -> list[list[int]]:
     if len(problem.types) > 1 or problem.output_s or not problem.one_order:
         return [[layer] for layer in layers]
     tied = [{at for at, tie in enumerate(ties) if layer in tie.layers} for layer in layers]
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for layer, kind in enumerate(problem.chain.layers):
         if layer and kind == problem.chain.layers[layer - 1] and tied[layer] == tied[layer - 1]:
-            found[-1].append(layer)
+            groups[-1].append(layer)
         else:
-            found.append([layer])
-    return found
+            groups.append([layer])
+    return groups
 
 
 def _order_alike(instance: Instance, options: list[int], stage_layers: range) -> None:

@@ -270,8 +270,8 @@ class Knapsacks:
         least_s = sum(count * float(self.options.least_time_s[kind]) for kind, count in content)
         for level in self._transient_levels(content):
             budgets = self._budgets(members, content, level)
-            found = fastest_s(self._groups(family, content, level), budgets)
-            np.minimum(best, found, out=best)
+            time_s = fastest_s(self._groups(family, content, level), budgets)
+            np.minimum(best, time_s, out=best)
             if best.max() <= least_s * (1 + ROUNDING):
                 break
         return best
@@ -322,9 +322,9 @@ class Knapsacks:
                 float(self.host_limit[stage]),
                 float(self.in_flight[stage] if most is None else most),
             )
-            found = self._fastest_at(f, content, limits, upper_s)
-            if found is not None:
-                best = found
+            choice = self._fastest_at(f, content, limits, upper_s)
+            if choice is not None:
+                best = choice
                 if best.time_s <= enough_s:
                     break
         return best
@@ -334,14 +334,14 @@ class Knapsacks:
     ) -> Choice | None:
         """Fastest choice at one transient level, None if none is below `upper_s`."""
         groups = self._groups(family, content, limits.transient_bytes)
-        found = fastest_choice(groups, limits.budget_bytes, upper_s)
-        if found is None:
+        choice = fastest_choice(groups, limits.budget_bytes, upper_s)
+        if choice is None:
             return None
         within = {
             kind: np.flatnonzero(self.options.transient[kind] <= limits.transient_bytes)
             for kind, _ in content
         }
-        seconds, points = found
+        seconds, points = choice
         taken = [runs.options(n, point) for (runs, n), point in zip(groups, points, strict=True)]
         chosen = self._chosen(content, within, seconds, taken)
         if chosen.sync_s <= limits.sync_s and self._on_host(content, chosen, limits):

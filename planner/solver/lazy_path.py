@@ -87,16 +87,16 @@ def best_split(
     the ceilings do in `descent.cheapest`.
     """
     if not steps.sync_depends:
-        found = settled_way(steps, cutoff_s=cutoff_s, left=left)
-        return None if found is None else assemble(found)
+        path = settled_way(steps, cutoff_s=cutoff_s, left=left)
+        return None if path is None else assemble(path)
     possible = np.isfinite(steps.costs().stage_s)
     most_sync_s = steps.ways.smallest_maximum(np.where(possible, steps.shortest_sync_s(), np.inf))
     best: Answer | None = None
     while most_sync_s < math.inf:
-        found = settled_way(steps, cutoff_s=cutoff_s - most_sync_s, left=left)
-        if found is None:
+        path = settled_way(steps, cutoff_s=cutoff_s - most_sync_s, left=left)
+        if path is None:
             break
-        answer = assemble(found)
+        answer = assemble(path)
         if answer.objective_s < cutoff_s:
             best, cutoff_s = answer, answer.objective_s
         largest_s = max(answer.stage_sync_s)
@@ -112,10 +112,10 @@ def loose_s(steps: SettledSteps, *, cutoff_s: float) -> float:
     inf if there is none.
     """
     costs = steps.bounding_costs()
-    found = None if costs is None else cheapest(steps.ways, costs, cutoff_s=cutoff_s)
-    if found is None:
+    path = None if costs is None else cheapest(steps.ways, costs, cutoff_s=cutoff_s)
+    if path is None:
         return math.inf
-    return found.value_s + (steps.shortest_sync_s().min() if steps.sync_depends else 0.0)
+    return path.value_s + (steps.shortest_sync_s().min() if steps.sync_depends else 0.0)
 
 
 def settled_way(
@@ -125,17 +125,17 @@ def settled_way(
     known_s, left = cutoff_s, left or WaysLeft()
     best: Way | None = None
     while True:
-        found = cheapest(steps.ways, steps.costs(), cutoff_s=known_s)
-        if found is not None and left.number <= 0:
+        path = cheapest(steps.ways, steps.costs(), cutoff_s=known_s)
+        if path is not None and left.number <= 0:
             once_s = steps.shortest_sync_s().min() if steps.sync_depends else 0.0
-            left.open_s = min(left.open_s, found.value_s + once_s)
+            left.open_s = min(left.open_s, path.value_s + once_s)
             return best
-        if found is None or not steps.settle(found.way):
-            return found
+        if path is None or not steps.settle(path.way):
+            return path
         left.number -= 1
         # What the way really takes bounds the search; a hair more, so that it is found again.
         costs = steps.costs()
-        actual = priced(steps.ways, costs, found.way)
+        actual = priced(steps.ways, costs, path.way)
         if not math.isfinite(actual.value_s):
             continue  # a step's options do not fit, whatever the sums of their bytes say
         if actual.value_s < known_s:

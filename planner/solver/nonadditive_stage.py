@@ -63,9 +63,9 @@ def fastest_checked(
     lowest = search.by_sums(0.0)
     if lowest is None:
         return None
-    found = search.laid(lowest)
-    if search.fits(found):
-        return found
+    fastest = search.laid(lowest)
+    if search.fits(fastest):
+        return fastest
     if fewest_bytes is not None and fewest_bytes() > search.most_bytes:
         return None
     at_least_s = lowest.time_s
@@ -80,8 +80,8 @@ def fastest_checked(
             return None
     except _TooManyError as stopped:
         at_least_s = max(at_least_s, stopped.least_s)
-    known = search.some_that_fit(lowest) or replace(search.laid(lowest), time_s=math.inf)
-    return replace(known, at_least_s=at_least_s * (1 - ROUNDING))
+    best = search.some_that_fit(lowest) or replace(search.laid(lowest), time_s=math.inf)
+    return replace(best, at_least_s=at_least_s * (1 - ROUNDING))
 
 
 class _TooManyError(Exception):
@@ -126,10 +126,10 @@ class _CheckedStage:
         options = laid_out(self._kinds, self._content, choice.options)
         return Fastest(choice.time_s, choice.sync_s, tuple(options), choice.time_s)
 
-    def fits(self, found: Fastest) -> bool:
+    def fits(self, fastest: Fastest) -> bool:
         """Whether the stage has the bytes."""
         capacity_bytes = self._instance.stages[self._stage].capacity_bytes
-        return self._used(found.options) <= capacity_bytes + ROUNDING * abs(capacity_bytes)
+        return self._used(fastest.options) <= capacity_bytes + ROUNDING * abs(capacity_bytes)
 
     @property
     def most_bytes(self) -> float:
@@ -153,10 +153,10 @@ class _CheckedStage:
         capacity_bytes = self._instance.stages[self._stage].capacity_bytes
         spare_bytes, choice = 0.0, lowest
         for _ in range(_STEPS):
-            found = self.laid(choice)
-            if self.fits(found):
-                return found
-            spare_bytes += self._used(found.options) - capacity_bytes
+            stage = self.laid(choice)
+            if self.fits(stage):
+                return stage
+            spare_bytes += self._used(stage.options) - capacity_bytes
             better = self.by_sums(spare_bytes)
             if better is None:
                 return None
@@ -209,8 +209,8 @@ class _CheckedStage:
             kind: [at for at, other in enumerate(kinds) if other == kind] for kind in set(kinds)
         }
         laid = options[order][:, [left[kind].pop() for kind in self._kinds]]
-        found = zip(time_s[order].tolist(), sync_s[order].tolist(), laid, strict=True)
-        for (seconds, sync, other), may_fit in zip(found, self._may_fit(laid), strict=True):
+        entries = zip(time_s[order].tolist(), sync_s[order].tolist(), laid, strict=True)
+        for (seconds, sync, other), may_fit in zip(entries, self._may_fit(laid), strict=True):
             fastest = Fastest(seconds, sync, tuple(other.tolist()), seconds) if may_fit else None
             yield seconds, fastest
 
@@ -228,12 +228,12 @@ class _CheckedStage:
             for (_, count), table in zip(self._content, tables, strict=True)
         ]
         most = min(_VISITED - self._visited, _VISITED_IN_ALL - self._knapsacks.visited)
-        found, visits = _all_taken(options, low_s, high_s, room_bytes, most)
+        entries, visits = _all_taken(options, low_s, high_s, room_bytes, most)
         self._visited += visits
         self._knapsacks.visited += visits
         if visits > most:
             raise _TooManyError
-        return found
+        return entries
 
 
 class _Kind:
@@ -276,13 +276,13 @@ def _all_taken(
     beyond.reverse()
     steps = [
         [
-            (one, behind, rest)
-            for one, behind in zip(kind.options, [*kind.behind, None], strict=True)
+            (option, behind, rest)
+            for option, behind in zip(kind.options, [*kind.behind, None], strict=True)
         ]
         for kind, rest in zip(kinds, beyond[1:], strict=True)
     ]
     counts, end = [*(kind.count for kind in kinds), 0], len(kinds)
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     visits = 0
 
     def walk(
@@ -294,8 +294,8 @@ def _all_taken(
             raise _EnoughError
         if at == end:
             if low_s <= seconds < high_s:
-                found.append(taken)
-                if len(found) > _TRIED:
+                groups.append(taken)
+                if len(groups) > _TRIED:
                     raise _EnoughError
             return
         (each_s, each_bytes), behind, (least_s, most_s, least_bytes) = steps[at][option]
@@ -317,4 +317,4 @@ def _all_taken(
 
     with suppress(_EnoughError):
         walk(0, 0, kinds[0].count, 0.0, 0.0, [])
-    return found, visits
+    return groups, visits

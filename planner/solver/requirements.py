@@ -168,13 +168,13 @@ def _range(text: str, names: Sequence[str], whole: str) -> tuple[int, int]:
 
 def _stages(text: str, whole: str) -> tuple[int, ...]:
     number = "([0-9]{1,4})"
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"stages? {number}(?:-{number})?((?:,[0-9]{{1,4}})*)", text.replace(", ", ",")
     )
-    if found is None:
+    if match is None:
         raise DocumentError("require", f"'{whole}': write stages as 'stage 0' or 'stages 0-2'")
-    first, last = int(found[1]), int(found[2] or found[1])
-    more = [int(number) for number in found[3].split(",") if number]
+    first, last = int(match[1]), int(match[2] or match[1])
+    more = [int(number) for number in match[3].split(",") if number]
     if first > last:
         raise DocumentError(
             "require", f"'{whole}': stages {first}-{last} are none; write the lower one first"

@@ -82,15 +82,15 @@ def _chain(
 ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
     """Return the best split of layers that have one order, on devices of one type."""
     order = tuple(range(len(problem.chain.layers)))
-    found = solve_chain(
+    solution = solve_chain(
         problem.along(order), cutoff_s=cutoff_s, frontiers=store, time_limit_s=time_limit_s
     )
-    if isinstance(found, Infeasible) and problem.names and not problem.chain.sides:
+    if isinstance(solution, Infeasible) and problem.names and not problem.chain.sides:
         return Infeasible(why_no_split(problem))
-    if not isinstance(found, Solution):
-        return found
+    if not isinstance(solution, Solution):
+        return solution
     types = (0,) * len(problem.chain.stages)
-    return GraphSolution(problem=problem, order=order, types=types, split=found, method="chain")
+    return GraphSolution(problem=problem, order=order, types=types, split=solution, method="chain")
 
 
 def _relaxed(
@@ -100,11 +100,18 @@ def _relaxed(
 
     `cutoff_s`, `effort` as of `solve`.
     """
-    apart = any(synced_apart(one.chain) for one in problem.types)
-    if problem.chain.sides or (apart and any(one.chain.hosts for one in problem.types)):
+    apart = any(synced_apart(device_type.chain) for device_type in problem.types)
+    if problem.chain.sides or (
+        apart and any(device_type.chain.hosts for device_type in problem.types)
+    ):
         types = (
-            replace(one, chain=replace(one.chain, sides=(), hosts=() if apart else one.chain.hosts))
-            for one in problem.types
+            replace(
+                device_type,
+                chain=replace(
+                    device_type.chain, sides=(), hosts=() if apart else device_type.chain.hosts
+                ),
+            )
+            for device_type in problem.types
         )
         problem = replace(problem, types=tuple(types))
     if len(problem.types) == 1:
@@ -136,18 +143,18 @@ def split_bound_s(
     if too_few(problem):
         return math.inf
     store = frontiers if frontiers is not None else FrontierStore()
-    known = _downsets(problem, effort or GraphEffort())
-    if known is None:
+    downsets = _downsets(problem, effort or GraphEffort())
+    if downsets is None:
         return _any_order_s(problem, store)
-    return Search(problem, store, math.inf, *known).bound_s
+    return Search(problem, store, math.inf, *downsets).bound_s
 
 
 def _on_types(
     problem: GraphInstance, cutoff_s: float, store: FrontierStore, effort: GraphEffort
 ) -> tuple[GraphSolution | None, float]:
-    known = _downsets(problem, effort)
-    if known is not None:
-        return Search(problem, store, cutoff_s, *known).solved()
+    downsets = _downsets(problem, effort)
+    if downsets is not None:
+        return Search(problem, store, cutoff_s, *downsets).solved()
     bound_s = _any_order_s(problem, store)
     if bound_s >= cutoff_s:
         return None, bound_s
@@ -172,7 +179,7 @@ def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Ru
 
 def _any_order_s(problem: GraphInstance, store: FrontierStore) -> float:
     """Bound on all orders, memory and cuts ignored."""
-    knapsacks = [Knapsacks(one.chain, store) for one in problem.types]
+    knapsacks = [Knapsacks(device_type.chain, store) for device_type in problem.types]
     fastest, sync_s = fastest_on(problem, knapsacks)
-    exposed_s = float(np.min([one.exposed_s for one in knapsacks], axis=0).sum())
+    exposed_s = float(np.min([knapsack.exposed_s for knapsack in knapsacks], axis=0).sum())
     return (1 - ROUNDING) * (fastest.passes_s() + fastest.fill * exposed_s + sync_s)

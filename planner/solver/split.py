@@ -36,9 +36,9 @@ def fastest_options(
     Any that take no longer than `enough_s` will do.
     """
     content = content_of(kinds)
-    found = knapsacks.fastest_choice(content, stage, enough_s=enough_s, sync_limit_s=sync_limit_s)
-    assert found is not None, "only stages that fit are assembled"
-    return laid_out(kinds, content, found.options)
+    choice = knapsacks.fastest_choice(content, stage, enough_s=enough_s, sync_limit_s=sync_limit_s)
+    assert choice is not None, "only stages that fit are assembled"
+    return laid_out(kinds, content, choice.options)
 
 
 def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:

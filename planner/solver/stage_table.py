@@ -51,14 +51,14 @@ Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
 class StepTable:
     """[step] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
 
-    `known` keeps what is exact for the tables of other ceilings.
+    `cached_costs` keeps what is exact for the tables of other ceilings.
     """
 
     def __init__(
         self,
         bounds: StepBounds,
         hops: Sequence[Runs],
-        known: Known,
+        cached_costs: Known,
         least_s: Floats,
         *,
         quantum_s: float = 0.0,
@@ -70,7 +70,7 @@ class StepTable:
         one.  Of stages that take longer than `limit_s` nobody wants to know how long.
         """
         knapsacks = self._knapsacks = bounds.knapsacks
-        self._bounds, self._hops, self._known = bounds, hops, known
+        self._bounds, self._hops, self._known = bounds, hops, cached_costs
         self._quantum_s, self._limit_s = quantum_s, limit_s
         self.ways = Paths([len(bounds.members)] * (len(hops) + 1), hops)
         self.stage_s = self._rounded(least_s)
@@ -101,9 +101,9 @@ class StepTable:
         if codes is None or radix is None:
             return
         self.content = np.concatenate([codes[b] - codes[a] for a, b in self._hops])
-        for (stage, content), found in self._known.items():
+        for (stage, content), settled in self._known.items():
             code = sum(radix[kind] * n for kind, n in content)
-            self._write_all(stage, self._with_content(stage, code), found)
+            self._write_all(stage, self._with_content(stage, code), settled)
 
     def layers(self, entry: int) -> Sequence[int]:
         """Layers that a step adds, rising."""
@@ -126,8 +126,8 @@ class StepTable:
 
     def _with_content(self, stage: int, code: int) -> Indices:
         steps = self.ways.steps(stage)
-        found: Indices = steps.start + np.flatnonzero(self.content[steps] == code)
-        return found
+        entries: Indices = steps.start + np.flatnonzero(self.content[steps] == code)
+        return entries
 
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         """[entry] Sums over the layers of entries, times the scale of their stage."""
@@ -219,8 +219,8 @@ class StepTable:
             if not self.settled[entry]:
                 changed = True
                 content = content_of(self._kinds_of(entry))
-                for stage, found in self._exact(self.ways.level(entry), content):
-                    self._write(stage, entry, found)
+                for stage, cost in self._exact(self.ways.level(entry), content):
+                    self._write(stage, entry, cost)
             if not self._checked[entry]:
                 changed = True
                 self._check(entry)
@@ -268,40 +268,40 @@ class StepTable:
     def _exact(self, stage: int, content: Content) -> list[tuple[int, Settled]]:
         """Return the exact value for a stage, and for others where they come for free."""
         knapsacks, key = self._knapsacks, tuple(content)
-        known = self._known.get((stage, key))
+        cached = self._known.get((stage, key))
         if knapsacks.alike(content):
             family = knapsacks.family_of(stage)
             stages = knapsacks.families[family].stages.tolist()
-            if known is not None:
+            if cached is not None:
                 return [(s, self._known[s, key]) for s in stages]
             seconds = knapsacks.fastest_s(content, family).tolist()
-            found = [(s, Settled(time_s, 0.0)) for s, time_s in zip(stages, seconds, strict=True)]
-            self._known.update({(s, key): value for s, value in found})
-            return found
-        if known is not None and known.sync_s <= self.sync_limit_s:
-            return [(stage, known)]
+            costs = [(s, Settled(time_s, 0.0)) for s, time_s in zip(stages, seconds, strict=True)]
+            self._known.update({(s, key): value for s, value in costs})
+            return costs
+        if cached is not None and cached.sync_s <= self.sync_limit_s:
+            return [(stage, cached)]
         choice = knapsacks.fastest_choice(content, stage, sync_limit_s=self.sync_limit_s)
         value = Settled(np.inf, 0.0) if choice is None else Settled(choice.time_s, choice.sync_s)
         if self.sync_limit_s == np.inf:
             self._known[stage, key] = value
         return [(stage, value)]
 
-    def _write(self, stage: int, entry: int, found: Settled) -> None:
+    def _write(self, stage: int, entry: int, settled: Settled) -> None:
         """Make exact the entries of a stage that hold what this one does."""
-        self._write_all(stage, self._like(stage, entry), found)
+        self._write_all(stage, self._like(stage, entry), settled)
 
-    def _write_all(self, stage: int, same: Indices, found: Settled) -> None:
-        self.stage_s[same] = self._staged_s(stage, same, found.time_s)
+    def _write_all(self, stage: int, same: Indices, settled: Settled) -> None:
+        self.stage_s[same] = self._staged_s(stage, same, settled.time_s)
         self.settled[same] = True
         if self._used_bytes is not None:
             self._checked[same] = ~np.isfinite(self.stage_s[same])
         if self.sync_depends:
-            self._used_s[same] = found.sync_s
+            self._used_s[same] = settled.sync_s
 
     def _check(self, entry: int) -> None:
         """Make an entry that of the fastest options that fit, and others that hold the same."""
         stage, kinds = self.ways.level(entry), self._kinds_of(entry)
-        found = self._fastest_of(stage, entry, kinds)
+        fastest = self._fastest_of(stage, entry, kinds)
         same = np.array([entry])
         if self._used_bytes is not None and not self._used_bytes.by_place:
             same = self._like(stage, entry)
@@ -312,15 +312,15 @@ class StepTable:
         least_s = self.stage_s[same]
         if self.loose:
             least_s = [self.loose.pop(at, float(self.stage_s[at])) for at in same.tolist()]
-        if found is None:
+        if fastest is None:
             self.stage_s[same] = np.inf
             return
-        if found.at_least_s < found.time_s:
-            at_least_s = np.maximum(least_s, self._staged_s(stage, same, found.at_least_s))
+        if fastest.at_least_s < fastest.time_s:
+            at_least_s = np.maximum(least_s, self._staged_s(stage, same, fastest.at_least_s))
             self.loose.update(zip(same.tolist(), at_least_s.tolist(), strict=True))
-        self.stage_s[same] = np.maximum(least_s, self._staged_s(stage, same, found.time_s))
+        self.stage_s[same] = np.maximum(least_s, self._staged_s(stage, same, fastest.time_s))
         if self.sync_depends:
-            self._used_s[same] = found.sync_s
+            self._used_s[same] = fastest.sync_s
 
     def _fastest_of(self, stage: int, entry: int, kinds: tuple[int, ...]) -> Fastest | None:
         """Return the fastest options of an entry that fit, within limits on seconds and sync."""
@@ -329,8 +329,8 @@ class StepTable:
         key = stage, self._place(entry) if used_bytes.by_place else None, kinds, self.sync_limit_s
         limit_s = self._limit_s - float(knapsacks.exposed_s[stage])
         limit_s /= float(knapsacks.time_scale[stage])
-        found = knapsacks.checked.get(key)
-        if found is None or (found.fastest is None and found.limit_s < limit_s):
+        cached = knapsacks.checked.get(key)
+        if cached is None or (cached.fastest is None and cached.limit_s < limit_s):
             place = stage, self._before(entry), self.layers(entry)
             fastest = fastest_checked(
                 knapsacks,
@@ -342,8 +342,8 @@ class StepTable:
                 sync_limit_s=self.sync_limit_s,
                 limit_s=limit_s,
             )
-            found = knapsacks.checked[key] = Checked(limit_s, fastest)
-        return found.fastest
+            cached = knapsacks.checked[key] = Checked(limit_s, fastest)
+        return cached.fastest
 
 
 class _Priced(Protocol):
@@ -358,11 +358,11 @@ def bounding_costs(steps: _Priced, tables: Sequence[StepTable]) -> Costs | None:
     """
     if not any(table.loose for table in tables):
         return None
-    known = [table.stage_s for table in tables]
+    exact_costs = [table.stage_s for table in tables]
     for table in tables:
         table.stage_s = table.stage_s.copy()
         table.stage_s[list(table.loose)] = list(table.loose.values())
     costs = steps.costs()
-    for table, stage_s in zip(tables, known, strict=True):
+    for table, stage_s in zip(tables, exact_costs, strict=True):
         table.stage_s = stage_s
     return costs

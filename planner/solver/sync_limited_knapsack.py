@@ -98,9 +98,9 @@ def fastest_synced(
     while upper_s > bound_s:
         slack_s = min(slack_s, longest_s, upper_s - bound_s)
         hair_s = SLACK * (abs(bound_s) + slack_s)
-        found = _fastest_within(kinds, np.append(rooms, slack_s + hair_s))
-        if found is not None and found[0] < upper_s:
-            upper_s, best = found
+        choice = _fastest_within(kinds, np.append(rooms, slack_s + hair_s))
+        if choice is not None and choice[0] < upper_s:
+            upper_s, best = choice
         if slack_s >= min(longest_s, upper_s - bound_s):
             break
         slack_s *= _SLACK_GROWS

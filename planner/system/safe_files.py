@@ -34,8 +34,8 @@ def opened(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
     try:
         folder = os.open(within, _FOLDER)
         try:
-            for one in folders:
-                inner = _inner(folder, one, path)
+            for part in folders:
+                inner = _inner(folder, part, path)
                 os.close(folder)
                 folder = inner
             with contextlib.suppress(FileNotFoundError):
@@ -125,13 +125,13 @@ def _inner(folder: int, name: str, path: Path) -> int:
         raise
 
 
-def _check(found: os.stat_result, path: Path) -> None:
+def _check(status: os.stat_result, path: Path) -> None:
     """Refuse what is no file of a run's own."""
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         raise _foreign(path, "is a symbolic link")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise _foreign(path, "is no regular file")
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         raise _foreign(path, "is a file that has other names too (hard links)")
 
 

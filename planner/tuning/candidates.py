@@ -51,12 +51,12 @@ def candidates(
     request: Request, answer: Answer, progress: Progress | None = None
 ) -> tuple[TrialCandidate, ...]:
     """Return the plans worth a trial, the plan of the answer first."""
-    found: dict[str, TrialCandidate] = {}
+    candidates: dict[str, TrialCandidate] = {}
     for plan, prediction in _plans(request, answer, progress):
         if prediction.step_time_s > 0:
-            found.setdefault(plan.digest, trial_candidate(request, plan, prediction))
-    every = list(found.values())
-    chances = _chances([one.option for one in every])
+            candidates.setdefault(plan.digest, trial_candidate(request, plan, prediction))
+    every = list(candidates.values())
+    chances = _chances([candidate.option for candidate in every])
     first, *others = range(len(every))
     kept = sorted((at for at in others if chances[at] >= CHANCE), key=lambda at: -chances[at])
     return tuple(every[at] for at in (first, *_diverse(every, kept)[: MOST - 1]))
@@ -67,11 +67,11 @@ def _plans(
 ) -> Iterator[tuple[Plan, Prediction]]:
     """Yield the answer's plan, those of other meshes, and their variants."""
     yield answer.plan, answer.prediction
-    every = search(request, top=MESHES, known=answer.candidates, progress=progress)
-    for one in every.finalists:
-        yield one.plan, one.prediction
-    for one in every.top:
-        yield one.plan, one.prediction
+    every = search(request, top=MESHES, candidates=answer.candidates, progress=progress)
+    for plan in every.finalists:
+        yield plan.plan, plan.prediction
+    for candidate in every.top:
+        yield candidate.plan, candidate.prediction
     as_predicted = replace(request, fit_probability=AS_PREDICTED)
     wider = _searched(as_predicted, top=MESHES)
     for ranked in wider.top if wider is not None else ():
@@ -93,13 +93,17 @@ def _searched(request: Request, *, top: int) -> Answer | None:
 
 def _variants(pins: Pins, plan: Plan) -> Iterator[Pins]:
     """Yield pins of a plan's mesh with another micro-batch, or with everything recomputed."""
-    one = plan.layout
+    layout = plan.layout
     mesh = replace(
-        pins, tensor=one.tensor, pipeline=one.pipeline, context=one.context, data=one.data
+        pins,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        data=layout.data,
     )
     if pins.micro_batch is None:
-        for size in (one.micro_batch // 2, 2 * one.micro_batch):
-            if size and plan.global_batch % (size * one.data) == 0:
+        for size in (layout.micro_batch // 2, 2 * layout.micro_batch):
+            if size and plan.global_batch % (size * layout.data) == 0:
                 yield replace(mesh, micro_batch=size)
     if pins.recompute is None:
         used = {layer.recompute for stage in plan.stages for layer in stage.layers}

@@ -26,7 +26,7 @@ from meshwright.planner.tuning.trial_options import CONSTANTS
 
 def calibration(
     cluster: ClusterSpec,
-    found: Posterior,
+    posterior: Posterior,
     host: Host,
     *,
     pace: float,
@@ -42,8 +42,8 @@ def calibration(
     stays with the trials.  Links that the cluster on which trials ran, if it is another (`seen`),
     does not have follow nothing.  `cluster` is without the pace that was known before.
     """
-    told = {one.name: one for one in found.constants}
-    fixed = math.exp(told["host"].mean)
+    constants = {constant.name: constant for constant in posterior.constants}
+    fixed = math.exp(constants["host"].mean)
     curve = cluster.groups[0].accelerator.curve
     values = {
         MATMUL: curve.matmul,
@@ -51,23 +51,23 @@ def calibration(
         STEP: fixed * host.step_s,
         ACTION: fixed * host.action_s,
     }
-    known = {tier.name for tier in (seen or cluster).tiers}
+    tiers = {tier.name for tier in (seen or cluster).tiers}
     for place, tier in enumerate(cluster.tiers):
-        if tier.name not in known:
+        if tier.name not in tiers:
             continue
-        inside = told["inner links" if place == 0 else "outer links"]
-        link = max((inside, told["data links"]), key=_learnt)
+        inside = constants["inner links" if place == 0 else "outer links"]
+        link = max((inside, constants["data links"]), key=_learnt)
         values[f"{tier.name}.{BANDWIDTH}"] = tier.bytes_per_s * math.exp(-link.mean)
         values[f"{tier.name}.{LATENCY}"] = tier.latency_s * math.exp(link.mean)
-    made = calibration_of(
+    calibration = calibration_of(
         _within(cluster, values),
         accelerator=cluster.groups[0].accelerator.name,
-        spread=found.usual_width(),
+        spread=posterior.usual_width(),
         runs=runs,
         source=source,
     )
-    paced = {"pace": pace * math.exp(told["kernels"].mean)}
-    return Calibration.model_validate(made.model_dump() | paced)
+    paced = {"pace": pace * math.exp(constants["kernels"].mean)}
+    return Calibration.model_validate(calibration.model_dump() | paced)
 
 
 TURNS = 4
@@ -75,7 +75,7 @@ TURNS = 4
 
 
 def as_measured(
-    found: Calibration,
+    calibration: Calibration,
     measured_s: Sequence[float],
     predicted_s: Callable[[Calibration, int], float],
 ) -> Calibration:
@@ -86,25 +86,26 @@ def as_measured(
     common, is in that spread.
     """
     for _ in range(TURNS):
-        slower = measured_s[0] / predicted_s(found, 0)
+        slower = measured_s[0] / predicted_s(calibration, 0)
         if abs(slower - 1) < EQUAL:
             break
-        found = found.model_copy(update={"pace": (found.pace or 1.0) * slower})
+        calibration = calibration.model_copy(update={"pace": (calibration.pace or 1.0) * slower})
     misses = [
-        abs(math.log(step_s / predicted_s(found, run))) for run, step_s in enumerate(measured_s)
+        abs(math.log(step_s / predicted_s(calibration, run)))
+        for run, step_s in enumerate(measured_s)
     ]
-    return found.model_copy(update={"spread": max(found.spread, *misses)})
+    return calibration.model_copy(update={"spread": max(calibration.spread, *misses)})
 
 
-def _learnt(told: ConstantBelief) -> float:
+def _learnt(constant: ConstantBelief) -> float:
     """Return by how much trials made a constant surer."""
-    return 1 - told.spread / CONSTANTS[told.name].spread
+    return 1 - constant.spread / CONSTANTS[constant.name].spread
 
 
 def _within(cluster: ClusterSpec, values: Constants) -> Constants:
     bounds = {
-        one.name: (one.least, one.most)
-        for one in constants_of(cluster, step_s=0.0, action_s=0.0, slack=1.0)
+        constant.name: (constant.least, constant.most)
+        for constant in constants_of(cluster, step_s=0.0, action_s=0.0, slack=1.0)
     }
     return {
         name: min(bounds[name][1], max(bounds[name][0], value)) for name, value in values.items()

@@ -47,7 +47,7 @@ def fit_probabilities(
     >>> fit_probabilities(some, [MemoryTrial(option=0, ran=False)]).round(2).tolist()
     [0.0, 0.44]
     """
-    margins = np.array([one.margin for one in options])
+    margins = np.array([option.margin for option in options])
     weights = -0.5 * (GRID / COMMON) ** 2
     for trial in trials:
         fits = _below(margins[trial.option] - GRID)
@@ -56,10 +56,10 @@ def fit_probabilities(
             above = math.log(trial.ratio) / options[trial.option].memory_spread
             weights -= 0.5 * ((above - GRID) / OWN) ** 2
     density = np.exp(weights - weights.max())
-    found: NDArray[np.float64] = _below(margins[:, None] - GRID) @ (density / density.sum())
+    chances: NDArray[np.float64] = _below(margins[:, None] - GRID) @ (density / density.sum())
     for trial in trials:
-        found[trial.option] = float(trial.ran)
-    return found
+        chances[trial.option] = float(trial.ran)
+    return chances
 
 
 def _below(distance: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -80,15 +80,15 @@ class Tuner:
 
     def after(self, outcome: Outcome) -> Tuner:
         """Return what is known after another trial."""
-        found = Tuner(
+        tuner = Tuner(
             self.options,
             (*self.outcomes, outcome),
             stand_ins=self._stand_ins,
             start_s=self._start_s,
             steps=self._steps,
         )
-        found.__dict__["_belief"] = self._belief
-        return found
+        tuner.__dict__["_belief"] = self._belief
+        return tuner
 
     @cached_property
     def before(self) -> Tuner:
@@ -100,9 +100,9 @@ class Tuner:
         """What is believed of all steps."""
         return self._belief.after(
             [
-                Timed(option=one.option, step_s=one.step_s, noise=self._noise(one))
-                for one in self.outcomes
-                if one.step_s is not None
+                Timed(option=outcome.option, step_s=outcome.step_s, noise=self._noise(outcome))
+                for outcome in self.outcomes
+                if outcome.step_s is not None
             ]
         )
 
@@ -110,30 +110,32 @@ class Tuner:
     def fits(self) -> Array:
         """[option] The probability that it fits in memory."""
         held = [
-            MemoryTrial(option=one.option, ran=one.step_s is not None, ratio=one.memory_ratio)
-            for one in self.outcomes
+            MemoryTrial(
+                option=outcome.option, ran=outcome.step_s is not None, ratio=outcome.memory_ratio
+            )
+            for outcome in self.outcomes
         ]
         return fit_probabilities(self.options, held)
 
     @cached_property
     def steadiness(self) -> Steadiness:
         """How alike the steps of all trials were."""
-        found = Steadiness()
-        for one in self.outcomes:
-            if one.step_s is not None:
-                found = found.and_trial(one.noise, one.steps)
-        return found
+        steadiness = Steadiness()
+        for outcome in self.outcomes:
+            if outcome.step_s is not None:
+                steadiness = steadiness.and_trial(outcome.noise, outcome.steps)
+        return steadiness
 
-    def _noise(self, one: Outcome) -> float:
+    def _noise(self, outcome: Outcome) -> float:
         """Return how far a trial's step may lie off: as its own steps say, and those of all."""
-        if not one.steps:
-            return one.noise
-        return max(NOISE, one.noise, self.steadiness.noise(one.steps))
+        if not outcome.steps:
+            return outcome.noise
+        return max(NOISE, outcome.noise, self.steadiness.noise(outcome.steps))
 
     @property
     def tried(self) -> frozenset[int]:
         """Options that were tried."""
-        return frozenset(one.option for one in self.outcomes)
+        return frozenset(outcome.option for outcome in self.outcomes)
 
     @property
     def best(self) -> Timed | None:
@@ -144,9 +146,9 @@ class Tuner:
     def measured(self, option: int) -> Timed:
         """Return the step that an option was measured to take, over its trials that ran."""
         seen = [
-            (one.step_s, self._noise(one) ** -2)
-            for one in self.outcomes
-            if one.option == option and one.step_s is not None
+            (outcome.step_s, self._noise(outcome) ** -2)
+            for outcome in self.outcomes
+            if outcome.option == option and outcome.step_s is not None
         ]
         weights = [weight for _, weight in seen]
         step_s = statistics.fmean((step_s for step_s, _ in seen), weights)
@@ -165,7 +167,7 @@ class Tuner:
     @property
     def ran(self) -> list[int]:
         """Options that ran."""
-        return sorted({one.option for one in self.outcomes if one.step_s is not None})
+        return sorted({outcome.option for outcome in self.outcomes if outcome.step_s is not None})
 
     @cached_property
     def answer(self) -> int:
@@ -181,20 +183,22 @@ class Tuner:
 
     def _surest(self, among: Sequence[int], above: float) -> list[int]:
         """Return which of some options fit with a probability, or those most likely to."""
-        found = [one for one in among if self.fits[one] >= above]
-        most = max((float(self.fits[one]) for one in among), default=0.0)
-        return found or [one for one in among if self.fits[one] == most > 0]
+        runnable = [option for option in among if self.fits[option] >= above]
+        most = max((float(self.fits[option]) for option in among), default=0.0)
+        return runnable or [option for option in among if self.fits[option] == most > 0]
 
     def next_trial(self, skip: frozenset[int] = frozenset()) -> int | None:
         """Return the option whose trial gains most for each second; None if none is left."""
-        sure = self.tried - {one for one in self.ran if self.posterior.spread(one) > UNSURE}
-        left = [one for one in self._triable if one not in sure | skip]
+        sure = self.tried - {
+            option for option in self.ran if self.posterior.spread(option) > UNSURE
+        }
+        left = [option for option in self._triable if option not in sure | skip]
         may_run = self._surest(left, TRIED_ABOVE)
         if not may_run:
             return None
         if not self.ran and not self._stand_ins:
             return min(self._surest(left, SURE_TO_FIT), key=self._mean)
-        gains = {one: self._gain(one) / self.trial_s(one) for one in may_run}
+        gains = {option: self._gain(option) / self.trial_s(option) for option in may_run}
         return min(may_run, key=lambda one: (-gains[one], self._mean(one)))
 
     def trial_s(self, option: int) -> float:
@@ -210,10 +214,10 @@ class Tuner:
         if self._stand_ins:
             return self._told(option)
         mean, covariance, answer = self.posterior.mean, self.posterior.covariance, self.answer
-        told = math.hypot(self.posterior.spread(option), self._next_noise)
+        spread = math.hypot(self.posterior.spread(option), self._next_noise)
         gain = 0.0
         for other in {*self.ran, option} - {answer}:
-            moves = abs(float(covariance[other, option] - covariance[answer, option])) / told
+            moves = abs(float(covariance[other, option] - covariance[answer, option])) / spread
             if moves:
                 behind = float(mean[other] - mean[answer]) / moves
                 gain = max(gain, moves * (USUAL.pdf(behind) - behind * USUAL.cdf(-behind)))
@@ -232,9 +236,9 @@ class Tuner:
     def _moved(self, options: Sequence[int], option: int) -> Array:
         """[option, quantile] Return where means may lie after the trial of one."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
-        told = math.hypot(self.posterior.spread(option), self._next_noise)
+        spread = math.hypot(self.posterior.spread(option), self._next_noise)
         moved: Array = (
-            mean[options][:, None] + covariance[options, option][:, None] / told * QUANTILES
+            mean[options][:, None] + covariance[options, option][:, None] / spread * QUANTILES
         )
         return moved
 
@@ -249,7 +253,7 @@ class Tuner:
         spread = np.linalg.cholesky(shared + ROUNDING * np.eye(len(among)))
         moved = self.posterior.mean[among] + normal @ spread.T
         gained = self._mean(self.answer) - float(moved.min(axis=1).mean())
-        trials = (self._told(one) / self.trial_s(one) for one in self._triable)
+        trials = (self._told(option) / self.trial_s(option) for option in self._triable)
         return gained / seconds > max(trials, default=0.0)
 
     @cached_property
@@ -284,4 +288,6 @@ class Tuner:
 
     def shift(self) -> Mapping[str, tuple[float, float]]:
         """Return by constant how its seconds stand to the predicted ones, and the spread of it."""
-        return {told.name: (told.mean, told.spread) for told in self.posterior.constants}
+        return {
+            constant.name: (constant.mean, constant.spread) for constant in self.posterior.constants
+        }

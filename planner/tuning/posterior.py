@@ -138,13 +138,13 @@ class Belief:
     def __init__(self, options: Sequence[TrialOption]) -> None:
         self._options = options
         self._own = NEIGHBOURS**2 * _near(options) + LAYOUT**2 * np.eye(len(options))
-        self._kept = KEPT_AT_SCALE ** _apart([one.doublings for one in options])
+        self._kept = KEPT_AT_SCALE ** _apart([option.doublings for option in options])
         self._unmoved = self._tangent(np.zeros(len(CONSTANTS)))
 
     def _tangent(self, constants: Array) -> _Tangent:
         factors = dict(zip(CONSTANTS, np.exp(constants).tolist(), strict=True))
-        rows = np.array([list(one.sensitivities(factors).values()) for one in self._options])
-        steps = np.log([one.moved_s(factors) for one in self._options])
+        rows = np.array([list(option.sensitivities(factors).values()) for option in self._options])
+        steps = np.log([option.moved_s(factors) for option in self._options])
         return _Tangent(rows, steps - rows @ constants)
 
     def of_constants(self, names: Collection[str]) -> Array:
@@ -158,11 +158,15 @@ class Belief:
         """Return the belief that follows from trials."""
         kinds = MACHINES if trials else MACHINES[:1]
         each = [self._on(machine, trials) for machine in kinds]
-        evidence = np.array([one.evidence for one in each])
+        evidence = np.array([hypothesis.evidence for hypothesis in each])
         shares = np.exp(evidence - evidence.max())
         shares /= shares.sum()
-        mean, covariance = _mixed([(one.mean, one.covariance) for one in each], shares)
-        moved, of_moved = _mixed([(one.constants, np.diag(one.spreads**2)) for one in each], shares)
+        mean, covariance = _mixed(
+            [(hypothesis.mean, hypothesis.covariance) for hypothesis in each], shares
+        )
+        moved, of_moved = _mixed(
+            [(hypothesis.constants, np.diag(hypothesis.spreads**2)) for hypothesis in each], shares
+        )
         return Posterior(
             mean=mean,
             covariance=covariance,
@@ -186,8 +190,8 @@ class Belief:
             rows = tangent.rows
             prior = ((rows * weights) @ rows.T + self._own) * self._kept
             residuals = measured - tangent.steps[at]
-            told = prior[np.ix_(at, at)] + noise
-            misfit = float(residuals @ np.linalg.solve(told, residuals))
+            observed = prior[np.ix_(at, at)] + noise
+            misfit = float(residuals @ np.linalg.solve(observed, residuals))
             scale = (DEGREES_OF_FREEDOM + misfit) / degrees
             seen = scale * prior[np.ix_(at, at)] + noise
             of_constants = scale * np.linalg.solve(seen, rows[at] * weights).T
@@ -195,7 +199,8 @@ class Belief:
         gains = scale * np.linalg.solve(seen, prior[at]).T  # [option, trial]
         left = scale * (weights - np.einsum("ct,tc->c", of_constants, rows[at] * weights))
         likely = -0.5 * (
-            float(np.linalg.slogdet(told)[1]) + degrees * math.log1p(misfit / DEGREES_OF_FREEDOM)
+            float(np.linalg.slogdet(observed)[1])
+            + degrees * math.log1p(misfit / DEGREES_OF_FREEDOM)
         )
         return _Conditioned(
             mean=tangent.steps + gains @ residuals,
@@ -208,7 +213,9 @@ class Belief:
 
 def _variances(spreads: Mapping[str, float]) -> Array:
     """[constant] Return variances before trials, some of them other than usual."""
-    return np.array([spreads.get(name, one.spread) ** 2 for name, one in CONSTANTS.items()])
+    return np.array(
+        [spreads.get(name, constant.spread) ** 2 for name, constant in CONSTANTS.items()]
+    )
 
 
 def _mixed(parts: Sequence[tuple[Array, Array]], shares: Array) -> tuple[Array, Array]:
@@ -223,14 +230,17 @@ def _mixed(parts: Sequence[tuple[Array, Array]], shares: Array) -> tuple[Array, 
 
 def _near(options: Sequence[TrialOption]) -> Array:
     """[option, option] Return how near two are: 1 as neighbours differ in nothing, 0 in kind."""
-    layouts = [one.layout for one in options]
+    layouts = [option.layout for option in options]
     doublings = (
-        _apart([math.log2(one.tensor) for one in layouts])
-        + _apart([math.log2(one.pipeline) for one in layouts])
-        + _apart([math.log2(one.micro_batch) for one in layouts])
+        _apart([math.log2(layout.tensor) for layout in layouts])
+        + _apart([math.log2(layout.pipeline) for layout in layouts])
+        + _apart([math.log2(layout.micro_batch) for layout in layouts])
     )
     numbers: dict[Hashable, int] = {}
-    kinds = [numbers.setdefault((one.kept, one.layout.zero > 1), len(numbers)) for one in options]
+    kinds = [
+        numbers.setdefault((option.kept, option.layout.zero > 1), len(numbers))
+        for option in options
+    ]
     near: Array = NEXT**doublings * (_apart(kinds) == 0)
     return near
 

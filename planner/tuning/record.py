@@ -78,19 +78,19 @@ def read_trials(folder: Path) -> list[Trial]:
     path = folder / FILE
     if not is_file(path):
         return []
-    found: list[Trial] = []
+    trials: list[Trial] = []
     for line in read_text(path).splitlines(keepends=True):
         try:
             if not line.endswith("\n"):
                 break
-            found.append(Trial.model_validate_json(line))
+            trials.append(Trial.model_validate_json(line))
         except ValueError as error:
             raise DocumentError(
-                f"line {len(found) + 1}",
+                f"line {len(trials) + 1}",
                 "is no trial; delete the line, or name another folder",
                 file=str(path),
             ) from error
-    return found
+    return trials
 
 
 def append(trial: Trial, folder: Path) -> None:
@@ -105,5 +105,5 @@ def append(trial: Trial, folder: Path) -> None:
 
 def differences(mine: Subject, theirs: Subject) -> Sequence[str]:
     """Return in what two subjects differ."""
-    one, other = mine.model_dump(), theirs.model_dump()
-    return [name for name in one if one[name] != other[name]]
+    mine_fields, other = mine.model_dump(), theirs.model_dump()
+    return [name for name in mine_fields if mine_fields[name] != other[name]]

@@ -63,7 +63,7 @@ def check_smaller(small: ClusterSpec, large: ClusterSpec) -> None:
     """Refuse a cluster whose devices tell nothing of another's, or that is no smaller."""
     if small.mixed or large.mixed:
         raise DocumentError("on", "has devices that differ; trials in small need devices alike")
-    mine, theirs = (one.groups[0].accelerator.name for one in (small, large))
+    mine, theirs = (cluster.groups[0].accelerator.name for cluster in (small, large))
     if mine != theirs:
         raise DocumentError("on", f"has {mine}, and the cluster {theirs}; trials need the same")
     if small.devices >= large.devices:
@@ -77,34 +77,37 @@ def in_small(
 ) -> InSmall:
     """Return the plans with what is tried for them; DocumentError if none can be."""
     large = request.cluster
-    found: dict[str, SmallTrial] = {}
-    for one in candidates:
-        stand_in = _stand_in(request, one.plan, small, called)
+    trials: dict[str, SmallTrial] = {}
+    for candidate in candidates:
+        stand_in = _stand_in(request, candidate.plan, small, called)
         if stand_in is not None:
-            found.setdefault(stand_in.candidate.plan.digest, stand_in)
-    if not found:
+            trials.setdefault(stand_in.candidate.plan.digest, stand_in)
+    if not trials:
         raise DocumentError(
             "on",
             f"has {small.devices} devices, on which no plan of {large.name} can be tried in small; "
             "give more, or a smaller model by --model",
         )
-    known = {tier.name for tier in small.tiers}
-    used = [{axis: _tier(one.plan.layout, axis, large) for axis in AXES} for one in candidates]
-    missing = {tier.name for tier in large.tiers} - known
+    tier_names = {tier.name for tier in small.tiers}
+    used = [
+        {axis: _tier(candidate.plan.layout, axis, large) for axis in AXES}
+        for candidate in candidates
+    ]
+    missing = {tier.name for tier in large.tiers} - tier_names
     doublings = math.log2(large.devices / small.devices)
     return InSmall(
         candidates=tuple(
             replace(
-                one,
+                candidate,
                 option=replace(
-                    one.option,
+                    candidate.option,
                     doublings=doublings,
                     unseen_links=tiers["data"] in missing,
                 ),
             )
-            for one, tiers in zip(candidates, used, strict=True)
+            for candidate, tiers in zip(candidates, used, strict=True)
         ),
-        stand_ins=tuple(found.values()),
+        stand_ins=tuple(trials.values()),
         unseen=tuple(
             tier.name
             for tier in large.tiers
@@ -148,19 +151,21 @@ def small_layout(layout: Layout, large: ClusterSpec, small: ClusterSpec) -> Layo
     No axis goes over other links than the large one's where the smaller cluster has those.  Of what
     is left, the one that shows most axes over their own links, on most devices.
     """
-    known = {tier.name for tier in small.tiers}
+    tier_names = {tier.name for tier in small.tiers}
     wanted = {axis: _tier(layout, axis, large) for axis in AXES}
 
-    def shown(one: Layout) -> tuple[int, ...]:
-        same = sum(_tier(one, axis, small) == wanted[axis] for axis in AXES)
-        return same, one.devices, one.pipeline, one.data_shard
+    def shown(layout: Layout) -> tuple[int, ...]:
+        same = sum(_tier(layout, axis, small) == wanted[axis] for axis in AXES)
+        return same, layout.devices, layout.pipeline, layout.data_shard
 
-    def wrong(one: Layout) -> bool:
+    def wrong(layout: Layout) -> bool:
         return any(
-            _tier(one, a, small) not in (None, wanted[a]) for a in AXES if wanted[a] in known
+            _tier(layout, a, small) not in (None, wanted[a])
+            for a in AXES
+            if wanted[a] in tier_names
         )
 
-    every = (one for one in _fewer(layout, small.devices) if not wrong(one))
+    every = (smaller for smaller in _fewer(layout, small.devices) if not wrong(smaller))
     return max(every, key=shown, default=None)
 
 
@@ -234,12 +239,12 @@ def _shorter(
         short = _with_blocks(config, key, blocks)
         name = name_of(f"{model.name[:150]}-of-{blocks}-layers")
         try:
-            made = graph_of(architecture_of(short, name=name), name=name, source=name)
+            graph = graph_of(architecture_of(short, name=name), name=name, source=name)
         except DocumentError:
             return
-        if {layer.kind for layer in made.layers} != kinds:
+        if {layer.kind for layer in graph.layers} != kinds:
             return
-        yield made, short
+        yield graph, short
         blocks = (blocks // layout.stages // 2) * layout.stages
 
 

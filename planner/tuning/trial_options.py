@@ -107,9 +107,15 @@ class TrialOption:
     @property
     def family(self) -> tuple[object, ...]:
         """What neighbours have in common: all but the micro-batch and the finer axes."""
-        one = self.layout
-        degrees = (one.tensor, one.pipeline, one.context, one.expert, one.virtual_stages)
-        return (*degrees, one.zero, self.kept)
+        layout = self.layout
+        degrees = (
+            layout.tensor,
+            layout.pipeline,
+            layout.context,
+            layout.expert,
+            layout.virtual_stages,
+        )
+        return (*degrees, layout.zero, self.kept)
 
     @property
     def margin(self) -> float:
@@ -149,18 +155,18 @@ class TrialOption:
         """
         seconds = self._seconds(factors)
         step_s = sum(seconds.values())
-        found = {
+        fields = {
             **{name: each / step_s for name, each in seconds.items()},
             **self._choices(),
             "kernels": 1.0,
             "narrow products": self._narrow(seconds),
         }
-        return {name: found.get(name, 0.0) for name in CONSTANTS}
+        return {name: fields.get(name, 0.0) for name in CONSTANTS}
 
     def _seconds(self, factors: Mapping[str, float]) -> dict[str, float]:
         """Return seconds by the constant that they follow, `computing` what follows none."""
-        one, seconds = self.layout, defaultdict[str, float](float)
-        far = one.tensor * one.context * one.expert > self.devices_per_node
+        layout, seconds = self.layout, defaultdict[str, float](float)
+        far = layout.tensor * layout.context * layout.expert > self.devices_per_node
         called = {
             "layer links": "outer links" if far else "inner links",
             "data links": "unseen links" if self.unseen_links else "data links",
@@ -176,19 +182,19 @@ class TrialOption:
         return computing / sum(seconds.values()) * math.log2(self.layout.tensor)
 
     def _choices(self) -> dict[str, float]:
-        one = self.layout
+        layout = self.layout
         return {
             "scale": self.doublings,
-            "stages": math.log2(one.pipeline),
-            "pipelined": float(one.pipeline > 1),
-            "chunks": math.log2(one.virtual_stages),
-            "gathered weights": float(one.zero > 1),
+            "stages": math.log2(layout.pipeline),
+            "pipelined": float(layout.pipeline > 1),
+            "chunks": math.log2(layout.virtual_stages),
+            "gathered weights": float(layout.zero > 1),
         }
 
 
 def _constant_of(cause: str) -> str:
     """Return which constant a cause of a step follows."""
-    known = {
+    sensitivities = {
         "forward": "computing",
         "backward": "computing",
         "recompute": "recompute",
@@ -196,4 +202,4 @@ def _constant_of(cause: str) -> str:
         "pipeline": "waiting",
         "optimizer": "optimizer",
     }
-    return known.get(cause, "layer links" if is_link(cause) else "host")
+    return sensitivities.get(cause, "layer links" if is_link(cause) else "host")

@@ -198,31 +198,31 @@ def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Ca
 
     `offers` are dated rents instead of the catalogue's.
     """
-    known = rents() if offers is None else offers
-    found: dict[str, Candidate] = {}
+    catalogue = rents() if offers is None else offers
+    candidates: dict[str, Candidate] = {}
     for place, offer in enumerate(study.offers):
         try:
-            listed = list(_of_offer(study, offer, known))
+            listed = list(_of_offer(study, offer, catalogue))
         except DocumentError as error:
             raise DocumentError(
                 f"offers[{place}].{error.path or 'cluster'}", error.message
             ) from error
         for candidate in listed:
-            if candidate.name in found:
+            if candidate.name in candidates:
                 raise DocumentError(
                     f"offers[{place}]", f"'{candidate.name}' is there twice; give it a name"
                 )
-            found[candidate.name] = replace(candidate, place=place)
-    return list(found.values())
+            candidates[candidate.name] = replace(candidate, place=place)
+    return list(candidates.values())
 
 
 def power_of(assumptions: Assumptions) -> Power:
     """Return what devices draw, by the assumptions or the catalogue."""
-    known = assumptions.facility
+    facility = assumptions.facility
     return Power(
-        node_over_tdp=span_of(known.node_power_over_tdp),
-        network_w_per_device=span_of(known.network_w_per_device),
-        usage_effectiveness=span_of(known.power_usage_effectiveness),
+        node_over_tdp=span_of(facility.node_power_over_tdp),
+        network_w_per_device=span_of(facility.network_w_per_device),
+        usage_effectiveness=span_of(facility.power_usage_effectiveness),
     )
 
 
@@ -250,16 +250,16 @@ def power_usd_per_device_hour(
     )
 
 
-def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Candidate]:
+def _of_offer(study: Study, offer: Offer, rents_known: Sequence[Rent]) -> Iterator[Candidate]:
     if offer.solve is not None and not offer.n:
         raise DocumentError(
             "solve", "is carried out by meshwright.planner.whatif.sizing; call that"
         )
     texts = [offer.cluster.replace("{n}", str(n)) for n in offer.n] or [offer.cluster]
     listed = [
-        _candidate(study, each, text, known)
+        _candidate(study, each, text, rents_known)
         for text in texts
-        for each in _of_each_provider(offer, text, known)
+        for each in _of_each_provider(offer, text, rents_known)
     ]
     if not offer.largest:
         yield from listed
@@ -295,15 +295,15 @@ def powered(study: Study, offer: Offer) -> int:
         raise DocumentError(
             "solve", "power needs goal.power_cap_w; add it, or solve for budget or deadline"
         )
-    one = resolve_cluster(offer.cluster.replace("{n}", "1"))
-    watts = watts_of(one, study.assumptions.but(offer.assumptions), offer.power_limit)
+    cluster = resolve_cluster(offer.cluster.replace("{n}", "1"))
+    watts = watts_of(cluster, study.assumptions.but(offer.assumptions), offer.power_limit)
     if watts is None:
         raise DocumentError(
             "solve",
-            f"the power of {one.name} is not known; "
+            f"the power of {cluster.name} is not known; "
             "see `meshwright catalog accelerators` for those with a power",
         )
-    most = min(MOST_DEVICES // one.devices, math.floor(cap / watts.value * (1 + ROUNDING)))
+    most = min(MOST_DEVICES // cluster.devices, math.floor(cap / watts.value * (1 + ROUNDING)))
     while most > 0 and not _fed(study, watts.times(most)):
         most -= 1
     if most < 1:
@@ -315,16 +315,18 @@ def powered(study: Study, offer: Offer) -> int:
     return most
 
 
-def _of_each_provider(offer: Offer, text: str, known: Sequence[Rent]) -> list[Offer]:
+def _of_each_provider(offer: Offer, text: str, rents_known: Sequence[Rent]) -> list[Offer]:
     """Return an offer for each provider that rents the cluster's accelerators, or the one given."""
     if offer.rent is None or not offer.rent.each_provider:
         return [offer]
     rentals = [
         Rental(commitment=offer.rent.commitment, provider=provider)
-        for provider in sorted({rent.provider for rent in known})
+        for provider in sorted({rent.provider for rent in rents_known})
     ]
     cluster = resolve_cluster(text)
-    having = [r for r in rentals if rent_of(r, cluster, known).usd_per_device_hour is not None]
+    having = [
+        r for r in rentals if rent_of(r, cluster, rents_known).usd_per_device_hour is not None
+    ]
     if not having:
         names = ", ".join(sorted({group.accelerator.name for group in cluster.groups}))
         raise DocumentError(
@@ -339,7 +341,7 @@ def _of_each_provider(offer: Offer, text: str, known: Sequence[Rent]) -> list[Of
     ]
 
 
-def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> Candidate:
+def _candidate(study: Study, offer: Offer, text: str, rents_known: Sequence[Rent]) -> Candidate:
     cluster = resolve_cluster(text)
     if offer.host_memory_bytes is not None:
         size = {"host_memory_bytes": offer.host_memory_bytes}
@@ -355,7 +357,7 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
     return Candidate(
         name=_name(offer, text),
         cluster=cluster,
-        priced=_priced(study, offer, cluster, known),
+        priced=_priced(study, offer, cluster, rents_known),
         spot=offer.rent is not None and offer.rent.commitment == "spot",
         tuning=offer.tuning or study.work.tuning,
         assumed=study.assumptions.but(offer.assumptions),
@@ -388,12 +390,14 @@ def _name(offer: Offer, text: str) -> str:
     return named.replace("{n}", text)
 
 
-def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> DevicePrice:
+def _priced(
+    study: Study, offer: Offer, cluster: ClusterSpec, rents_known: Sequence[Rent]
+) -> DevicePrice:
     assumed = study.assumptions.but(offer.assumptions)
-    priced = _price_of(assumed, offer, cluster, known)
+    priced = _price_of(assumed, offer, cluster, rents_known)
     if priced.hourly is None or not (priced.purchase or priced.parts):
         return priced
-    settled = _price_of(assumed, offer, cluster, known, settled=True)
+    settled = _price_of(assumed, offer, cluster, rents_known, settled=True)
     return replace(priced, settled=settled.hourly)
 
 
@@ -401,13 +405,13 @@ def _price_of(
     assumed: Assumptions,
     offer: Offer,
     cluster: ClusterSpec,
-    known: Sequence[Rent],
+    rents_known: Sequence[Rent],
     *,
     settled: bool = False,
 ) -> DevicePrice:
     """Return an offer's price; `settled` with quotes that are exact, as signed ones are."""
     if isinstance(offer.owned, tuple) or (offer.buy is not None and offer.buy.of):
-        return _in_parts(assumed, offer, cluster, known, settled)
+        return _in_parts(assumed, offer, cluster, rents_known, settled)
     if offer.owned:
         return DevicePrice(
             hourly=kept_hourly(assumed, cluster, offer.power_limit),
@@ -424,7 +428,7 @@ def _price_of(
             hourly=_used_alone(quote),
             how=f"{commitment_words(price.commitment)}, {price.date}, {price.source}",
         )
-    return _rented(assumed, offer.rent or Rental(), cluster, known, settled)
+    return _rented(assumed, offer.rent or Rental(), cluster, rents_known, settled)
 
 
 def _used_alone(price: Span) -> Hourly:
@@ -464,7 +468,11 @@ def _quoted(
 
 
 def _in_parts(
-    assumed: Assumptions, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent], settled: bool
+    assumed: Assumptions,
+    offer: Offer,
+    cluster: ClusterSpec,
+    rents_known: Sequence[Rent],
+    settled: bool,
 ) -> DevicePrice:
     """Return the mean price of a device of which some are owned or bought, and others rented."""
     roles = _roles(offer, cluster)
@@ -483,11 +491,13 @@ def _in_parts(
         kept = kept_hourly(assumed, parts["owned"], offer.power_limit)
         hourly.append(kept.times(share["owned"]))
     if "rented" in parts:
-        priced["rented"] = _rented(assumed, offer.rent or Rental(), parts["rented"], known, settled)
+        priced["rented"] = _rented(
+            assumed, offer.rent or Rental(), parts["rented"], rents_known, settled
+        )
     if "bought" in parts:
         assert offer.buy is not None  # it names what is bought
         priced["bought"] = _bought(assumed, offer.buy, parts["bought"], offer.power_limit, settled)
-    missing = next((one for one in priced.values() if one.hourly is None), None)
+    missing = next((part for part in priced.values() if part.hourly is None), None)
     if missing is not None:
         return missing
     if "rented" in priced:
@@ -508,7 +518,7 @@ def _in_parts(
         network=priced[lead].network,
         cause=priced["rented"].cause if lead == "rented" else "",
         parts=roles,
-        part_quotes={role: one.quote for role, one in priced.items() if one.quote is not None},
+        part_quotes={role: part.quote for role, part in priced.items() if part.quote is not None},
         purchase=purchase,
         beside=None if purchase is None else beside,
         hourly=beside if purchase is None else summed([purchase.hourly, beside]),
@@ -550,7 +560,7 @@ def _rented(
     assumed: Assumptions,
     rental: Rental,
     cluster: ClusterSpec,
-    known: Sequence[Rent],
+    rents_known: Sequence[Rent],
     settled: bool,
 ) -> DevicePrice:
     """Return a given rent, or that of the catalogue's offers that can make the cluster."""
@@ -564,19 +574,19 @@ def _rented(
             rental.date,
             assumed,
         )
-        _check_spot(price.value, rental, cluster, known)
+        _check_spot(price.value, rental, cluster, rents_known)
         how = f"{commitment_words(rental.commitment)}, {rental.date}, {rental.source}"
         if rental.currency != "USD":
             rate = assumed.currencies[rental.currency]
             how += f", {rental.currency} at {rate.usd:g} USD of {rate.date}"
         cause = quote_cause(how, price)
     else:
-        found = rent_of(rental, cluster, known)
-        if found.usd_per_device_hour is None:
-            return DevicePrice(how=found.how)
-        price, how, cause = found.usd_per_device_hour, found.how, found.cause
-        term = term or found.term_months
-        prepaid = found.prepaid if rental.prepaid is None else prepaid
+        rent = rent_of(rental, cluster, rents_known)
+        if rent.usd_per_device_hour is None:
+            return DevicePrice(how=rent.how)
+        price, how, cause = rent.usd_per_device_hour, rent.how, rent.cause
+        term = term or rent.term_months
+        prepaid = rent.prepaid if rental.prepaid is None else prepaid
     price = exact(price.value) if settled else price
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
@@ -625,13 +635,15 @@ def term_words(reservation: Reservation) -> str:
     return f"{months}, {prepaid:.0f} % paid at once" if prepaid else months
 
 
-def _check_spot(price: float, rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> None:
+def _check_spot(
+    price: float, rental: Rental, cluster: ClusterSpec, rents_known: Sequence[Rent]
+) -> None:
     """Refuse a spot price above every on-demand price that is known: a column has slipped."""
     if rental.commitment != "spot":
         return
     names = {group.accelerator.name for group in cluster.groups}
-    of_names = [price_of(offer, "on_demand") for offer in known if offer.accelerator in names]
-    prices = [one for one in of_names if one is not None]
+    of_names = [price_of(offer, "on_demand") for offer in rents_known if offer.accelerator in names]
+    prices = [price for price in of_names if price is not None]
     if prices and price > max(prices):
         raise DocumentError(
             "rent.usd_per_device_hour",
@@ -660,12 +672,12 @@ def _bought(
         )
         how = f"bought, {buying.date}, {buying.source}"
     else:
-        known = purchases().get(name)
-        if known is None:
+        listed = purchases().get(name)
+        if listed is None:
             return DevicePrice(how=f"no price known, purchase of {name}")
-        price = listed_price(known)
-        node = "with its node" if known.with_node else "without its node"
-        how = f"bought {node}, {known.date}, {known.source}"
+        price = listed_price(listed)
+        node = "with its node" if listed.with_node else "without its node"
+        how = f"bought {node}, {listed.date}, {listed.source}"
     price = exact(price.value) if settled else price
     network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:
@@ -734,8 +746,8 @@ def lease_of(
     Its payments lower the income that is taxed, so that before tax they count as they are.
     """
     name, years = cluster.groups[0].accelerator.name, assumed.years
-    known = purchases().get(name)
-    listed = exact(0.0) if known is None else listed_price(known)
+    purchase = purchases().get(name)
+    listed = exact(0.0) if purchase is None else listed_price(purchase)
     months = lease_months(term_months=term_months, years=years)
     tax = 1 + assumed.owning.sales_tax
     return replace(
@@ -749,10 +761,10 @@ def lease_of(
     )
 
 
-def listed_price(known: PurchasePrice) -> Span:
+def listed_price(price: PurchasePrice) -> Span:
     """Return the catalogue's price of a device with its range, which its age widens."""
-    low, high = known.ends
-    return aged(Span(value=known.usd_per_device, low=low, high=high), age_years(known.date))
+    low, high = price.ends
+    return aged(Span(value=price.usd_per_device, low=low, high=high), age_years(price.date))
 
 
 def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) -> Hourly:
@@ -762,10 +774,10 @@ def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) 
     """
     parts = []
     for group in cluster.groups:
-        known = purchases().get(group.accelerator.name)
+        price = purchases().get(group.accelerator.name)
         purchase = purchase_of(
             assumed,
-            exact(0.0) if known is None else listed_price(known),
+            exact(0.0) if price is None else listed_price(price),
             span_of(network_purchase()),
             cluster.model_copy(update={"groups": (group,)}),
             power_limit,
@@ -786,29 +798,29 @@ def purchase_of(
     power_limit: float = 1.0,
 ) -> Purchase:
     """Return a device's purchase with all that owning it costs."""
-    own = assumed.owning
-    bare = total([price, network, span_of(own.storage_usd_per_device)])
-    spares = span_of(own.spares)
+    owning = assumed.owning
+    bare = total([price, network, span_of(owning.storage_usd_per_device)])
+    spares = span_of(owning.spares)
     with_spares = Span(value=1 + spares.value, low=1 + spares.low, high=1 + spares.high)
-    hardware = product([bare, with_spares]).times(1 + own.sales_tax)
+    hardware = product([bare, with_spares]).times(1 + owning.sales_tax)
     running = power_usd_per_device_hour(cluster, assumed, power_limit) or exact(0.0)
     return Purchase(
         hardware_usd=hardware,
         yearly_usd=total(
             [
-                product([bare, span_of(own.support_a_year)]),
-                product([bare, span_of(own.insurance_a_year)]),
-                span_of(own.staff_usd_per_device_year),
+                product([bare, span_of(owning.support_a_year)]),
+                product([bare, span_of(owning.insurance_a_year)]),
+                span_of(owning.staff_usd_per_device_year),
                 product(
-                    [_it_kw_per_device(cluster, assumed, power_limit), _hosting_usd_per_kw(own)]
+                    [_it_kw_per_device(cluster, assumed, power_limit), _hosting_usd_per_kw(owning)]
                 ),
             ]
         ),
         horizon=Horizon(years=assumed.years, interest=assumed.interest),
         residual=_residual(assumed),
-        idle_power=span_of(own.idle_power),
+        idle_power=span_of(owning.idle_power),
         running_usd_per_hour=running,
-        tax=Tax(rate=own.income_tax, depreciation_years=own.depreciation_years),
+        tax=Tax(rate=owning.income_tax, depreciation_years=owning.depreciation_years),
     )
 
 
@@ -817,20 +829,20 @@ def _it_kw_per_device(cluster: ClusterSpec, assumed: Assumptions, power_limit: f
     watts = watts_of(cluster, assumed, power_limit)
     if watts is None:
         return exact(0.0)
-    known = assumed.facility.power_usage_effectiveness
-    return watts.times(1e-3 / cluster.devices / known.value)
+    effectiveness = assumed.facility.power_usage_effectiveness
+    return watts.times(1e-3 / cluster.devices / effectiveness.value)
 
 
-def _hosting_usd_per_kw(own: Owning) -> Span:
+def _hosting_usd_per_kw(owning: Owning) -> Span:
     """Return dollars a year for the space and cooling of a kilowatt."""
-    return span_of(own.hosting_usd_per_kw_month).times(MONTHS_PER_YEAR)
+    return span_of(owning.hosting_usd_per_kw_month).times(MONTHS_PER_YEAR)
 
 
 def _residual(assumed: Assumptions) -> Span:
-    own, age = assumed.owning, assumed.years
-    if own.residual_by_age:
-        return exact(residual_share(age, retained_a_year=1.0, by_age=own.residual_by_age))
-    kept = own.retained_a_year
+    owning, age = assumed.owning, assumed.years
+    if owning.residual_by_age:
+        return exact(residual_share(age, retained_a_year=1.0, by_age=owning.residual_by_age))
+    kept = owning.retained_a_year
     return Span(
         value=residual_share(age, retained_a_year=kept.value),
         low=residual_share(age, retained_a_year=kept.low),

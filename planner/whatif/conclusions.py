@@ -25,12 +25,12 @@ def verdicts(result: Result) -> list[str]:
     if result.interrupted:
         left = len(result.candidates) * len(result.study.rows) - len(result.outcomes)
         return [f"Interrupted: {len(result.outcomes)} done, {left} not looked at."]
-    said = [_of_model(result, model, ranks) for model, ranks in result.ranks.items()]
+    sentences = [_of_model(result, model, ranks) for model, ranks in result.ranks.items()]
     if len(result.ranks) > 1:
-        said = [_brief(result, model, ranks) for model, ranks in result.ranks.items()]
-        said += [*_largest(result), *_crossover(result)]
+        sentences = [_brief(result, model, ranks) for model, ranks in result.ranks.items()]
+        sentences += [*_largest(result), *_crossover(result)]
     return [
-        *said,
+        *sentences,
         *_kept_at_the_midpoint(result),
         *_by_our_runtime(result),
         *_old_prices(result, datetime.date.today()),
@@ -60,15 +60,15 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     best = result.best_of(model)
     if best is None:
         return _none(result, model, ranks)
-    said = f"{best.candidate} for {model}: {_costs(best)}, under {best.stack}"
+    sentence = f"{best.candidate} for {model}: {_costs(best)}, under {best.stack}"
     if result.study.work.precision == "auto" and best.plan is not None:
-        said += f" in {best.plan.precision}"
+        sentence += f" in {best.plan.precision}"
     if best.native_step_s is not None and best.stack != "native":
-        said += f" (our own runtime: step {seconds_text(best.native_step_s)})"
+        sentence += f" (our own runtime: step {seconds_text(best.native_step_s)})"
     if best.capital_usd is not None:
-        said += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
-    said += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
-    return said
+        sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
+    sentence += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
+    return sentence
 
 
 def commitment_text(candidate: Candidate, usd: float) -> str:
@@ -81,23 +81,23 @@ def commitment_text(candidate: Candidate, usd: float) -> str:
 def _by_our_runtime(result: Result) -> Iterator[str]:
     """Name the candidate that our own runtime would rank first, where it is another."""
     by = ordered_by(result.study, result.outcomes)
-    said: dict[tuple[str, str], list[str]] = {}
+    texts: dict[tuple[str, str], list[str]] = {}
     for model, ranks in result.ranks.items():
         best = result.best_of(model)
         meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
         sold = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
         # What meets the goal as surely as the first, which comes before what does not.
-        known = [
+        outcomes = [
             o for o in sold if best is None or sure(result.study, o) >= sure(result.study, best)
         ]
-        if best is None or best not in known or by in ("energy", "carbon", "weighted"):
+        if best is None or best not in outcomes or by in ("energy", "carbon", "weighted"):
             continue
-        first = min(known, key=lambda outcome: _native_figure(outcome, by))
+        first = min(outcomes, key=lambda outcome: _native_figure(outcome, by))
         if _native_figure(first, by) < _native_figure(best, by):
             assert first.native_step_s is not None and best.native_step_s is not None
             steps = f"{seconds_text(first.native_step_s)} and {seconds_text(best.native_step_s)}"
-            said.setdefault((first.candidate, best.candidate), []).append(f"{model} ({steps})")
-    for (first_name, best_name), models in said.items():
+            texts.setdefault((first.candidate, best.candidate), []).append(f"{model} ({steps})")
+    for (first_name, best_name), models in texts.items():
         yield (
             f"Ranked by the fastest public framework on each cluster; under our own runtime "
             f"(--backend native) {first_name} ranks before {best_name} for {listed(models)} a step."
@@ -192,21 +192,21 @@ def _kept_texts(outcome: CandidateOutcome, confidence: float = 0.0) -> list[str]
 
 def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
     """Say how surely the first meets the goals, and how surely it is the best of all."""
-    said = _kept_texts(best, result.study.goal.confidence)
+    texts = _kept_texts(best, result.study.goal.confidence)
     if not sure(result.study, best):
-        said += _surest_texts(best, ranks)
+        texts += _surest_texts(best, ranks)
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]
     if ties:
-        said.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
+        texts.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
     by = ordered_by(result.study, [rank.outcome for rank in ranks])
     chances = {rank.outcome.candidate: rank.first[by] for rank in ranks if by in rank.first}
     if len(chances) > 1 and best.candidate in chances:
         word = FIRST_IN[by]
-        own = chances.pop(best.candidate)
+        chance = chances.pop(best.candidate)
         rival = max(chances, key=lambda name: chances[name])
-        text = f"{word} of {len(chances) + 1} with probability {own:.2f}, {rival} with "
-        said.append(f"{text}{chances[rival]:.2f}{_why_likelier(result, best, ranks, rival, by)}")
-    text = "; ".join(said)
+        text = f"{word} of {len(chances) + 1} with probability {chance:.2f}, {rival} with "
+        texts.append(f"{text}{chances[rival]:.2f}{_why_likelier(result, best, ranks, rival, by)}")
+    text = "; ".join(texts)
     return f"{text[0].upper()}{text[1:]}. " if text else ""
 
 
@@ -297,12 +297,12 @@ def _mixed(result: Result) -> Iterator[str]:
     """Say whether to keep, add and split, mix or replace, where some devices are owned."""
     for model in result.study.rows:
         ways = ways_of(result, model)
-        known = {name: way for name, way in ways.items() if way is not None}
-        if "keep" not in known or len(known) < 2:
+        texts_of = {name: way for name, way in ways.items() if way is not None}
+        if "keep" not in texts_of or len(texts_of) < 2:
             continue
-        split = known.pop("split", None)
-        said = [
-            f"{name}, {days:,.0f} days and {usd:,.0f} USD" for name, (days, usd) in known.items()
+        split = texts_of.pop("split", None)
+        sentences = [
+            f"{name}, {days:,.0f} days and {usd:,.0f} USD" for name, (days, usd) in texts_of.items()
         ]
         apart = ""
         if split is not None:
@@ -313,10 +313,10 @@ def _mixed(result: Result) -> Iterator[str]:
         limit = result.study.goal.deadline_days
         outcomes = _outcomes_of_ways(result, model)
         unsure = {n for n, outcome in outcomes.items() if not sure(result.study, outcome)}
-        kept = {n: w for n, w in known.items() if limit is None or w[0] <= limit}
+        kept = {n: w for n, w in texts_of.items() if limit is None or w[0] <= limit}
         within = {n: w for n, w in kept.items() if n not in unsure} or kept
         if not within:
-            yield f"No run meets the deadline: {'; '.join(said)}.{apart}"
+            yield f"No run meets the deadline: {'; '.join(sentences)}.{apart}"
             continue
         cheapest = min(within, key=lambda name: within[name][1])
         fastest = min(within, key=lambda name: within[name][0])
@@ -327,7 +327,7 @@ def _mixed(result: Result) -> Iterator[str]:
                 if fastest != cheapest
                 else ""
             )
-            + f". {'; '.join(said)}.{apart}"
+            + f". {'; '.join(sentences)}.{apart}"
         )
 
 
@@ -355,7 +355,7 @@ def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]
 
 def _outcomes_of_ways(result: Result, model: str) -> dict[str, CandidateOutcome]:
     """Return the first outcome of each way to train, and of what is rented to add."""
-    found: dict[str, CandidateOutcome] = {}
+    outcomes: dict[str, CandidateOutcome] = {}
     for o in result.outcomes:
         if o.model != model or not o.fits or o.hypothetical:
             continue
@@ -367,8 +367,8 @@ def _outcomes_of_ways(result: Result, model: str) -> dict[str, CandidateOutcome]
             name = "mix, bought" if bought else "mix"
         else:
             name = "replace" if bought else "add"
-        found.setdefault(name, o)
-    return found
+        outcomes.setdefault(name, o)
+    return outcomes
 
 
 def _days_usd(outcome: CandidateOutcome) -> tuple[float, float] | None:
@@ -377,8 +377,8 @@ def _days_usd(outcome: CandidateOutcome) -> tuple[float, float] | None:
     return outcome.result_hours.value / 24, outcome.usd.value
 
 
-def _split(one: CandidateOutcome, other: CandidateOutcome) -> tuple[float, float] | None:
-    pair = _days_usd(one), _days_usd(other)
+def _split(outcome: CandidateOutcome, other: CandidateOutcome) -> tuple[float, float] | None:
+    pair = _days_usd(outcome), _days_usd(other)
     if pair[0] is None or pair[1] is None:
         return None
     (days, usd), (its_days, its_usd) = pair[0], pair[1]

@@ -33,24 +33,24 @@ def evaluate(
     study: Study,
     model_name: str,
     candidate: Candidate,
-    found: Planned | None = None,
+    planned_run: Planned | None = None,
     store: FigureStore | None = None,
 ) -> CandidateOutcome:
     """Return the outcome of one model on one candidate, planned already or not."""
-    found = found or planned(study, model_name, candidate, store=store)
+    planned_run = planned_run or planned(study, model_name, candidate, store=store)
     blank = CandidateOutcome(
         candidate=candidate.name,
         model=model_name,
         devices=candidate.devices,
         accelerator="+".join(group.accelerator.name for group in candidate.cluster.groups),
         fits=False,
-        binding=found.reason,
+        binding=planned_run.reason,
         price=candidate.priced.how,
         price_cause=candidate.priced.cause,
         hypothetical=candidate.hypothetical,
     )
-    prediction, plan = found.prediction, found.plan
-    if prediction is None or found.job is None:
+    prediction, plan = planned_run.prediction, planned_run.plan
+    if prediction is None or planned_run.job is None:
         return blank
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
     step = Span(
@@ -58,16 +58,16 @@ def evaluate(
         low=prediction.step_time_low_s,
         high=prediction.step_time_high_s,
     )
-    tokens = exact(found.tokens_per_step)
+    tokens = exact(planned_run.tokens_per_step)
     idle = 0
     if plan is not None and len(candidate.cluster.groups) == 1:
         idle = candidate.devices - plan.mesh.devices
     per_node = max(group.devices_per_node for group in candidate.cluster.groups)
     outcome = replace(
         blank,
-        parameters=found.parameters,
+        parameters=planned_run.parameters,
         fits=True,
-        stack=found.stack,
+        stack=planned_run.stack,
         layout=prediction.layout
         + (f" ({idle} of {candidate.devices} devices idle)" if idle else ""),
         idle=idle,
@@ -82,20 +82,20 @@ def evaluate(
         host_bytes=per_node * max(stage.host_bytes for stage in prediction.stages),
         binding=binding_of(prediction),
         provenance=_provenance(prediction),
-        optimal=found.optimal,
+        optimal=planned_run.optimal,
         plan=plan.model_copy(update={"cluster": candidate.name}) if plan else None,
     )
     outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
-    if found.runs:
-        outcome = replace(outcome, jobs=tuple(_yearly(found, outcome)))
+    if planned_run.runs:
+        outcome = replace(outcome, jobs=tuple(_yearly(planned_run, outcome)))
         candidate = loaded(candidate, outcome)
     return _with_goal(study, candidate, outcome)
 
 
-def _yearly(found: Planned, outcome: CandidateOutcome) -> Iterator[YearlyRun]:
+def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyRun]:
     """Yield what a run of each job of a year takes on the wall clock."""
     assert outcome.goodput is not None  # it fits
-    for job, plan in found.runs:
+    for job, plan in planned_run.runs:
         steps = job.tokens / plan.tokens_per_step
         hours = steps * plan.step_s / economics.SECONDS_PER_HOUR / outcome.goodput.value
         yield YearlyRun(name=job.name, runs_a_year=job.runs_a_year, hours=hours)
@@ -118,20 +118,20 @@ def binding_of(prediction: Prediction) -> str:
     parts = dict(prediction.step_parts)
     again = parts.pop("recompute", 0.0)
     computing = again + parts.pop("forward", 0.0) + parts.pop("backward", 0.0)
-    said = []
+    texts = []
     if share > FULL:
         text = f"memory: {100 * share:.0f} % of {bytes_text(fullest.memory_capacity_bytes)}"
         if fullest.compacts:
             text = f"memory: {compaction(prediction.stages, prediction.fit_probability or 0.0)}"
         if again > 0.02 * step_s:
             text += f", recomputation takes {100 * again / step_s:.0f} %"
-        said.append(text)
+        texts.append(text)
     name, seconds = max(parts.items(), key=lambda part: part[1], default=("", 0.0))
     if seconds > NOTABLE * step_s:
-        said.append(f"{name} {100 * seconds / step_s:.0f} % of the step")
-    if not said:
-        said.append(f"compute: {100 * computing / step_s:.0f} % of the step")
-    return "; ".join(said)
+        texts.append(f"{name} {100 * seconds / step_s:.0f} % of the step")
+    if not texts:
+        texts.append(f"compute: {100 * computing / step_s:.0f} % of the step")
+    return "; ".join(texts)
 
 
 def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) -> CandidateOutcome:
@@ -180,13 +180,13 @@ def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
 
 def carbon_of(country: str) -> float:
     """Return grams of CO2 per kWh; DocumentError with the known countries."""
-    known = facility().carbon_g_per_kwh.by_country
-    if country not in known:
+    by_country = facility().carbon_g_per_kwh.by_country
+    if country not in by_country:
         raise DocumentError(
             "assumptions.country",
-            f"is '{country:.20}'; known are {', '.join(known)}; or give carbon_g_per_kwh",
+            f"is '{country:.20}'; known are {', '.join(by_country)}; or give carbon_g_per_kwh",
         )
-    return known[country]
+    return by_country[country]
 
 
 def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:

@@ -68,7 +68,7 @@ def asked_texts(result: Result) -> list[str]:
     if result.interrupted:
         return []
     single = len(result.study.rows) == 1
-    said = [
+    sentences = [
         *(_fitting(result) if single else ()),
         *year_texts(result),
         *worth_of_a_day(result),
@@ -83,7 +83,7 @@ def asked_texts(result: Result) -> list[str]:
         *_fewest(result),
         *_under_a_cap(result),
     ]
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(sentences))
 
 
 def nearest_texts(result: Result) -> list[str]:
@@ -142,13 +142,13 @@ def _hours_text(hours: float) -> str:
 def _changed_candidates(result: Result) -> Iterator[str]:
     """Say what products that nobody sells would be worth against those that are."""
     for before, after in _pairs(list(result.candidates.values())):
-        said = []
-        for model, one, other in _outcomes_of_pair(result, before, after):
+        sentences = []
+        for model, outcome, other in _outcomes_of_pair(result, before, after):
             of_model = f" for {model}" if len(result.study.rows) > 1 else ""
-            said.append(_difference(one, other) + of_model)
-        if said:
+            sentences.append(_difference(outcome, other) + of_model)
+        if sentences:
             sold = ", which is not sold" if after.hypothetical else ""
-            yield f"{before.name} with {_changes_text(after)}{sold}: {', '.join(said)}."
+            yield f"{before.name} with {_changes_text(after)}{sold}: {', '.join(sentences)}."
 
 
 def _outcomes_of_pair(
@@ -156,9 +156,9 @@ def _outcomes_of_pair(
 ) -> Iterator[tuple[str, CandidateOutcome, CandidateOutcome]]:
     outcomes = {(o.model, o.candidate): o for o in result.outcomes}
     for model in result.study.rows:
-        one, other = outcomes.get((model, before.name)), outcomes.get((model, after.name))
-        if one is not None and other is not None:
-            yield model, one, other
+        outcome, other = outcomes.get((model, before.name)), outcomes.get((model, after.name))
+        if outcome is not None and other is not None:
+            yield model, outcome, other
 
 
 def _changes_text(candidate: Candidate) -> str:
@@ -177,7 +177,7 @@ def _felt(result: Result) -> Iterator[str]:
         return
     for before, after in _pairs(list(result.candidates.values())):
         pairs = list(_outcomes_of_pair(result, before, after))
-        felt = [one for _, one, other in pairs if _time_ratio(one, other) < 1 - HURTS]
+        felt = [outcome for _, outcome, other in pairs if _time_ratio(outcome, other) < 1 - HURTS]
         least = min(felt, key=lambda outcome: outcome.parameters, default=None)
         text = f"For lack of {_changes_text(after)}, {before.name} loses"
         if least is not None:
@@ -239,13 +239,13 @@ def _against_the_first(result: Result) -> Iterator[str]:
 def _pair_text(first: CandidateOutcome, other: CandidateOutcome, ties_at: float | None) -> str:
     assert first.tokens_per_s is not None and other.tokens_per_s is not None
     ratio = other.tokens_per_s.value / first.tokens_per_s.value
-    said = [_time(ratio)]
+    texts = [_time(ratio)]
     if first.usd is not None and other.usd is not None:
         saved = 1 - first.usd.value / other.usd.value
-        said.append(f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} cost")
-    if said == ["no less time", "0 % less cost"]:
+        texts.append(f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} cost")
+    if texts == ["no less time", "0 % less cost"]:
         return f"{first.candidate} takes the time and the cost of {other.candidate}."
-    text = f"{first.candidate} takes {' and '.join(said)} than {other.candidate}"
+    text = f"{first.candidate} takes {' and '.join(texts)} than {other.candidate}"
     its = other.usd_per_device_hour
     if ties_at is not None and its is not None and ties_at > 0:
         text += (
@@ -277,32 +277,32 @@ def worth_of_a_day(result: Result) -> Iterator[str]:
                 turns.append(((other.usd.value - best.usd.value) / days, other.candidate))
         below = max((turn for turn in turns if 0 < turn[0] <= goal.day_usd), default=None)
         above = min((turn for turn in turns if turn[0] > goal.day_usd), default=None)
-        said = [
+        sentences = [
             *([f"below {below[0]:,.0f} USD {below[1]} ranks first"] if below else []),
             *([f"above {above[0]:,.0f} USD {above[1]}"] if above else []),
         ]
         text = f"A day sooner is worth {goal.day_usd:,.0f} USD: {best.candidate} ranks first"
-        yield f"{text}; {', '.join(said)}." if said else f"{text}, as at any other worth."
+        yield f"{text}; {', '.join(sentences)}." if sentences else f"{text}, as at any other worth."
 
 
 def _worth(result: Result) -> Iterator[str]:
     """Say which single changes save most and which nothing, and what links could save at all."""
     base = result.base
-    known = [change for change in result.marginal if change.outcome.fits and change.factor > 1]
-    if base is None or not known:
+    changes = [change for change in result.marginal if change.outcome.fits and change.factor > 1]
+    if base is None or not changes:
         return
-    useful = sorted((c for c in known if c.time < 1 - NOTHING), key=lambda c: c.time)
-    useless = [change.words for change in known if abs(change.time - 1) <= NOTHING]
+    useful = sorted((c for c in changes if c.time < 1 - NOTHING), key=lambda c: c.time)
+    useless = [change.words for change in changes if abs(change.time - 1) <= NOTHING]
     if useful:
         yield "Of one change at a time, most saves " + "; ".join(map(_gain, useful[:3])) + "."
     if useless:
         yield f"Nothing is saved by {listed(useless)}."
-    if any(change.change in ("network", "node_links", "domain") for change in known):
+    if any(change.change in ("network", "node_links", "domain") for change in changes):
         yield (
             f"The step waits for links {100 * base.link_share:.1f} % of its time; faster links "
             "save at most that."
         )
-    for change in known:
+    for change in changes:
         if change.change == "devices" and base.usd is not None and base.hours is not None:
             yield _price_of_a_day(base, change)
 
@@ -329,9 +329,9 @@ def _price_of_a_day(base: CandidateOutcome, change: Changed) -> str:
 def _most_of_curves(result: Result) -> Iterator[str]:
     """Say what each curve gains at most."""
     for curve in result.curves:
-        known = [change for change in curve if change.outcome.fits]
-        if known:
-            most = min(known, key=lambda change: (round(change.time / NOTHING), change.factor))
+        changes = [change for change in curve if change.outcome.fits]
+        if changes:
+            most = min(changes, key=lambda change: (round(change.time / NOTHING), change.factor))
             saves = most.time < 1 - NOTHING
             yield (
                 f"Step by step, most saves {_gain(most)}."
@@ -343,10 +343,10 @@ def _most_of_curves(result: Result) -> Iterator[str]:
 def _plan_changes(result: Result) -> Iterator[str]:
     """Say at which factors of a curve another plan is best."""
     for curve in result.curves:
-        known = [change for change in curve if change.outcome.fits]
+        changes = [change for change in curve if change.outcome.fits]
         turns = [
             f"{after.factor:g}"
-            for before, after in pairwise(known)
+            for before, after in pairwise(changes)
             if after.outcome.layout != before.outcome.layout
         ]
         lost = [f"{change.factor:g}" for change in curve if not change.outcome.fits]
@@ -435,9 +435,9 @@ def _mixtures(result: Result) -> Iterator[_Mixed]:
         for model in result.study.rows:
             whole = outcomes.get((model, candidate.name))
             parts = [outcomes.get((model, name)) for name in names if name is not None]
-            found = tuple(part for part in parts if part is not None and part.fits)
-            if whole is not None and whole.fits and len(found) == len(groups):
-                yield _Mixed(whole, found)
+            fitting = tuple(part for part in parts if part is not None and part.fits)
+            if whole is not None and whole.fits and len(fitting) == len(groups):
+                yield _Mixed(whole, fitting)
 
 
 def _side_by_side(result: Result) -> Iterator[str]:
@@ -649,20 +649,20 @@ def _under_a_cap(result: Result) -> Iterator[str]:
     """Say what the power buys, where it is what limits."""
     if result.study.goal.power_cap_w is None or result.best is None:
         return
-    said = []
+    sentences = []
     for rank in result.ranks[result.best.model][:MOST_NAMES]:
         outcome = rank.outcome
         if outcome.tokens_per_s is not None and outcome.watts is not None:
             daily = outcome.tokens_per_s.value * SECONDS_PER_DAY
             per_mwh = outcome.tokens_per_s.value / outcome.watts.value * 3.6e9
-            said.append(
+            sentences.append(
                 f"{outcome.candidate} ({outcome.devices} devices) {daily / 1e9:,.1f} G a day, "
                 f"{per_mwh / 1e9:,.2f} G per MWh"
             )
-    if said:
+    if sentences:
         yield (
-            f"Tokens under the cap: {'; '.join(said)}. Devices run at their offer's power_limit, "
-            "full power where it names none."
+            f"Tokens under the cap: {'; '.join(sentences)}. Devices run at their offer's "
+            "power_limit, full power where it names none."
         )
 
 

@@ -37,14 +37,14 @@ def tuned(request: Request, *, quantised: bool, below_s: float = math.inf) -> An
     reasons: list[str] = []
     for name in TUNERS:
         try:
-            found = search(
+            answer = search(
                 replace(request, job=adapters, stack=stacks()[name], pins=pins), below_s=below_s
             )
         except NoPlanFits as error:
             reasons.append(f"{name}: {error}")
             continue
-        if best is None or found.prediction.step_time_s < best.prediction.step_time_s:
-            best = found
+        if best is None or answer.prediction.step_time_s < best.prediction.step_time_s:
+            best = answer
     if best is None:
         raise NoPlanFits("\n".join(reasons))
     return best

@@ -27,10 +27,10 @@ Draws = NDArray[np.float64]
 def chances_to_be_first(outcomes: Sequence[CandidateOutcome], by: Order) -> list[float | None]:
     """Return by outcome the probability that its figure is the least of those that are known."""
     figures = [drawn_figure(outcome, by) for outcome in outcomes]
-    known = [figure for figure in figures if figure is not None]
-    if not known:
+    values = [figure for figure in figures if figure is not None]
+    if not values:
         return [None] * len(figures)
-    table = np.stack(known)
+    table = np.stack(values)
     first = table <= table.min(axis=0) * (1 + NOTHING)  # twins share a future
     shares = iter((first / first.sum(axis=0)).mean(axis=1))
     return [None if figure is None else float(next(shares)) for figure in figures]

@@ -67,7 +67,7 @@ def document_of(study: Study) -> dict[str, Any]:
 def assumed_data(assumed: Assumptions) -> dict[str, Any]:
     """Return assumptions as the page's arithmetic reads them: no default left open."""
     grams = assumed.carbon_g_per_kwh
-    known = assumed.facility
+    facility = assumed.facility
     return {
         **_part(assumed, ("utilisation", "years", "interest", "rent_change_a_year", "tie")),
         "lead_days": _span(span_of(assumed.lead_days)),
@@ -75,7 +75,7 @@ def assumed_data(assumed: Assumptions) -> dict[str, Any]:
         "failures": _part(assumed.failures, tuple(Failures.model_fields)),
         "owning": _part(assumed.owning, tuple(Owning.model_fields)),
         "data": _part(assumed.data, tuple(Data.model_fields)),
-        **_part(known, _FACILITY),
+        **_part(facility, _FACILITY),
         "network_usd_per_device": _span(span_of(network_purchase())),
         "grams_per_kwh": carbon_of(assumed.country) if grams is None else grams,
     }
@@ -92,11 +92,11 @@ _FACILITY = (
 def _part(
     part: Assumptions | Failures | Owning | Data | Facility, names: tuple[str, ...]
 ) -> dict[str, Any]:
-    found = {}
+    prices = {}
     for name in names:
         value = getattr(part, name)
-        found[name] = _span(span_of(value)) if isinstance(value, Quantity) else value
-    return found
+        prices[name] = _span(span_of(value)) if isinstance(value, Quantity) else value
+    return prices
 
 
 def _span(span: Span) -> dict[str, float]:
@@ -108,15 +108,15 @@ def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
     prices = purchases()
     groups = []
     for group in candidate.cluster.groups:
-        known = prices.get(group.accelerator.name)
+        price = prices.get(group.accelerator.name)
         groups.append(
             {
                 "devices": group.devices,
                 "tdp_w": group.accelerator.tdp_w,
-                "listed": None if known is None else _span(listed_price(known)),
+                "listed": None if price is None else _span(listed_price(price)),
             }
         )
-    own = offer.assumptions
+    assumptions = offer.assumptions
     return {
         "name": candidate.name,
         "model": outcome.model,
@@ -135,16 +135,16 @@ def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         "cause": candidate.priced.cause,
         "dates": price_dates(candidate.priced.how),
         "undated": "undated" in candidate.priced.how,
-        "assumed": None if own is None else assumed_data(candidate.assumed),
-        "own": [] if own is None else _named(own.model_dump(exclude_unset=True)),
+        "assumed": None if assumptions is None else assumed_data(candidate.assumed),
+        "own": [] if assumptions is None else _named(assumptions.model_dump(exclude_unset=True)),
         "plan": _plan(outcome),
     }
 
 
-def _named(said: Mapping[str, Any]) -> list[str]:
+def _named(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields that an offer assumes for itself, those of parts by part and name."""
     names = []
-    for name, value in said.items():
+    for name, value in fields.items():
         if name in ("owning", "failures", "data"):
             names += [f"{name}.{inner}" for inner in value]
         else:

@@ -95,9 +95,9 @@ def planned(
         return _year(study, candidate, backend, store or FigureStore())
     model = resolve_model(model_name)
     ways = list(_ways(study, model, candidate, backend or study.work.backend))
-    own = [way for way in ways if way[0] == likely]
+    likely_ways = [way for way in ways if way[0] == likely]
     among = _Among(study=study, model=model, store=store or FigureStore())
-    best = among.fastest(candidate, own) or among.fastest(candidate, ways)
+    best = among.fastest(candidate, likely_ways) or among.fastest(candidate, ways)
     if candidate.narrower is not None:
         plain = replace(candidate, cluster=candidate.narrower, narrower=None)
         best = among.fastest(plain, ways, ANY_S if best is None else best.step_s) or best
@@ -108,15 +108,15 @@ def _year(study: Study, candidate: Candidate, backend: str | None, store: Figure
     """Return a year of jobs as one step: the seconds that all of them train."""
     runs = []
     for job in study.jobs:
-        said = {"seq_len": job.seq_len, "global_batch": job.global_batch}
-        update = {name: value for name, value in said.items() if value is not None}
+        work_fields = {"seq_len": job.seq_len, "global_batch": job.global_batch}
+        update = {name: value for name, value in work_fields.items() if value is not None}
         work = study.work.model_copy(update=update)
-        own = replace(candidate, tuning=job.tuning)
-        one = study.model_copy(update={"work": work})
-        found = planned(one, job.model, own, backend, None, store)
-        if found.prediction is None:
-            return Planned(reason=f"{job.name}: {found.reason}")
-        runs.append((job, found))
+        tuned = replace(candidate, tuning=job.tuning)
+        job_study = study.model_copy(update={"work": work})
+        run_plan = planned(job_study, job.model, tuned, backend, None, store)
+        if run_plan.prediction is None:
+            return Planned(reason=f"{job.name}: {run_plan.reason}")
+        runs.append((job, run_plan))
     return year_of(runs)
 
 
@@ -125,20 +125,22 @@ def year_of(runs: Sequence[tuple[StudyJob, Planned]]) -> Planned:
 
     Kernels and links are those of one accelerator, so its ends are those of all jobs together.
     """
-    known = [(found.prediction, _steps_a_year(job, found), found) for job, found in runs]
-    most, _, longest = max(known, key=lambda one: one[1] * one[2].step_s)
+    plans = [
+        (run_plan.prediction, _steps_a_year(job, run_plan), run_plan) for job, run_plan in runs
+    ]
+    most, _, longest = max(plans, key=lambda one: one[1] * one[2].step_s)
     assert most is not None  # each fits
 
     def seconds(name: str) -> float:
-        each: list[float] = [getattr(prediction, name) for prediction, _, _ in known]
-        return sum(steps * one for one, (_, steps, _) in zip(each, known, strict=True))
+        each: list[float] = [getattr(prediction, name) for prediction, _, _ in plans]
+        return sum(steps * time_s for time_s, (_, steps, _) in zip(each, plans, strict=True))
 
     parts: dict[str, float] = {}
-    for prediction, steps, _ in known:
+    for prediction, steps, _ in plans:
         assert prediction is not None  # each fits
         for name, part_s in prediction.step_parts.items():
             parts[name] = parts.get(name, 0.0) + steps * part_s
-    mfu = sum(p.mfu * steps * p.step_time_s for p, steps, _ in known if p is not None)
+    mfu = sum(p.mfu * steps * p.step_time_s for p, steps, _ in plans if p is not None)
     year = most.model_copy(
         update={
             "step_time_s": seconds("step_time_s"),
@@ -151,15 +153,15 @@ def year_of(runs: Sequence[tuple[StudyJob, Planned]]) -> Planned:
     return replace(
         longest,
         prediction=year,
-        optimal=all(found.optimal for _, found in runs),
-        stack="+".join(dict.fromkeys(found.stack for _, found in runs)),
-        parameters=max(found.parameters for _, found in runs),
+        optimal=all(run_plan.optimal for _, run_plan in runs),
+        stack="+".join(dict.fromkeys(run_plan.stack for _, run_plan in runs)),
+        parameters=max(run_plan.parameters for _, run_plan in runs),
         runs=tuple(runs),
     )
 
 
-def _steps_a_year(job: StudyJob, found: Planned) -> float:
-    return job.runs_a_year * job.tokens / found.tokens_per_step
+def _steps_a_year(job: StudyJob, plan: Planned) -> float:
+    return job.runs_a_year * job.tokens / plan.tokens_per_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,20 +217,20 @@ class _Among:
     def _best(self, request: Request, candidate: Candidate, below_s: float) -> Answer:
         if candidate.tuning in ("lora", "qlora"):
             return tuned(request, quantised=candidate.tuning == "qlora", below_s=below_s)
-        found: Answer | None = None
+        answer: Answer | None = None
         with contextlib.suppress(NoneFaster):
-            found = search(request, below_s=below_s, effort=BRIEF, store=self.store)
-        if found is None and below_s < ANY_S:
+            answer = search(request, below_s=below_s, effort=BRIEF, store=self.store)
+        if answer is None and below_s < ANY_S:
             raise NoneFaster(f"no plan takes less than {below_s:g} s")
-        for fewer in _worth_trying(request, found.prediction if found else None):
-            best_s = below_s if found is None else found.closed_form.objective_s
+        for fewer in _worth_trying(request, answer.prediction if answer else None):
+            best_s = below_s if answer is None else answer.closed_form.objective_s
             with contextlib.suppress(NoPlanFits):
                 other = search(fewer, below_s=best_s, effort=BRIEF, store=self.store)
-                if found is None or other.prediction.step_time_s < found.prediction.step_time_s:
-                    found = other
-        if found is None:
+                if answer is None or other.prediction.step_time_s < answer.prediction.step_time_s:
+                    answer = other
+        if answer is None:
             raise NoneFaster("no plan fits")
-        return found
+        return answer
 
 
 def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
@@ -368,10 +370,10 @@ def factors(number: int) -> list[int]:
     >>> factors(360), factors(1)
     ([2, 2, 2, 3, 3, 5], [])
     """
-    found, divisor = [], 2
+    divisors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
-            found.append(divisor)
+            divisors.append(divisor)
             number //= divisor
         divisor += 1
-    return found + [number] * (number > 1)
+    return divisors + [number] * (number > 1)

@@ -105,12 +105,12 @@ def ranked(study: Study, outcomes: Sequence[CandidateOutcome]) -> list[Rank]:
 def _first(outcomes: Sequence[CandidateOutcome]) -> dict[int, dict[Order, float]]:
     """Return by the identity of each outcome that can be chosen how likely it is the least."""
     chosen = [o for o in outcomes if not (o.misses or o.hypothetical)]
-    found: dict[int, dict[Order, float]] = {id(outcome): {} for outcome in chosen}
+    orders: dict[int, dict[Order, float]] = {id(outcome): {} for outcome in chosen}
     for by in get_args(Order):
         for outcome, chance in zip(chosen, chances_to_be_first(chosen, by), strict=True):
             if chance is not None:
-                found[id(outcome)][by] = chance
-    return found
+                orders[id(outcome)][by] = chance
+    return orders
 
 
 def sure(study: Study, outcome: CandidateOutcome) -> bool:
@@ -118,13 +118,13 @@ def sure(study: Study, outcome: CandidateOutcome) -> bool:
     return outcome.chance >= study.goal.confidence
 
 
-def tie(one: float, other: float, margin: float) -> bool:
+def tie(value: float, other: float, margin: float) -> bool:
     """Whether two figures differ by no more than a share of the larger.
 
     >>> tie(100.0, 117.0, 0.15), tie(117.0, 100.0, 0.15), tie(100.0, 120.0, 0.15)
     (True, True, False)
     """
-    return max(one, other) < math.inf and abs(one - other) <= margin * max(one, other)
+    return max(value, other) < math.inf and abs(value - other) <= margin * max(value, other)
 
 
 def figure(outcome: CandidateOutcome, by: Order) -> float:
@@ -241,7 +241,7 @@ def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str
 
 def measured_first(study: Study, best: CandidateOutcome) -> list[str]:
     """Say which measurements would narrow the first candidate's range most, and what they take."""
-    said = []
+    sentences = []
     node = min(best.devices, 8)
     for doubt in doubts(study, best):
         if doubt.share < WORTH_MEASURING:
@@ -250,18 +250,20 @@ def measured_first(study: Study, best: CandidateOutcome) -> list[str]:
         if doubt.cause == KERNELS and best.step_s is not None:
             hours = 20 * best.step_s.value * best.devices / 3600
             steps = f", then 20 steps of the plan ({hours:,.1f} device hours)"
-            said.append(
+            sentences.append(
                 f"{KERNELS}, {share}: `meshwright profile` on one node, which times its products "
                 f"(about {node * PROFILE_HOURS:g} device hours)" + ("" if best.jobs else steps)
             )
         elif doubt.cause == LINKS:
             nodes = min(best.devices, 2 * node)
-            said.append(
+            sentences.append(
                 f"{LINKS}, {share}: `meshwright profile` on two nodes, which sweeps collectives "
                 f"between them (about {nodes * PROFILE_HOURS:g} device hours)"
             )
         elif doubt.cause == GOODPUT:
-            said.append(f"{GOODPUT}, {share}: a week's log of failures and restarts on the cluster")
+            sentences.append(
+                f"{GOODPUT}, {share}: a week's log of failures and restarts on the cluster"
+            )
         elif doubt.cause == PRICE:
-            said.append(f"{PRICE}, {share}: a dated quote")
-    return said
+            sentences.append(f"{PRICE}, {share}: a dated quote")
+    return sentences

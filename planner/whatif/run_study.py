@@ -74,14 +74,14 @@ class Result:
         """Return the study as notebooks show it: every candidate, those that fit first."""
         rows = [
             (
-                one.model,
-                one.candidate,
-                one.layout or one.binding,
-                seconds_text(one.step_s.value) if one.step_s else "",
-                f"{one.usd.value:,.0f} USD" if one.usd else "",
-                "; ".join(one.misses),
+                outcome.model,
+                outcome.candidate,
+                outcome.layout or outcome.binding,
+                seconds_text(outcome.step_s.value) if outcome.step_s else "",
+                f"{outcome.usd.value:,.0f} USD" if outcome.usd else "",
+                "; ".join(outcome.misses),
             )
-            for one in sorted(self.outcomes, key=lambda one: not one.fits)
+            for outcome in sorted(self.outcomes, key=lambda outcome: not outcome.fits)
         ]
         head = ("model", "candidate", "plan", "step", "cost", "misses")
         return html_table(self.study.name, head, rows)
@@ -130,17 +130,17 @@ def _carried_out(
 ) -> Result:
     sizes = [(study, place, model, offers) for place, model in unsolved(study)]
     if sizes:
-        found = workers.each(_size, sizes)
-        study = with_sizes(study, [(sizes[at][1], size) for at, size in found])
+        size_results = workers.each(_size, sizes)
+        study = with_sizes(study, [(sizes[at][1], size) for at, size in size_results])
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
         _Task(study, model, candidate) for model in study.rows for candidate in candidates.values()
     ]
     done: dict[int, CandidateOutcome] = {}
     interrupted = False
-    told = _StudyProgress(progress, len(tasks) + _changes_asked(study))
+    study_progress = _StudyProgress(progress, len(tasks) + _changes_asked(study))
     try:
-        for index, outcome in _evaluated(tasks, workers, told):
+        for index, outcome in _evaluated(tasks, workers, study_progress):
             done[index] = outcome
         done |= dict(_natives(tasks, done, workers))
     except KeyboardInterrupt:
@@ -156,7 +156,7 @@ def _carried_out(
         candidates=candidates,
         break_even=tuple(break_evens(list(candidates.values()))),
     )
-    return result if interrupted else _followed(result, workers, told)
+    return result if interrupted else _followed(result, workers, study_progress)
 
 
 def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureStore) -> int:
@@ -191,10 +191,10 @@ def _natives(
                 key = same_plan(task.study, model, task.candidate)
                 wanted.setdefault(key, []).append(at)
     groups = list(wanted.values())
-    own = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
-    for group, found in workers.each(_plan, own):
-        if found.prediction is not None:
-            step = exact(found.prediction.step_time_s)
+    native_tasks = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
+    for group, plan in workers.each(_plan, native_tasks):
+        if plan.prediction is not None:
+            step = exact(plan.prediction.step_time_s)
             for at in groups[group]:
                 yield at, _with_native(done[at], step)
 
@@ -222,7 +222,7 @@ class _StudyProgress:
             self._progress(self._done, self._total)
 
 
-def _followed(result: Result, workers: Workers, told: _StudyProgress) -> Result:
+def _followed(result: Result, workers: Workers, progress: _StudyProgress) -> Result:
     """Add marginal values, curves and doubts, which are about single candidates."""
     study = result.study
     best = result.best or next((o for o in result.outcomes if o.fits), None)
@@ -233,14 +233,14 @@ def _followed(result: Result, workers: Workers, told: _StudyProgress) -> Result:
     if study.marginal is not None:
         base = _base(result, study.marginal.offer, best)
         wanted = [(c, f) for c, factors in study.marginal.changes.items() for f in factors]
-        marginal = tuple(_changes(result, base, wanted, workers, told))
+        marginal = tuple(_changes(result, base, wanted, workers, progress))
     curves = []
     for curve in study.curves:
         base = _base(result, curve.offer, best)
         wanted = [(curve.change, factor) for factor in curve.factors]
-        found = tuple(_changes(result, base, wanted, workers, told))
-        if found:  # none where the cluster has nothing of the kind
-            curves.append(found)
+        changes = tuple(_changes(result, base, wanted, workers, progress))
+        if changes:  # none where the cluster has nothing of the kind
+            curves.append(changes)
     first = result.ranks[best.model]
     return replace(
         result,
@@ -268,7 +268,7 @@ def _changes(
     base: CandidateOutcome,
     wanted: Sequence[tuple[ChangeName, float]],
     workers: Workers,
-    told: _StudyProgress,
+    progress: _StudyProgress,
 ) -> Iterator[Changed]:
     """Yield what each change of a candidate does to it, planned again at the same price."""
     candidate = result.candidates[base.candidate]
@@ -287,7 +287,7 @@ def _changes(
         tasks.append(
             _Task(_resized_work(result.study, base, change, cluster.devices), base.model, other)
         )
-    outcomes = dict(_evaluated(tasks, workers, told))
+    outcomes = dict(_evaluated(tasks, workers, progress))
     for index, (change, factor) in enumerate(possible):
         yield _compared(base, change, factor, outcomes[index])
 
@@ -325,7 +325,7 @@ def _compared(
 
 
 def _evaluated(
-    tasks: Sequence[_Task], workers: Workers, told: _StudyProgress
+    tasks: Sequence[_Task], workers: Workers, progress: _StudyProgress
 ) -> Iterator[tuple[int, CandidateOutcome]]:
     """Yield outcomes with the index of their task, as they come.
 
@@ -336,11 +336,11 @@ def _evaluated(
         key = same_plan(task.study, task.model, task.candidate)
         alike.setdefault(key, []).append(index)
     groups = list(alike.values())
-    for group, found in _planned_by_size([tasks[group[0]] for group in groups], workers):
+    for group, plan in _planned_by_size([tasks[group[0]] for group in groups], workers):
         for index in groups[group]:
             task = tasks[index]
-            yield index, evaluate(task.study, task.model, task.candidate, found)
-        told.more(len(groups[group]))
+            yield index, evaluate(task.study, task.model, task.candidate, plan)
+        progress.more(len(groups[group]))
 
 
 def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple[int, Planned]]:
@@ -352,21 +352,21 @@ def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple
     ends = {at for row in rows for at in (row[0], row[len(row) // 2], row[-1])}
     later = {at for row in rows for at in row} - ends
     first = [at for at in range(len(tasks)) if at not in later]
-    known: dict[int, Planned] = {}
-    for place, found in workers.each(_plan, [tasks[at] for at in first]):
-        known[first[place]] = found
-        yield first[place], found
+    plans: dict[int, Planned] = {}
+    for place, plan in workers.each(_plan, [tasks[at] for at in first]):
+        plans[first[place]] = plan
+        yield first[place], plan
     rest, order = [], sorted(later)
     for row in rows:
         for at in row:
             if at in later:
                 below = max((k for k in row[: row.index(at)] if k in ends), key=row.index)
                 above = min((k for k in row[row.index(at) :] if k in ends), key=row.index)
-                rest.append((at, _between(known[below], known[above])))
+                rest.append((at, _between(plans[below], plans[above])))
     rest.sort()
-    own = [replace(tasks[at], likely=stack) for at, stack in rest]
-    for place, found in workers.each(_plan, own):
-        yield order[place], found
+    task_variants = [replace(tasks[at], likely=stack) for at, stack in rest]
+    for place, planned_run in workers.each(_plan, task_variants):
+        yield order[place], planned_run
 
 
 def _between(fewer: Planned, more: Planned) -> str | None:

@@ -33,11 +33,11 @@ def unsolved(study: Study) -> Iterator[tuple[int, str]]:
             yield from ((place, model) for model in study.rows)
 
 
-def with_sizes(study: Study, found: Sequence[tuple[int, int]]) -> Study:
+def with_sizes(study: Study, found_sizes: Sequence[tuple[int, int]]) -> Study:
     """Return the study with the sizes found for each place among its offers."""
     offers = list(study.offers)
-    for place in {place for place, _ in found}:
-        sizes = sorted({size for at, size in found if at == place})
+    for place in {place for place, _ in found_sizes}:
+        sizes = sorted({size for at, size in found_sizes if at == place})
         offers[place] = offers[place].model_copy(update={"n": tuple(sizes)})
     return study.model_copy(update={"offers": tuple(offers)})
 
@@ -46,7 +46,7 @@ def size_of(
     study: Study,
     place: int,
     model: str,
-    known: Sequence[Rent] | None = None,
+    quotes: Sequence[Rent] | None = None,
     store: FigureStore | None = None,
 ) -> int:
     """Return the `n` of one offer for one model; DocumentError if there is none.
@@ -58,22 +58,22 @@ def size_of(
     try:
         match offer.solve:
             case "power":
-                return in_use(study, offer, model, powered(study, offer), known, store)
+                return in_use(study, offer, model, powered(study, offer), quotes, store)
             case "need":
-                return needed(study, offer, model, known, store)
+                return needed(study, offer, model, quotes, store)
             case "afford":
-                most = afforded(study, offer, model, known, store)
-                return in_use(study, offer, model, most, known, store)
+                most = afforded(study, offer, model, quotes, store)
+                return in_use(study, offer, model, most, quotes, store)
             case _:
                 assert_never(offer.solve)
     except DocumentError as error:
         raise DocumentError(f"offers[{place}].{error.path or 'solve'}", error.message) from error
 
 
-def sized(study: Study, offer: Offer, n: int, known: Sequence[Rent] | None) -> Candidate:
+def sized(study: Study, offer: Offer, n: int, quotes: Sequence[Rent] | None) -> Candidate:
     """Return an offer's candidate of one size."""
-    one = study.model_copy(update={"offers": (offer.model_copy(update={"n": (n,)}),)})
-    [candidate] = candidates_of(one, known)
+    sized_study = study.model_copy(update={"offers": (offer.model_copy(update={"n": (n,)}),)})
+    [candidate] = candidates_of(sized_study, quotes)
     return candidate
 
 
@@ -81,7 +81,7 @@ def needed(
     study: Study,
     offer: Offer,
     model: str,
-    known: Sequence[Rent] | None,
+    quotes: Sequence[Rent] | None,
     store: FigureStore | None = None,
 ) -> int:
     """Return the fewest whose run ends by the deadline as surely as the goal wants."""
@@ -89,11 +89,11 @@ def needed(
         raise DocumentError("solve", "need is the fewest that keep goal.deadline_days; give it")
 
     def keeps(n: int) -> bool:
-        outcome = evaluate(study, model, sized(study, offer, n, known), store=store)
+        outcome = evaluate(study, model, sized(study, offer, n, quotes), store=store)
         return outcome.fits and _sure(study, outcome, "deadline")
 
-    one = sized(study, offer, 1, known)
-    delivered = one.lead_days
+    single = sized(study, offer, 1, quotes)
+    delivered = single.lead_days
     if (
         delivered is not None
         and within(delivered, study.goal.deadline_days) < study.goal.confidence
@@ -103,7 +103,7 @@ def needed(
             f"goal.deadline_days is {study.goal.deadline_days:g}, and delivery takes "
             f"{range_text(delivered)} days; rent, or give assumptions.lead_days",
         )
-    most, least = _most(one), 1
+    most, least = _most(single), 1
     while not keeps(least):
         least *= 2
         if least > most:
@@ -117,23 +117,23 @@ def afforded(
     study: Study,
     offer: Offer,
     model: str,
-    known: Sequence[Rent] | None,
+    quotes: Sequence[Rent] | None,
     store: FigureStore | None = None,
 ) -> int:
     """Return the most that the budget surely pays for: purchases, contracts, hours or a run."""
     budget = study.goal.budget_usd
     if budget is None:
         raise DocumentError("solve", "afford is the most that goal.budget_usd pays for; give it")
-    one = sized(study, offer, 1, known)
-    if one.priced.hourly is None:
-        raise DocumentError("solve", one.priced.how)
-    each = one.priced.outlay_usd_per_device(one.assumed.utilisation)
+    single = sized(study, offer, 1, quotes)
+    if single.priced.hourly is None:
+        raise DocumentError("solve", single.priced.how)
+    each = single.priced.outlay_usd_per_device(single.assumed.utilisation)
     days = study.goal.deadline_days
     if each is None and study.goal.tokens_of(1.0) is None and days is not None:
-        hours = max(24 * days, one.priced.minimum_hours)
-        each = one.priced.hourly.at(one.assumed.utilisation).times(hours)
+        hours = max(24 * days, single.priced.minimum_hours)
+        each = single.priced.hourly.at(single.assumed.utilisation).times(hours)
     if each is not None:
-        whole = each.times(one.devices)
+        whole = each.times(single.devices)
         surely = quantile(whole, study.goal.confidence)
         most = math.floor(budget / surely * (1 + ROUNDING))
         if most < 1:
@@ -142,21 +142,21 @@ def afforded(
                 f"{budget:,.0f} USD pay for none with probability {study.goal.confidence:g}; one "
                 f"takes {usd_text(whole)}",
             )
-        return min(most, MOST_DEVICES // one.devices)
+        return min(most, MOST_DEVICES // single.devices)
 
     def too_dear(n: int) -> bool:
-        outcome = evaluate(study, model, sized(study, offer, n, known), store=store)
+        outcome = evaluate(study, model, sized(study, offer, n, quotes), store=store)
         return outcome.fits and not _sure(study, outcome, "budget")
 
-    most, least = _most(one), 1
+    most, least = _most(single), 1
     while not too_dear(least) and least < most:
         least = min(2 * least, most)
     if not too_dear(least):
         return least
-    found = border(too_dear, least // 2, least) - 1
-    if found < 1:
+    affordable = border(too_dear, least // 2, least) - 1
+    if affordable < 1:
         raise DocumentError("solve", f"{budget:,.0f} USD do not surely pay for the run of {model}")
-    return found
+    return affordable
 
 
 def in_use(
@@ -164,11 +164,11 @@ def in_use(
     offer: Offer,
     model: str,
     most: int,
-    known: Sequence[Rent] | None,
+    quotes: Sequence[Rent] | None,
     store: FigureStore | None = None,
 ) -> int:
     """Return the fewest, of `most` at most, that train as fast: a plan may leave some idle."""
-    candidate = sized(study, offer, most, known)
+    candidate = sized(study, offer, most, quotes)
     outcome = evaluate(study, model, candidate, store=store)
     working = candidate.devices - outcome.idle
     return max(1, math.ceil(most * working / candidate.devices - ROUNDING))
@@ -193,5 +193,5 @@ def _sure(study: Study, outcome: CandidateOutcome, goal: str) -> bool:
     return outcome.chances.get(goal, 0.0) >= study.goal.confidence
 
 
-def _most(one: Candidate) -> int:
-    return max(1, MOST_PLANNED // one.devices)
+def _most(candidate: Candidate) -> int:
+    return max(1, MOST_PLANNED // candidate.devices)

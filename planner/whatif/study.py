@@ -129,8 +129,8 @@ class Goal(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        said = (self.tokens, self.tokens_per_parameter, self.epochs)
-        if sum(figure is not None for figure in said) > 1:
+        amounts = (self.tokens, self.tokens_per_parameter, self.epochs)
+        if sum(figure is not None for figure in amounts) > 1:
             raise ValueError(
                 "tokens, tokens_per_parameter and epochs exclude each other; leave one"
             )
@@ -470,8 +470,8 @@ class Assumptions(Part):
             "power_usage_effectiveness",
             "electricity_usd_per_kwh",
         )
-        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return facility().model_copy(update=own)
+        overrides = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return facility().model_copy(update=overrides)
 
     def but(self, other: Assumptions | None) -> Assumptions:
         """Return these with what `other` says in its place."""
@@ -480,12 +480,12 @@ class Assumptions(Part):
 
 def _merged(base: P, other: P) -> P:
     """Return a part with every field that another was given, parts within parts too."""
-    said = {}
+    fields = {}
     for name in other.model_fields_set:
         mine, its = getattr(base, name), getattr(other, name)
         nested = isinstance(its, Failures | Owning | Data)
-        said[name] = _merged(mine, its) if nested else its
-    return base.model_copy(update=said)
+        fields[name] = _merged(mine, its) if nested else its
+    return base.model_copy(update=fields)
 
 
 PowerLimit = Annotated[float, Field(ge=0.6, le=1, strict=True, allow_inf_nan=False)]

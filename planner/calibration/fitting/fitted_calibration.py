@@ -60,16 +60,16 @@ def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
         def seconds(index: int, values: Mapping[str, float]) -> float:
             return timed[index].seconds(values)
 
-        found = fit(chosen, [run.step_s or 0.0 for run in timed], seconds)
-        fits.append(_fitted("step time", chosen, timed, found))
+        fitted = fit(chosen, [run.step_s or 0.0 for run in timed], seconds)
+        fits.append(_fitted("step time", chosen, timed, fitted))
     if held:
         chosen = [c for c in constants if c.of_memory]
 
         def size(index: int, values: Mapping[str, float]) -> float:
             return held[index].bytes(values)
 
-        found = fit(chosen, [run.memory_bytes or 0.0 for run in held], size)
-        fits.append(_fitted("peak memory", chosen, held, found))
+        fitted = fit(chosen, [run.memory_bytes or 0.0 for run in held], size)
+        fits.append(_fitted("peak memory", chosen, held, fitted))
     values = {name: value for each in fits for name, value in each.fit.values.items()}
     if not values:
         reasons = "; ".join(
@@ -95,13 +95,13 @@ def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
 
 
 def _fitted(
-    quantity: str, constants: Sequence[Constant], runs: Sequence[Observed], found: FittedConstants
+    quantity: str, constants: Sequence[Constant], runs: Sequence[Observed], fitted: FittedConstants
 ) -> Fitted:
     return Fitted(
         quantity=quantity,
         constants=tuple(constants),
         runs=tuple(run.name for run in runs),
-        fit=found,
+        fit=fitted,
     )
 
 

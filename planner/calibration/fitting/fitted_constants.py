@@ -161,15 +161,17 @@ def _curve(curve: DeviceCurve, calibration: Calibration) -> DeviceCurve:
         changes["launch_s"] = curve.launch_s * calibration.pace
     if not changes:
         return curve
-    told = {"provenance": "fitted", "spread": calibration.spread, "source": calibration.source}
-    return curve.model_copy(update={**changes, **told})
+    origin = {"provenance": "fitted", "spread": calibration.spread, "source": calibration.source}
+    return curve.model_copy(update={**changes, **origin})
 
 
 def _tier(tier: LinkTier, calibration: Calibration) -> LinkTier:
-    found, pace = calibration.tiers.get(tier.name), calibration.pace or 1.0
-    if found is None and pace == 1:
+    measured_tier, pace = calibration.tiers.get(tier.name), calibration.pace or 1.0
+    if measured_tier is None and pace == 1:
         return tier
-    rate, latency_s = (found.bytes_per_s, found.latency_s) if found else (None, None)
+    rate, latency_s = (
+        (measured_tier.bytes_per_s, measured_tier.latency_s) if measured_tier else (None, None)
+    )
     rate = (tier.bytes_per_s if rate is None else rate) / pace
     latency_s = (tier.latency_s if latency_s is None else latency_s) * pace
     peer = tier.peer_bytes_per_s

@@ -112,15 +112,15 @@ def of_launch(
     """Return a run of our own runtime; its memory is what was allocated, and tells no slack."""
 
     def seconds(values: Constants) -> float:
-        found = as_calibration(values, cluster)
+        calibration = as_calibration(values, cluster)
         profile = Profile(
             model=model.name,
             model_digest=model.digest,
             birth=NOBODY,
             layers=(),
-            calibration=found,
+            calibration=calibration,
         )
-        return predict(plan, model, calibrated(cluster, found), profile).step_time_s
+        return predict(plan, model, calibrated(cluster, calibration), profile).step_time_s
 
     return Observed(
         name=name,

@@ -150,7 +150,7 @@ class Validation:
 def validate(
     path: Path,
     *,
-    told: Told | None = None,
+    progress: Told | None = None,
     unknown: Collection[str] = (),
     left_out: bool = False,
 ) -> Validation:
@@ -162,11 +162,11 @@ def validate(
     table = read_rows(path)
     sources = {row.get("source", "") for row in table} - {""} if left_out else set()
     rows: list[ScoredRow] = []
-    known: dict[tuple[tuple[str, str], ...], Prediction] = {}
+    predictions: dict[tuple[tuple[str, str], ...], Prediction] = {}
     tables = Tables()
     for index, (measured, setup) in enumerate(each(table, unknown=unknown, left_out=sources)):
-        if told is not None and index % 16 == 0:
-            told(index, len(table))
+        if progress is not None and index % 16 == 0:
+            progress(index, len(table))
         if isinstance(setup, Skipped):
             rows.append(
                 ScoredRow(measured=measured, setup=None, prediction=None, reason=setup.reason)
@@ -176,18 +176,20 @@ def validate(
         if left_out:
             key = (*key, ("source", measured.source))
         try:
-            if key not in known:
-                known[key] = predicted(setup, tables)
+            if key not in predictions:
+                predictions[key] = predicted(setup, tables)
         except DocumentError as error:  # a precision that the accelerator has no peak for
             rows.append(
                 ScoredRow(measured=measured, setup=None, prediction=None, reason=str(error))
             )
             continue
         rows.append(
-            ScoredRow(measured=measured, setup=setup, prediction=known[key], reason=_refusal(setup))
+            ScoredRow(
+                measured=measured, setup=setup, prediction=predictions[key], reason=_refusal(setup)
+            )
         )
-    if told is not None:
-        told(len(table), len(table))
+    if progress is not None:
+        progress(len(table), len(table))
     return scored(rows)
 
 
@@ -195,8 +197,8 @@ def _refusal(setup: Setup) -> str:
     """Return why a run's framework refuses what its layout joins; empty if it does not."""
     request = setup.request
     facts = Facts(request.model, request.cluster, request.job, setup.layout)
-    found = next(conflicts(request.stack.space or EVERYTHING, facts), None)
-    return "" if found is None else f"{request.stack.name} refuses it: {found.text(facts)}"
+    conflict = next(conflicts(request.stack.space or EVERYTHING, facts), None)
+    return "" if conflict is None else f"{request.stack.name} refuses it: {conflict.text(facts)}"
 
 
 _SEEN = frozenset(
@@ -344,18 +346,18 @@ def rows_csv(validation: Validation) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(ROW_COLUMNS)
     for row in validation.rows:
-        found = row.prediction
-        if found is None:
+        prediction = row.prediction
+        if prediction is None:
             writer.writerow([cell(row.measured.id), *[""] * 7, cell(row.reason)])
             continue
-        times = (found.step_time_s, found.step_time_low_s, found.step_time_high_s)
+        times = (prediction.step_time_s, prediction.step_time_low_s, prediction.step_time_high_s)
         writer.writerow(
             [
                 cell(row.measured.id),
                 *(f"{seconds:.6g}" for seconds in times),
                 f"{row.peak_memory_gib:.6g}",
-                int(found.fits),
-                f"{found.fit_probability or 0.0:.4f}",
+                int(prediction.fits),
+                f"{prediction.fit_probability or 0.0:.4f}",
                 row.outcome or "",
                 cell(row.reason),
             ]

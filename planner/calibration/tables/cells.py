@@ -113,11 +113,11 @@ def precision(text: str) -> tuple[str, bool] | None:
     >>> precision("bfloat16"), precision("bf16+quantised-weights"), precision("fp8_hybrid")
     (('bf16', False), ('bf16', True), ('fp8', False))
     """
-    main, _, _ = (said := word(text)).partition("+")
-    quantised = re.search(_QUANTISED, said) is not None
-    for pattern, known in _PRECISION_WORDS:
+    main, _, _ = (label := word(text)).partition("+")
+    quantised = re.search(_QUANTISED, label) is not None
+    for pattern, precision in _PRECISION_WORDS:
         if re.search(pattern, main):
-            return known, quantised
+            return precision, quantised
     return None
 
 
@@ -127,8 +127,8 @@ def recomputed(text: str) -> str | None:
     >>> recomputed("Full"), recomputed("core_attn"), recomputed("lots")
     ('full', 'selective', None)
     """
-    said = word(text)
-    return next((kind for kind in _RECOMPUTED if said.startswith(kind)), _of(_RECOMPUTED, said))
+    label = word(text)
+    return next((kind for kind in _RECOMPUTED if label.startswith(kind)), _of(_RECOMPUTED, label))
 
 
 def task(text: str) -> str | None:
@@ -142,11 +142,11 @@ def zero_stage(text: str) -> int | None:
     >>> zero_stage("zero-2"), zero_stage("3.0"), zero_stage("HSDP"), zero_stage("7")
     (2, 3, 3, None)
     """
-    said = word(text)
-    match = re.fullmatch(r"(?:zero|stage|zero-stage)?-?([0-3])(?:\.0+)?", said)
+    label = word(text)
+    match = re.fullmatch(r"(?:zero|stage|zero-stage)?-?([0-3])(?:\.0+)?", label)
     if match:
         return int(match[1])
-    return next((level for level, words in _ZERO.items() if said in words.split()), None)
+    return next((level for level, words in _ZERO.items() if label in words.split()), None)
 
 
 def offloaded(text: str) -> frozenset[str]:
@@ -155,20 +155,20 @@ def offloaded(text: str) -> frozenset[str]:
     >>> sorted(offloaded("params+activations")), sorted(offloaded("none")), sorted(offloaded("cpu"))
     (['activations', 'params'], [], ['optimizer'])
     """
-    said = word(text)
-    found = {
+    label = word(text)
+    states = {
         name
         for name, pattern in (
             ("optimizer", r"optim|adam|moment"),
             ("params", r"param|weight"),
             ("activations", r"activ"),
         )
-        if re.search(pattern, said)
+        if re.search(pattern, label)
     }
-    if not found and said not in EMPTY and said not in _FALSE and "disk" not in said:
-        found = {"optimizer"}
-    return frozenset(found)
+    if not states and label not in EMPTY and label not in _FALSE and "disk" not in label:
+        states = {"optimizer"}
+    return frozenset(states)
 
 
-def _of(words: Mapping[str, str], said: str) -> str | None:
-    return next((name for name, each in words.items() if said in each.split()), None)
+def _of(words: Mapping[str, str], cell: str) -> str | None:
+    return next((name for name, each in words.items() if cell in each.split()), None)

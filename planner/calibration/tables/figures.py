@@ -86,12 +86,15 @@ def _needed(row: Row, column: str) -> int:
 
 def _named(row: Row) -> Architecture | None:
     """Return the catalogue's model of the row's name, where what the row says of it agrees."""
-    found = _known_models().get(_plain(row.get("model", "")))
-    if found is None:
+    model = _known_models().get(_plain(row.get("model", "")))
+    if model is None:
         return None
-    architecture = _catalogued(found)
-    for column, own in (("layers", architecture.layers), ("hidden_size", architecture.hidden_size)):
-        if optional(row, column) not in (None, own):
+    architecture = _catalogued(model)
+    for column, value in (
+        ("layers", architecture.layers),
+        ("hidden_size", architecture.hidden_size),
+    ):
+        if optional(row, column) not in (None, value):
             return None
     return architecture
 
@@ -99,7 +102,7 @@ def _named(row: Row) -> Architecture | None:
 def _filled(row: Row, named: Architecture | None, assumed: list[str]) -> Row:
     if named is None or not named.causal:
         return row
-    own: dict[str, object] = {
+    figures: dict[str, object] = {
         "layers": named.layers,
         "hidden_size": named.hidden_size,
         "n_heads": named.heads,
@@ -111,19 +114,19 @@ def _filled(row: Row, named: Architecture | None, assumed: list[str]) -> Row:
         "attention": "mla" if named.latent else "gqa",
     }
     if named.latent is None:
-        own["head_dim"] = named.head_dim
+        figures["head_dim"] = named.head_dim
     if named.experts is not None:
-        own |= {
+        figures |= {
             "n_experts": named.experts.count,
             "experts_per_token": named.experts.per_token,
             "expert_ffn_size": named.experts.ffn_size,
             "n_shared_experts": named.experts.shared,
             "n_dense_layers": named.experts.dense_layers,
         }
-    empty = [name for name in own if row.get(name, "").lower() in EMPTY]
+    empty = [name for name in figures if row.get(name, "").lower() in EMPTY]
     if "layers" in empty or "hidden_size" in empty:
         assumed.append("figures of the model as the catalogue has them")
-    return {**row, **{name: str(own[name]) for name in empty}}
+    return {**row, **{name: str(figures[name]) for name in empty}}
 
 
 @cache
@@ -141,9 +144,9 @@ def _plain(name: str) -> str:
     >>> _plain("meta-llama/Meta-Llama-3-8B"), _plain("Llama_3-8B-Instruct"), _plain("llama2-7b")
     ('llama38b', 'llama38b', 'llama27b')
     """
-    said = word(name).rpartition("/")[2]
-    said = re.sub(r"^meta-|-(hf|instruct|chat|base|it|v0\.\d)(?=-|$)", "", said)
-    return re.sub(r"[^a-z0-9.]", "", said)
+    plain = word(name).rpartition("/")[2]
+    plain = re.sub(r"^meta-|-(hf|instruct|chat|base|it|v0\.\d)(?=-|$)", "", plain)
+    return re.sub(r"[^a-z0-9.]", "", plain)
 
 
 @cache

@@ -35,25 +35,25 @@ def accelerator_of(text: str, memory_gb: float | None = None) -> str:
     >>> accelerator_of("NVIDIA H100 80GB HBM3"), accelerator_of("A100", 40)
     ('h100-sxm-80gb', 'a100-sxm-40gb')
     """
-    found = _named(text)
-    if found is None:
-        known = nearest(text, list(accelerators())) if text else "the cell is empty"
-        raise DocumentError("", f"there is no accelerator '{text:.60}' in the catalogue; {known}")
-    if not memory_gb or _same_memory(accelerators()[found], memory_gb):
-        return found
+    accelerator = _named(text)
+    if accelerator is None:
+        hint = nearest(text, list(accelerators())) if text else "the cell is empty"
+        raise DocumentError("", f"there is no accelerator '{text:.60}' in the catalogue; {hint}")
+    if not memory_gb or _same_memory(accelerators()[accelerator], memory_gb):
+        return accelerator
     siblings = [
         name
         for name, entry in accelerators().items()
-        if _same_memory(entry, memory_gb) and _same_board(name, found)
+        if _same_memory(entry, memory_gb) and _same_board(name, accelerator)
     ]
-    return siblings[0] if siblings else found
+    return siblings[0] if siblings else accelerator
 
 
 def _same_board(name: str, other: str) -> bool:
     """Tell whether two names are of one chip, and not of boards that are linked differently."""
-    own, others = name.split("-"), other.split("-")
-    boards = [set(parts) & {"sxm", "pcie", "nvl"} for parts in (own, others)]
-    return own[0] == others[0] != "rtx" and (boards[0] == boards[1] or not all(boards))
+    words, others = name.split("-"), other.split("-")
+    boards = [set(parts) & {"sxm", "pcie", "nvl"} for parts in (words, others)]
+    return words[0] == others[0] != "rtx" and (boards[0] == boards[1] or not all(boards))
 
 
 @lru_cache(maxsize=512)
@@ -111,21 +111,21 @@ def _same_memory(entry: AcceleratorEntry, memory_gb: float) -> bool:
 def _named(text: str) -> str | None:
     """Return the entry whose name is the text, or what is left of it piece by piece."""
     names = _names()
-    said = _bare(text)
-    while said:
-        for tried in (said, said.replace("-", "")):
+    label = _bare(text)
+    while label:
+        for tried in (label, label.replace("-", "")):
             if tried in names:
                 return names[tried]
-        said = said.rpartition("-")[0]
+        label = label.rpartition("-")[0]
     return None
 
 
 def _bare(text: str) -> str:
     """Return a name without its maker, the parts of a card's number apart."""
-    said = word(text)
-    while (bare := re.sub(_MAKERS, "", said)) != said:
-        said = bare
-    return re.sub(r"^(?:rtx-?)?([2-5]0[5-9]0)-?(ti|super)?\b", _card, said)
+    label = word(text)
+    while (bare := re.sub(_MAKERS, "", label)) != label:
+        label = bare
+    return re.sub(r"^(?:rtx-?)?([2-5]0[5-9]0)-?(ti|super)?\b", _card, label)
 
 
 def _card(match: re.Match[str]) -> str:
@@ -137,7 +137,7 @@ def _names() -> dict[str, str]:
     names: dict[str, str] = {}
     for name, entry in accelerators().items():
         for alias in (name, *entry.aliases, *entry.driver_names):
-            said = _bare(alias)
-            names.setdefault(said, name)
-            names.setdefault(said.replace("-", ""), name)
+            label = _bare(alias)
+            names.setdefault(label, name)
+            names.setdefault(label.replace("-", ""), name)
     return names

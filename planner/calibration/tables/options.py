@@ -130,7 +130,7 @@ class RunOptions:
     adapter_rank: int | None = None
     adapters: str | None = None
     """Which matrices have adapters: `attention` or `all`."""
-    said: bool = False
+    is_stated: bool = False
     """Whether the row says anything of it."""
     unread: tuple[str, ...] = ()
     """Words that no prediction knows."""
@@ -139,8 +139,8 @@ class RunOptions:
 def options_of_row(row: Row) -> RunOptions:
     """Return what a row says of a run's options and loss.
 
-    >>> found = options_of_row({"options": "tp-overlap+fp8-current+recompute-4-layers"})
-    >>> found.stack, found.scales, found.recompute, found.recomputed_blocks
+    >>> options = options_of_row({"options": "tp-overlap+fp8-current+recompute-4-layers"})
+    >>> options.stack, options.scales, options.recompute, options.recomputed_blocks
     (('tp-overlap',), 'tensorwise', 'full', 4)
     """
     _, _, plugins = row.get("framework", "").lower().partition("+")
@@ -155,14 +155,14 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
         of_stack += names if plugins.startswith(plugin) else ()
     if CHEAP.intersection(words):
         of_stack.append("cheap-recompute")
-    found = [RECOMPUTED[each] for each in words if each in RECOMPUTED]
+    choices = [RECOMPUTED[each] for each in words if each in RECOMPUTED]
     counts = {match[1]: int(match[2]) for each in words if (match := FEWER.fullmatch(each))}
     ranks = [int(match[1]) for each in words if (match := RANK.fullmatch(each))]
     of_loss = word(loss)
     return RunOptions(
         stack=tuple(dict.fromkeys(of_stack)),
         scales=next((SCALES[each] for each in words if each in SCALES), None),
-        recompute="full" if "recompute" in counts else found[0] if found else None,
+        recompute="full" if "recompute" in counts else choices[0] if choices else None,
         recomputed_blocks=counts.get("recompute"),
         offloaded_blocks=counts.get("offload"),
         offload=frozenset(
@@ -176,7 +176,7 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
         loss=LOSSES.get(of_loss) or (LOSSES["fused"] if "liger" in words else None),
         adapter_rank=ranks[0] if ranks else None,
         adapters=next((n for n in ("attention", "all") if f"lora-{n}" in words), None),
-        said=bool(words),
+        is_stated=bool(words),
         unread=tuple(each for each in words if not _known(each)),
     )
 

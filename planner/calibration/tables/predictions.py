@@ -31,14 +31,14 @@ class Tables:
         among = recomputes(setup)
         same = (id(request.model), id(request.cluster), request.job, id(request.stack))
         key = (*same, setup.activations, among)
-        found = self._known.get(key)
-        if found is None:
+        tables = self._known.get(key)
+        if tables is None:
             if len(self._known) >= MOST_TABLES:
                 self._known.clear()
             kept: tuple[Activations, ...] = ("keep",)
             choices = kept if setup.activations == "keep" else (*kept, setup.activations)
-            found = self._known[key] = CostTables(request, choices, among)
-        return found
+            tables = self._known[key] = CostTables(request, choices, among)
+        return tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,13 @@ def _decided(setup: Setup, tables: Tables) -> _Decided:
 
     if setup.recompute is None:
         assumed.append("nothing recomputed, since that fits")
-    stages, found = of(setup)
-    if setup.recompute is None and not found.fits:
+    stages, prediction = of(setup)
+    if setup.recompute is None and not prediction.fits:
         assumed[-1] = "all blocks recomputed, since nothing else fits"
-        stages, found = of(replace(setup, recompute="full"))
-    if not 0 < found.step_time_s < math.inf:
+        stages, prediction = of(replace(setup, recompute="full"))
+    if not 0 < prediction.step_time_s < math.inf:
         raise DocumentError("", "figures are out of all proportion: no step time follows from them")
-    return _Decided(request=setup.request, layout=layout, placements=stages, prediction=found)
+    return _Decided(request=setup.request, layout=layout, placements=stages, prediction=prediction)
 
 
 def predicted(setup: Setup, tables: Tables | None = None) -> Prediction:

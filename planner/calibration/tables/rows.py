@@ -96,8 +96,8 @@ def measured_of(row: Row) -> MeasuredRun:
     memory = seen(row, "peak_memory_gib")
 
     def judged(column: str, default: bool) -> bool:
-        told = flag(row, column)
-        return default if told is None else told
+        answer = flag(row, column)
+        return default if answer is None else answer
 
     failed = bool(out_of_memory)
     return MeasuredRun(
@@ -151,7 +151,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
     if recompute in (None, "partial") and had.recompute is not None:
         recompute = had.recompute
     assumed += [f"option '{each[:40]}' taken as not known" for each in had.unread]
-    if "options" in row and not had.said:
+    if "options" in row and not had.is_stated:
         assumed.append("options as usual of its framework and release")
     zero = _told(row, "zero_stage", cells.zero_stage, None, assumed)
     task = _told(row, "task", cells.task, "pretrain", None)
@@ -168,7 +168,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
     assumed += of_cluster
     framework = row.get("framework", "").lower()
     fused = flag(row, "flash_attention")
-    stack, known = stack_of_framework(
+    stack, version = stack_of_framework(
         framework,
         zero=zero,
         alone=task != "pretrain" and tensor * pipeline == 1,
@@ -178,7 +178,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
     )
     if left_out:
         stack = _without(stack.name, row["source"], frozenset(left_out))
-    if not known:
+    if not version:
         framework = "" if framework and _own_stack(framework) else framework
         assumed.append(f"framework '{framework}' priced as stack {stack.name}")
     divided = flag(row, "sequence_parallel")
@@ -243,7 +243,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         recomputed_blocks=had.recomputed_blocks,
         offloaded_blocks=had.offloaded_blocks,
         activations="offload" if "activations" in on_host else "keep",
-        known=known,
+        known=version,
         assumed=tuple(assumed),
     )
 
@@ -297,11 +297,11 @@ def stack_of_framework(
     fine-tuning in 8 bits, in which the former does not train, kernels are Transformer Engine's:
     `megatron`.
     """
-    own = _own_stack(framework)
-    if own is not None and fused is False and own.versions and own.versions.earlier:
-        own = stacks()[own.versions.earlier]
-    if own is not None and own.name not in unknown:
-        return own, True
+    stack = _own_stack(framework)
+    if stack is not None and fused is False and stack.versions and stack.versions.earlier:
+        stack = stacks()[stack.versions.earlier]
+    if stack is not None and stack.name not in unknown:
+        return stack, True
     close = stacks()["transformers" if alone else "fsdp" if zero == 3 else "unknown"]
     trains_in = close.space.precisions if close.space else None
     if trains_in is not None and precision in EIGHT_BITS and precision not in trains_in:
@@ -313,19 +313,19 @@ def _runs_with(stack: Stack, facts: Facts) -> tuple[str, ...]:
     """Return the options that runs of a stack had as far as is known; its name will tell them."""
     return tuple(
         option
-        for known in stack.accuracy.runs_with
-        if all(condition_of(text).holds(facts) for text in known.when)
-        for option in known.options
+        for runs in stack.accuracy.runs_with
+        if all(condition_of(text).holds(facts) for text in runs.when)
+        for option in runs.options
     )
 
 
 def _own_stack(framework: str) -> Stack | None:
     """Return the stack that a framework's name or alias stands for; None for an unknown one."""
     try:
-        found = stacks()[stack_name(framework.partition("+")[0])]
+        stack = stacks()[stack_name(framework.partition("+")[0])]
     except DocumentError:
         return None
-    return None if found.name == "unknown" else found
+    return None if stack.name == "unknown" else stack
 
 
 @lru_cache(maxsize=256)
@@ -370,9 +370,9 @@ def _told(
     cell = row.get(column, "")
     if word(cell) in cells.EMPTY:
         return default
-    found = read(cell)
-    if found is not None:
-        return found
+    value = read(cell)
+    if value is not None:
+        return value
     if assumed is None:
         raise DocumentError("", f"{column} '{cell[:40]}' is not known")
     assumed.append(f"{column} '{cell[:40]}' taken as not known")
@@ -387,15 +387,15 @@ def _chunks(row: Row, layers: int, pipeline: int, micro_batches: int, assumed: l
 
     Megatron-LM runs that do not say are interleaved, if their micro-batches go through in rounds.
     """
-    known = optional(row, "vpp")
+    virtual = optional(row, "vpp")
     each = max(1, layers // pipeline)
     most = -(-(layers + 2) // pipeline)  # embedding and loss may count as layers
-    if known is not None and known > most:
+    if virtual is not None and virtual > most:
         assumed.append(f"{most} chunks on each pipeline rank")
         return most
     rounds = pipeline > 1 and micro_batches % pipeline == 0
-    if known is not None or not rounds or word(row.get("framework", "")) != "megatron":
-        return max(1, known or 1)
+    if virtual is not None or not rounds or word(row.get("framework", "")) != "megatron":
+        return max(1, virtual or 1)
     chunks = next(n for n in range(min(MOST_CHUNKS, each), 0, -1) if each % n == 0)
     assumed.append(f"{chunks} chunks on each pipeline rank")
     return chunks

@@ -66,10 +66,10 @@ def _among_first(count: int | None, at: int) -> bool:
 
 def recomputes(setup: Setup) -> tuple[Recompute, ...]:
     """Return what layers of a run may recompute, `none` first."""
-    found = {"none", _recompute(setup, 0), _recompute(setup, 1)}
+    choices = {"none", _recompute(setup, 0), _recompute(setup, 1)}
     if setup.recompute is None:
-        found.add("full")
-    return tuple(choice for choice in RECOMPUTES if choice in found)
+        choices.add("full")
+    return tuple(choice for choice in RECOMPUTES if choice in choices)
 
 
 def _recompute(setup: Setup, block: int) -> Recompute:

@@ -152,6 +152,6 @@ def _backward(
         done = [name for name in dict.fromkeys(operator.saved) if first[name] == at]
         device.free(*(live.pop(name) for name in done if name in live))
     device.free(*live.values())
-    found = gradients.pop("x")
+    input_gradient = gradients.pop("x")
     device.free(*gradients.values())
-    return found
+    return input_gradient

@@ -60,12 +60,12 @@ def states(parameters: float, sharing: StateSharding, *, unit: float | None = No
     moments = types.moments * n / d
     beside = d > 1 or types.stored != types.working  # else it is computed with as it is stored
     copy = 0.0 if sharing.gathers_again or not beside else types.working * n
-    found = _working(n if unit is None else unit, types.working, sharing, trained=True)
+    working = _working(n if unit is None else unit, types.working, sharing, trained=True)
     if sharing.offload == "parameters":
-        found = replace(found, host_bytes=master + gradients + moments)
+        working = replace(working, host_bytes=master + gradients + moments)
         master = gradients = moments = 0.0
     return replace(
-        found,
+        working,
         parameters_bytes=master + copy,
         gradients_bytes=gradients,
         optimizer_bytes=moments,
@@ -76,13 +76,13 @@ def states(parameters: float, sharing: StateSharding, *, unit: float | None = No
 def frozen_states(parameters: float, sharing: StateSharding) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state."""
     n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.sharded else 1
-    found = _working(n, e, sharing, trained=False)
+    working = _working(n, e, sharing, trained=False)
     shard, on_host = e * n / d, sharing.offload == "parameters"
     copy = 0.0 if sharing.gathers_again or (d == 1 and not on_host) else e * n
     if on_host:
-        found, shard = replace(found, host_bytes=shard), 0.0
+        working, shard = replace(working, host_bytes=shard), 0.0
     # Scales of 4-bit weights are attributes of modules, whole on every rank.
-    return replace(found, parameters_bytes=shard + copy + sharing.types.scales * n)
+    return replace(working, parameters_bytes=shard + copy + sharing.types.scales * n)
 
 
 def in_root(

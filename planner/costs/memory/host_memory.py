@@ -64,16 +64,16 @@ def ranks_on_nodes(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[int, ...
 def _kinds(size: int, devices: int, ranks: int, stride: int) -> tuple[tuple[int, ...], ...]:
     """Return the kinds of nodes of `size` devices; neighbours on the axis are `stride` apart."""
     if stride % size == 0:
-        return tuple(tuple(size * (r == own) for r in range(ranks)) for own in range(ranks))
+        return tuple(tuple(size * (r == rank) for r in range(ranks)) for rank in range(ranks))
     # What stands on nodes repeats with ranks x stride.
     period = min(math.lcm(size, ranks * stride), devices)
-    found: dict[tuple[int, ...], None] = {}
+    shapes: dict[tuple[int, ...], None] = {}
     for first in range(0, period, size):
         numbers = Counter(
             device // stride % ranks for device in range(first, min(first + size, devices))
         )
-        found[tuple(numbers[rank] for rank in range(ranks))] = None
-    return tuple(found)
+        shapes[tuple(numbers[rank] for rank in range(ranks))] = None
+    return tuple(shapes)
 
 
 def overfull(

@@ -220,9 +220,9 @@ def _of_one(
     peaks = [*_moments(layers, alive, replacing=replacing)]
     # The optimizer's moment.
     flat = smaller(sum(layer.flat for layer in layers), costs.flat_bytes_at_most)
-    made = sum(layer.gradients for layer in layers)
-    nothing = 0.0 * made
-    peaks.append((nothing, made, nothing, streamed_bytes(layers) + larger(0.0, flat)))
+    written = sum(layer.gradients for layer in layers)
+    nothing = 0.0 * written
+    peaks.append((nothing, written, nothing, streamed_bytes(layers) + larger(0.0, flat)))
     gathered, gradients, activations, transient = _fullest(peaks)
     return {
         "parameters": sum(layer.parameters for layer in layers) + gathered,
@@ -314,7 +314,7 @@ def parts_of_several(
     layout: Layout, held: Sequence[StageBytes], rank: int, *, boundary_bytes: float
 ) -> dict[str, float]:
     """Return the peak of a rank of several stages in their order, or of split backwards."""
-    found = _distinct(
+    schedule_moments = _distinct(
         moments(
             layout.schedule,
             rank,
@@ -323,15 +323,15 @@ def parts_of_several(
             virtual_stages=layout.virtual_stages,
         )
     )
-    bucket = _largest(one.bucket for one in held)
-    streamed = _streamed_bytes(bucket, sum(one.host for one in held))
+    bucket = _largest(stage.bucket for stage in held)
+    streamed = _streamed_bytes(bucket, sum(stage.host for stage in held))
     nothing = 0.0 * streamed
-    peaks = [_at_most(found, held), (nothing, streamed, nothing)]
+    peaks = [_at_most(schedule_moments, held), (nothing, streamed, nothing)]
     activations, transient, buffers = _fullest(peaks)
     return {
-        "parameters": sum(one.parameters for one in held),
-        "gradients": sum(one.gradients for one in held),
-        "optimizer": sum(one.optimizer for one in held),
+        "parameters": sum(stage.parameters for stage in held),
+        "gradients": sum(stage.gradients for stage in held),
+        "optimizer": sum(stage.optimizer for stage in held),
         "activations": activations,
         "transient": transient,
         "pipeline buffers": buffers + 2 * len(held) * boundary_bytes,
@@ -339,26 +339,32 @@ def parts_of_several(
 
 
 @lru_cache(maxsize=1 << 12)
-def _distinct(found: Moments) -> Moments:
+def _distinct(moments: Moments) -> Moments:
     """Return the moments that differ from one another."""
-    rows = np.column_stack([found.place, found.kind, found.beside, found.waiting, found.holding])
+    rows = np.column_stack(
+        [moments.place, moments.kind, moments.beside, moments.waiting, moments.holding]
+    )
     _, at = np.unique(rows, axis=0, return_index=True)
     at.sort()
     return Moments(
-        found.place[at], found.kind[at], found.beside[at], found.waiting[at], found.holding[at]
+        moments.place[at],
+        moments.kind[at],
+        moments.beside[at],
+        moments.waiting[at],
+        moments.holding[at],
     )
 
 
-def _at_most(found: Moments, held: Sequence[StageBytes]) -> list[float]:
+def _at_most(moments: Moments, held: Sequence[StageBytes]) -> list[float]:
     """[part] Activations, working memory and buffers of micro-batches in flight at the peak."""
     nothing = np.zeros_like(held[0].forward)
-    acting = np.array([[one.forward, one.backward, one.input_backward, nothing] for one in held])[
-        found.place, found.kind
-    ]
-    activations = found.beside @ np.array([one.stored for one in held])
-    activations += found.waiting @ np.array([one.kept for one in held])
+    acting = np.array(
+        [[stage.forward, stage.backward, stage.input_backward, nothing] for stage in held]
+    )[moments.place, moments.kind]
+    activations = moments.beside @ np.array([stage.stored for stage in held])
+    activations += moments.waiting @ np.array([stage.kept for stage in held])
     activations += acting[:, 0]
-    buffers = found.holding @ np.array([one.buffers for one in held])
+    buffers = moments.holding @ np.array([stage.buffers for stage in held])
     return _fullest(np.stack([activations, acting[:, 1], buffers], axis=1))
 
 

@@ -116,10 +116,10 @@ class HeldStates:
             loss_gradients(layout) if layer.kind == self.end_kinds[1] else None,
             sharing,
         )
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._count_held(layer, layout, sharing)
-        return found
+        held_states = self._known.get(key)
+        if held_states is None:
+            held_states = self._known[key] = self._count_held(layer, layout, sharing)
+        return held_states
 
     def _count_held(
         self, layer: Layer, layout: Layout, sharing: StateSharding
@@ -202,7 +202,7 @@ class HeldStates:
                 before=self._unit(kinds[-2], layout),
                 logits=layout.loss is None,
                 kept=self._stack.sharding.ends == "kept",
-                made=loss_gradients(layout) == "precomputed",
+                holds_gradient=loss_gradients(layout) == "precomputed",
             )
         # A table that both ends use is of the root unit (memory.in_root).
         if kind == first and not a.tied_embeddings:
@@ -321,11 +321,11 @@ def matrices_bytes(layer: Layer, sharing: StateSharding, tensor: int) -> tuple[i
     ZeRO divides all of them, else the tensor axis some.
     """
     if sharing.sharded:
-        found = layer.whole_matrices or ()
+        matrices = layer.whole_matrices or ()
     else:
         divided = layer.at(tensor)
-        found = divided.whole_matrices if divided else ()
-    return tuple(FP32 * size for size in found)
+        matrices = divided.whole_matrices if divided else ()
+    return tuple(FP32 * size for size in matrices)
 
 
 def of_experts(

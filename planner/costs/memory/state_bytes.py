@@ -316,7 +316,7 @@ class LastLayer:
     """All of them are made, and when the loss runs the layer's parameters have been let go of."""
     kept: bool = False
     """Its gathered copy stays until its backward, and so does the buffer that it came in."""
-    made: bool = False
+    holds_gradient: bool = False
     """The gradient of its weight waits since forward, and is among what the layer stores."""
 
 
@@ -536,7 +536,7 @@ class _GatheredBytes(NamedTuple):
 
 
 def _made(end: LastLayer | FirstLayer | None) -> bool:
-    return isinstance(end, LastLayer) and end.made
+    return isinstance(end, LastLayer) and end.holds_gradient
 
 
 def _arriving(parameters: float, types: StateTypes) -> float:

@@ -35,35 +35,35 @@ def read(text: str) -> Told:
 
 def of_settings(data: dict[str, Any]) -> Told:
     """Return what settings say."""
-    known = Settings(data)
-    kind = known.word("distributed_type") or "MULTI_GPU"
-    nested = known.part("deepspeed_config")
-    told = Told(framework="accelerate")
+    settings = Settings(data)
+    kind = settings.word("distributed_type") or "MULTI_GPU"
+    nested = settings.part("deepspeed_config")
+    config = Told(framework="accelerate")
     if kind == "DEEPSPEED":
-        told = _of_deepspeed(nested)
-    told.devices = known.count("num_processes")
-    known.number("num_machines")
-    precision = known.word("mixed_precision") or ("auto" if kind == "DEEPSPEED" else "no")
+        config = _of_deepspeed(nested)
+    config.devices = settings.count("num_processes")
+    settings.number("num_machines")
+    precision = settings.word("mixed_precision") or ("auto" if kind == "DEEPSPEED" else "no")
     if precision != "auto":
         known_precisions = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}
-        told.precision = known_precisions.get(precision, precision)
+        config.precision = known_precisions.get(precision, precision)
     if kind == "FSDP":
-        _of_fsdp(known, told)
+        _of_fsdp(settings, config)
     elif kind == "MEGATRON_LM":
-        _of_megatron(known.part("megatron_lm_config"), told)
+        _of_megatron(settings.part("megatron_lm_config"), config)
     elif kind not in ("MULTI_GPU", "DEEPSPEED", "NO"):
         raise DocumentError(
             "distributed_type", f"is '{kind:.40}', which is not read; give FSDP or another GPU kind"
         )
-    compiled = known.part("dynamo_config")
+    compiled = settings.part("dynamo_config")
     if (compiled.word("dynamo_backend") or "NO").upper() not in ("NO", "EAGER"):
-        told.compile = "block"
-        told.assumed.append("dynamo_config: each block is compiled")
-    told.unknown += under("dynamo_config", compiled)
+        config.compile = "block"
+        config.assumed.append("dynamo_config: each block is compiled")
+    config.unknown += under("dynamo_config", compiled)
     for key in _OF_LAUNCH:
-        known.take(key)
-    told.unknown += known.left
-    return told
+        settings.take(key)
+    config.unknown += settings.left
+    return config
 
 
 def _of_deepspeed(nested: Settings) -> Told:
@@ -74,67 +74,69 @@ def _of_deepspeed(nested: Settings) -> Told:
             "deepspeed_config.deepspeed_config_file",
             "is another file; import that with --from deepspeed",
         )
-    told = deepspeed.of_settings(values)
-    told.framework = "deepspeed"
-    told.zero = nested.number("zero_stage") or 0
-    told.micro_batches = nested.count("gradient_accumulation_steps")
-    told.trains(clip_norm=nested.amount("gradient_clipping"))
+    config = deepspeed.of_settings(values)
+    config.framework = "deepspeed"
+    config.zero = nested.number("zero_stage") or 0
+    config.micro_batches = nested.count("gradient_accumulation_steps")
+    config.trains(clip_norm=nested.amount("gradient_clipping"))
     for key, offload in (
         ("offload_optimizer_device", "optimizer"),
         ("offload_param_device", "parameters"),
     ):
         if (nested.word(key) or "none") in ("cpu", "nvme"):
-            told.offload = offload
+            config.offload = offload
     for key in ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"):
         nested.take(key)
-    told.precision = None
-    told.unknown += under("deepspeed_config", nested)
-    return told
+    config.precision = None
+    config.unknown += under("deepspeed_config", nested)
+    return config
 
 
-def _of_fsdp(known: Settings, told: Told) -> None:
-    fsdp, axes = known.part("fsdp_config"), known.part("parallelism_config")
+def _of_fsdp(settings: Settings, config: Told) -> None:
+    fsdp, axes = settings.part("fsdp_config"), settings.part("parallelism_config")
     again = fsdp.word("fsdp_reshard_after_forward")
     strategy = fsdp.word("fsdp_sharding_strategy")
     if again is not None and str(again).upper() in _STRATEGIES:
         strategy, again = again, None
     if strategy is not None:
-        told.zero = _STRATEGIES.get(str(strategy).upper(), 3)
+        config.zero = _STRATEGIES.get(str(strategy).upper(), 3)
         if str(strategy).upper() in ("4", "HYBRID_SHARD", "5", "HYBRID_SHARD_ZERO2"):
-            told.assumed.append("HYBRID_SHARD: shards within a node")
-            told.data_shard = 0
+            config.assumed.append("HYBRID_SHARD: shards within a node")
+            config.data_shard = 0
     else:
-        told.zero = 2 if str(again).lower() == "false" else 3
+        config.zero = 2 if str(again).lower() == "false" else 3
     fsdp.take("fsdp_version")
     if fsdp.flag("fsdp_offload_params"):
-        told.offload = "parameters"
+        config.offload = "parameters"
     if fsdp.flag("fsdp_activation_checkpointing"):
-        told.recompute = "full"
+        config.recompute = "full"
     for key in ("fsdp_auto_wrap_policy", "fsdp_state_dict_type", "fsdp_use_orig_params"):
         fsdp.take(key)
     for key in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"):
         fsdp.take(key)
     fsdp.take("fsdp_sync_module_states")
     prefix = "parallelism_config_"
-    told.data_replicate = axes.count(f"{prefix}dp_replicate_size")
+    config.data_replicate = axes.count(f"{prefix}dp_replicate_size")
     shard = axes.number(f"{prefix}dp_shard_size")
-    told.data_shard = shard if shard is not None else told.data_shard
-    told.tensor = axes.degree(f"{prefix}tp_size")
-    told.context = axes.degree(f"{prefix}cp_size")
-    told.sequence_parallel = told.tensor == 1
-    told.unknown += under("fsdp_config", fsdp)
-    told.unknown += under("parallelism_config", axes)
+    config.data_shard = shard if shard is not None else config.data_shard
+    config.tensor = axes.degree(f"{prefix}tp_size")
+    config.context = axes.degree(f"{prefix}cp_size")
+    config.sequence_parallel = config.tensor == 1
+    config.unknown += under("fsdp_config", fsdp)
+    config.unknown += under("parallelism_config", axes)
 
 
-def _of_megatron(nested: Settings, told: Told) -> None:
-    told.framework = "megatron"
+def _of_megatron(nested: Settings, config: Told) -> None:
+    config.framework = "megatron"
     prefix = "megatron_lm_"
-    told.tensor = nested.degree(f"{prefix}tp_degree")
-    told.pipeline = nested.degree(f"{prefix}pp_degree")
-    told.micro_batches = nested.count(f"{prefix}num_micro_batches")
-    told.sequence_parallel = bool(nested.flag(f"{prefix}sequence_parallelism")) or told.tensor == 1
-    told.zero = int(bool(nested.flag(f"{prefix}use_distributed_optimizer")))
+    config.tensor = nested.degree(f"{prefix}tp_degree")
+    config.pipeline = nested.degree(f"{prefix}pp_degree")
+    config.micro_batches = nested.count(f"{prefix}num_micro_batches")
+    config.sequence_parallel = (
+        bool(nested.flag(f"{prefix}sequence_parallelism")) or config.tensor == 1
+    )
+    config.zero = int(bool(nested.flag(f"{prefix}use_distributed_optimizer")))
     if nested.flag(f"{prefix}recompute_activations"):
-        told.recompute = "selective"
-    told.trains(clip_norm=nested.amount(f"{prefix}gradient_clipping"))
-    told.unknown += under("megatron_lm_config", nested)
+        config.recompute = "selective"
+    config.trains(clip_norm=nested.amount(f"{prefix}gradient_clipping"))
+    config.unknown += under("megatron_lm_config", nested)

@@ -20,20 +20,20 @@ def read(text: str) -> Told:
     if any(name.startswith("parallelism.") for name in flags) or any(
         "torchtitan" in word for word in words
     ):
-        told = torchtitan.of_flags({k: v for k, v in flags.items() if k not in launch})
+        config = torchtitan.of_flags({k: v for k, v in flags.items() if k not in launch})
     elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
-        told = megatron.of_flags(flags, text)
+        config = megatron.of_flags(flags, text)
     elif "per-device-train-batch-size" in flags:
-        told = transformers.of_flags({k: v for k, v in flags.items() if k not in launch})
+        config = transformers.of_flags({k: v for k, v in flags.items() if k not in launch})
     else:
         raise DocumentError(
             "slurm",
             "runs no command that is known: Megatron, torchtitan or a Hugging Face trainer; "
             "give the command's own file, or its configuration",
         )
-    told.devices = processes or megatron.ranks_of(asked, nodes, each) or told.devices
-    told.unknown = [key for key in told.unknown if key.removeprefix("--") not in _OF_LAUNCH]
-    return told
+    config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
+    config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
+    return config
 
 
 _OF_LAUNCH = {

@@ -16,7 +16,7 @@ _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
     """Return what the module says."""
-    told = Told(framework="fsdp", precision="fp32")
+    config = Told(framework="fsdp", precision="fp32")
     values: dict[str, Any] = {}
     settings: dict[str, str] = {}
     again: ast.expr | None = None
@@ -38,27 +38,30 @@ def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
             case ast.Call(func=function, keywords=keywords) if limits.dotted(function)[-1:] == [
                 "AdamW"
             ]:
-                _optimizer(keywords, told)
-    known = Settings(values)
-    told.data_replicate, told.data_shard = known.count("REPLICAS"), known.count("SHARDS")
-    if told.data_replicate is None or told.data_shard is None:
+                _optimizer(keywords, config)
+    constants = Settings(values)
+    config.data_replicate, config.data_shard = (
+        constants.count("REPLICAS"),
+        constants.count("SHARDS"),
+    )
+    if config.data_replicate is None or config.data_shard is None:
         raise DocumentError("fsdp", "has no REPLICAS, SHARDS = 1, 8: export a plan to see the form")
-    told.devices = told.data_replicate * told.data_shard
-    told.micro_batch = known.count("MICRO_BATCH")
-    told.micro_batches = known.count("MICRO_BATCHES")
-    told.seq_len = known.count("SEQ_LEN")
-    told.trains(clip_norm=known.amount("CLIP_NORM"))
-    told.zero = 2 if settings.get("reshard_after_forward") == "False" else 3
+    config.devices = config.data_replicate * config.data_shard
+    config.micro_batch = constants.count("MICRO_BATCH")
+    config.micro_batches = constants.count("MICRO_BATCHES")
+    config.seq_len = constants.count("SEQ_LEN")
+    config.trains(clip_norm=constants.amount("CLIP_NORM"))
+    config.zero = 2 if settings.get("reshard_after_forward") == "False" else 3
     policy = settings.get("mp_policy", "")
     for kind, precision in _TYPES.items():
         if policy.startswith(f"MixedPrecisionPolicy(torch.{kind}"):
-            told.precision = precision
+            config.precision = precision
     if "CPUOffloadPolicy" in settings.get("offload_policy", ""):
-        told.offload = "parameters"
+        config.offload = "parameters"
     if again is not None and limits.source(again) != "()":
-        told.recompute = "full"
-        told.model["recomputed_blocks"] = _blocks(again)
-    return told
+        config.recompute = "full"
+        config.model["recomputed_blocks"] = _blocks(again)
+    return config
 
 
 def _blocks(node: ast.expr) -> list[int]:
@@ -66,13 +69,13 @@ def _blocks(node: ast.expr) -> list[int]:
     called = isinstance(node, ast.Call) and limits.dotted(node.func) == ["range"]
     try:
         if called and isinstance(node, ast.Call) and not node.keywords:
-            blocks: Sequence[object] = range(*(limits.literal(one) for one in node.args))
+            blocks: Sequence[object] = range(*(limits.literal(argument) for argument in node.args))
         else:
             value = limits.literal(node)
             blocks = value if isinstance(value, tuple | list) else (value,)
     except (TypeError, ValueError, DocumentError):
         blocks = ()
-    numbered = [one for one in blocks[: MOST_LAYERS + 1] if type(one) is int]
+    numbered = [number for number in blocks[: MOST_LAYERS + 1] if type(number) is int]
     if not 0 < len(numbered) <= MOST_LAYERS or len(numbered) != len(blocks):
         raise DocumentError(
             "fsdp", f"RECOMPUTED is {limits.source(node)}; it is range(0, 4) or (0, 2)"
@@ -80,16 +83,16 @@ def _blocks(node: ast.expr) -> list[int]:
     return numbered
 
 
-def _optimizer(keywords: list[ast.keyword], told: Told) -> None:
-    said = {}
+def _optimizer(keywords: list[ast.keyword], config: Told) -> None:
+    arguments = {}
     for keyword in keywords:
         try:
-            said[str(keyword.arg)] = limits.literal(keyword.value)
+            arguments[str(keyword.arg)] = limits.literal(keyword.value)
         except ValueError:
             continue
-    values = Settings(said)
+    values = Settings(arguments)
     first, second = values.pair("betas")
-    told.trains(
+    config.trains(
         learning_rate=values.amount("lr"),
         beta1=first,
         beta2=second,

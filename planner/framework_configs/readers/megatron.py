@@ -28,20 +28,20 @@ def read(text: str) -> Told:
 
 def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> Told:
     """Return what flags say."""
-    told = Told(framework="megatron")
-    told.assumed += [
+    config = Told(framework="megatron")
+    config.assumed += [
         f"--{name} is left out: its value is not in the script" for name in _open(flags)
     ]
-    known = Settings({name: value for name, value in flags.items() if name not in _open(flags)})
-    _degrees(known, told)
-    _batches(known, told)
-    _recompute(known, told)
-    _kernels(known, told)
-    _optimizer(known, told)
-    _figures(known, told)
-    told.devices = _devices(known, shell.directives(text))
-    told.unknown = [f"--{key}" for key in known.left]
-    return told
+    settings = Settings({name: value for name, value in flags.items() if name not in _open(flags)})
+    _degrees(settings, config)
+    _batches(settings, config)
+    _recompute(settings, config)
+    _kernels(settings, config)
+    _optimizer(settings, config)
+    _figures(settings, config)
+    config.devices = _devices(settings, shell.directives(text))
+    config.unknown = [f"--{key}" for key in settings.left]
+    return config
 
 
 def _open(flags: dict[str, str | bool | list[str]]) -> list[str]:
@@ -53,56 +53,56 @@ def _open(flags: dict[str, str | bool | list[str]]) -> list[str]:
     ]
 
 
-def _degrees(known: Settings, told: Told) -> None:
-    told.tensor = known.degree("tensor-model-parallel-size")
-    told.pipeline = known.degree("pipeline-model-parallel-size")
-    told.context = known.degree("context-parallel-size")
-    told.expert = known.degree("expert-model-parallel-size")
-    told.sequence_parallel = bool(known.flag("sequence-parallel")) or told.tensor == 1
-    each = known.number("expert-tensor-parallel-size")
-    if told.expert > 1:
+def _degrees(settings: Settings, config: Told) -> None:
+    config.tensor = settings.degree("tensor-model-parallel-size")
+    config.pipeline = settings.degree("pipeline-model-parallel-size")
+    config.context = settings.degree("context-parallel-size")
+    config.expert = settings.degree("expert-model-parallel-size")
+    config.sequence_parallel = bool(settings.flag("sequence-parallel")) or config.tensor == 1
+    each = settings.number("expert-tensor-parallel-size")
+    if config.expert > 1:
         # By default tensor ranks divide each expert.
-        told.expert_tensor = told.tensor if each is None else each
-    told.ends = (
-        known.number("decoder-first-pipeline-num-layers"),
-        known.number("decoder-last-pipeline-num-layers"),
+        config.expert_tensor = config.tensor if each is None else each
+    config.ends = (
+        settings.number("decoder-first-pipeline-num-layers"),
+        settings.number("decoder-last-pipeline-num-layers"),
     )
-    told.lighter = (
-        int(bool(known.flag("account-for-embedding-in-pipeline-split"))),
-        int(bool(known.flag("account-for-loss-in-pipeline-split"))),
+    config.lighter = (
+        int(bool(settings.flag("account-for-embedding-in-pipeline-split"))),
+        int(bool(settings.flag("account-for-loss-in-pipeline-split"))),
     )
-    layers = known.number("num-layers")
-    per_stage = known.count("num-layers-per-virtual-pipeline-stage")
-    virtual = known.count(
+    layers = settings.number("num-layers")
+    per_stage = settings.count("num-layers-per-virtual-pipeline-stage")
+    virtual = settings.count(
         "num-virtual-stages-per-pipeline-rank", "virtual-pipeline-model-parallel-size"
     )
     if per_stage:
-        told.model["blocks_of_virtual_stage"] = per_stage
-        told.virtual_stages = 2
+        config.model["blocks_of_virtual_stage"] = per_stage
+        config.virtual_stages = 2
     elif virtual:
-        told.virtual_stages = virtual
+        config.virtual_stages = virtual
     if layers is not None:
-        told.model["layers"] = layers
-    told.schedule = _schedule(told.virtual_stages)
-    layout = known.take("pipeline-model-parallel-layout")
+        config.model["layers"] = layers
+    config.schedule = _schedule(config.virtual_stages)
+    layout = settings.take("pipeline-model-parallel-layout")
     if isinstance(layout, str):
-        told.blocks, told.virtual_stages = _of_layout(layout, told.pipeline)
-        told.schedule = _schedule(told.virtual_stages)
+        config.blocks, config.virtual_stages = _of_layout(layout, config.pipeline)
+        config.schedule = _schedule(config.virtual_stages)
     for also in ("overlap-grad-reduce", "overlap-param-gather", "ckpt-format"):
-        known.take(also)
-    known.take("no-gradient-accumulation-fusion")
-    strategy = known.word("data-parallel-sharding-strategy")
-    if known.flag("use-distributed-optimizer"):
-        told.zero = 1
-    if known.flag("use-megatron-fsdp", "use-custom-fsdp"):
+        settings.take(also)
+    settings.take("no-gradient-accumulation-fusion")
+    strategy = settings.word("data-parallel-sharding-strategy")
+    if settings.flag("use-distributed-optimizer"):
+        config.zero = 1
+    if settings.flag("use-megatron-fsdp", "use-custom-fsdp"):
         if strategy not in (None, *_STRATEGIES):
             raise DocumentError(
                 "--data-parallel-sharding-strategy",
                 f"is '{strategy:.40}'; it is one of {', '.join(_STRATEGIES)}",
             )
-        told.zero = _STRATEGIES[strategy or "no_shard"]
-    if known.flag("use-torch-fsdp2"):
-        told.zero = 3
+        config.zero = _STRATEGIES[strategy or "no_shard"]
+    if settings.flag("use-torch-fsdp2"):
+        config.zero = 3
 
 
 def _schedule(virtual_stages: int) -> str:
@@ -133,26 +133,26 @@ def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:
     return stages, len(stages) // pipeline
 
 
-def _batches(known: Settings, told: Told) -> None:
-    told.micro_batch = known.count("micro-batch-size")
-    told.global_batch = known.count("global-batch-size")
-    told.seq_len = known.number("seq-length")
-    told.precision = "fp32"
+def _batches(settings: Settings, config: Told) -> None:
+    config.micro_batch = settings.count("micro-batch-size")
+    config.global_batch = settings.count("global-batch-size")
+    config.seq_len = settings.number("seq-length")
+    config.precision = "fp32"
     for name in ("fp16", "bf16"):
-        if known.flag(name):
-            told.precision = name
-    if known.take("fp8-format", "fp8"):
-        told.precision = "fp8"
-        told.scales = known.word("fp8-recipe") or "delayed"
-        if told.scales == "mxfp8":
-            told.precision, told.scales = "mxfp8", "tensorwise"
-            known.take("reuse-grad-buf-for-mxfp8-param-ag")
-        elif told.scales not in RECIPES:
-            raise DocumentError("--fp8-recipe", f"is '{told.scales:.40}'; {' or '.join(RECIPES)}")
-        if known.flag("fp8-dot-product-attention"):
-            told.options.append("fp8-attention")
-        if not known.flag("fp8-param-gather"):
-            told.options.append("16-bit-gathers")
+        if settings.flag(name):
+            config.precision = name
+    if settings.take("fp8-format", "fp8"):
+        config.precision = "fp8"
+        config.scales = settings.word("fp8-recipe") or "delayed"
+        if config.scales == "mxfp8":
+            config.precision, config.scales = "mxfp8", "tensorwise"
+            settings.take("reuse-grad-buf-for-mxfp8-param-ag")
+        elif config.scales not in RECIPES:
+            raise DocumentError("--fp8-recipe", f"is '{config.scales:.40}'; {' or '.join(RECIPES)}")
+        if settings.flag("fp8-dot-product-attention"):
+            config.options.append("fp8-attention")
+        if not settings.flag("fp8-param-gather"):
+            config.options.append("16-bit-gathers")
 
 
 ATTENTION = frozenset({"core_attn"})
@@ -160,74 +160,74 @@ CHEAP = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 """Values of --recompute-modules that its plans have, each set as a whole."""
 
 
-def _recompute(known: Settings, told: Told) -> None:
-    kind = known.word("recompute-granularity")
-    method, count = known.word("recompute-method"), known.number("recompute-num-layers")
-    if known.flag("recompute-activations"):
+def _recompute(settings: Settings, config: Told) -> None:
+    kind = settings.word("recompute-granularity")
+    method, count = settings.word("recompute-method"), settings.number("recompute-num-layers")
+    if settings.flag("recompute-activations"):
         kind = "selective"
     if kind == "full":
-        told.recompute = "full"
+        config.recompute = "full"
         if method == "block":
-            told.recomputed = count
+            config.recomputed = count
         elif method == "uniform" and (count or 1) > 1:
-            told.assumed.append(
+            config.assumed.append(
                 f"--recompute-num-layers {count} with uniform: each block is recomputed alone"
             )
     elif kind == "selective":
-        told.recompute = "selective"
-        modules = set(known.words("recompute-modules")) or ATTENTION
-        made = CHEAP if modules & CHEAP else ATTENTION
-        if made is CHEAP:
-            told.options.append("cheap-recompute")
-        if modules != made:
-            told.assumed.append(
+        config.recompute = "selective"
+        modules = set(settings.words("recompute-modules")) or ATTENTION
+        operators = CHEAP if modules & CHEAP else ATTENTION
+        if operators is CHEAP:
+            config.options.append("cheap-recompute")
+        if modules != operators:
+            config.assumed.append(
                 f"--recompute-modules {' '.join(sorted(modules)):.80}: what is recomputed is "
-                f"{' '.join(sorted(made))}"
+                f"{' '.join(sorted(operators))}"
             )
 
 
-def _kernels(known: Settings, told: Told) -> None:
-    kind = known.word("moe-token-dispatcher-type")
-    if kind == "flex" and known.take("moe-flex-dispatcher-backend") in (None, "deepep", True):
-        told.options.append("deepep")
-    if known.flag("moe-enable-deepep") and "deepep" not in told.options:
-        told.options.append("deepep")
+def _kernels(settings: Settings, config: Told) -> None:
+    kind = settings.word("moe-token-dispatcher-type")
+    if kind == "flex" and settings.take("moe-flex-dispatcher-backend") in (None, "deepep", True):
+        config.options.append("deepep")
+    if settings.flag("moe-enable-deepep") and "deepep" not in config.options:
+        config.options.append("deepep")
     for flag, option in (
         ("overlap-moe-expert-parallel-comm", "expert-overlap"),
         ("moe-shared-expert-overlap", "shared-expert-overlap"),
         ("tp-comm-overlap", "tp-overlap"),
     ):
-        if known.flag(flag):
-            told.options.append(option)
+        if settings.flag(flag):
+            config.options.append(option)
     exchanged = {"a2a": "ulysses", "all_gather": "gathered-context"}
-    kind = known.word("cp-comm-type")
+    kind = settings.word("cp-comm-type")
     if kind in exchanged:
-        told.options.append(exchanged[kind])
-    if known.flag("cpu-offloading", "optimizer-cpu-offload"):
-        told.assumed.append("offload to the host, which its plans do not have, is left out")
+        config.options.append(exchanged[kind])
+    if settings.flag("cpu-offloading", "optimizer-cpu-offload"):
+        config.assumed.append("offload to the host, which its plans do not have, is left out")
 
 
-def _optimizer(known: Settings, told: Told) -> None:
-    optimizer = known.word("optimizer")
+def _optimizer(settings: Settings, config: Told) -> None:
+    optimizer = settings.word("optimizer")
     if optimizer not in (None, "adam"):
-        told.assumed.append(f"--optimizer {optimizer:.40}: AdamW instead")
-    rate = known.amount("lr")
-    told.trains(
+        config.assumed.append(f"--optimizer {optimizer:.40}: AdamW instead")
+    rate = settings.amount("lr")
+    config.trains(
         learning_rate=rate,
-        beta1=known.amount("adam-beta1"),
-        beta2=known.amount("adam-beta2"),
-        epsilon=known.amount("adam-eps"),
-        weight_decay=known.amount("weight-decay"),
-        clip_norm=known.amount("clip-grad"),
-        seed=known.number("seed"),
+        beta1=settings.amount("adam-beta1"),
+        beta2=settings.amount("adam-beta2"),
+        epsilon=settings.amount("adam-eps"),
+        weight_decay=settings.amount("weight-decay"),
+        clip_norm=settings.amount("clip-grad"),
+        seed=settings.number("seed"),
     )
-    known.take("lr-warmup-init")
-    steps, warmup = known.number("train-iters"), known.number("lr-warmup-iters")
-    batch = told.global_batch
-    samples, of_warmup = known.number("train-samples"), known.number("lr-warmup-samples")
-    of_decay = known.number("lr-decay-samples")
-    fraction = known.share("lr-warmup-fraction")
-    end = known.number("lr-decay-iters")
+    settings.take("lr-warmup-init")
+    steps, warmup = settings.number("train-iters"), settings.number("lr-warmup-iters")
+    batch = config.global_batch
+    samples, of_warmup = settings.number("train-samples"), settings.number("lr-warmup-samples")
+    of_decay = settings.number("lr-decay-samples")
+    fraction = settings.share("lr-warmup-fraction")
+    end = settings.number("lr-decay-iters")
     if batch:
         steps = steps or (samples // batch if samples else None)
         warmup = warmup if warmup is not None else of_warmup // batch if of_warmup else None
@@ -235,51 +235,51 @@ def _optimizer(known: Settings, told: Told) -> None:
     end = end or steps
     if fraction is not None and end:
         warmup = round(fraction * end)
-    told.trains(warmup_steps=warmup)
-    style = known.word("lr-decay-style")
-    fall, least = known.number("lr-wsd-decay-iters"), known.amount("min-lr")
-    kind_of_fall = known.word("lr-wsd-decay-style")
+    config.trains(warmup_steps=warmup)
+    style = settings.word("lr-decay-style")
+    fall, least = settings.number("lr-wsd-decay-iters"), settings.amount("min-lr")
+    kind_of_fall = settings.word("lr-wsd-decay-style")
     kind = {"cosine": "cosine", "linear": "linear", "WSD": "wsd"}.get(str(style))
     if kind is None:
         if style not in (None, "constant"):
-            told.assumed.append(f"--lr-decay-style {style:.40}: the rate stays constant")
+            config.assumed.append(f"--lr-decay-style {style:.40}: the rate stays constant")
         return
     if end is None:
-        told.assumed.append(f"--lr-decay-style {style}: no last step is said; it stays constant")
+        config.assumed.append(f"--lr-decay-style {style}: no last step is said; it stays constant")
         return
-    told.trains(rate_schedule=kind, rate_steps=end)
+    config.trains(rate_schedule=kind, rate_steps=end)
     if rate and least:
-        told.trains(floor=least / rate)
+        config.trains(floor=least / rate)
     if kind == "wsd":
-        told.trains(decay_steps=fall)
+        config.trains(decay_steps=fall)
         if kind_of_fall not in (None, "linear"):
-            told.assumed.append(f"--lr-wsd-decay-style {kind_of_fall:.40}: it falls linearly")
+            config.assumed.append(f"--lr-wsd-decay-style {kind_of_fall:.40}: it falls linearly")
 
 
-def _figures(known: Settings, told: Told) -> None:
+def _figures(settings: Settings, config: Told) -> None:
     figures = {
-        "hidden_size": known.number("hidden-size"),
-        "heads": known.number("num-attention-heads"),
-        "kv_heads": known.number("num-query-groups"),
-        "ffn_size": known.number("ffn-hidden-size"),
-        "vocab_size": known.number("vocab-size"),
-        "experts": known.number("num-experts"),
-        "per_token": known.number("moe-router-topk"),
-        "expert_ffn_size": known.number("moe-ffn-hidden-size"),
+        "hidden_size": settings.number("hidden-size"),
+        "heads": settings.number("num-attention-heads"),
+        "kv_heads": settings.number("num-query-groups"),
+        "ffn_size": settings.number("ffn-hidden-size"),
+        "vocab_size": settings.number("vocab-size"),
+        "experts": settings.number("num-experts"),
+        "per_token": settings.number("moe-router-topk"),
+        "expert_ffn_size": settings.number("moe-ffn-hidden-size"),
     }
-    if not known.flag("group-query-attention"):
+    if not settings.flag("group-query-attention"):
         figures["kv_heads"] = None
     if figures["hidden_size"]:
         figures["experts"] = figures["experts"] or 0
-    told.model |= {name: value for name, value in figures.items() if value is not None}
+    config.model |= {name: value for name, value in figures.items() if value is not None}
 
 
-def _devices(known: Settings, asked: dict[str, str]) -> int | None:
+def _devices(settings: Settings, asked: dict[str, str]) -> int | None:
     """Return how many ranks are started, as torchrun's or Slurm's arguments say."""
-    each = known.number("nproc-per-node") if _plain(known, "nproc-per-node") else None
-    nodes = known.number("nnodes") if _plain(known, "nnodes") else None
+    each = settings.number("nproc-per-node") if _plain(settings, "nproc-per-node") else None
+    nodes = settings.number("nnodes") if _plain(settings, "nnodes") else None
     for also in ("node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"):
-        known.take(also)
+        settings.take(also)
     return ranks_of(asked, nodes, each)
 
 
@@ -295,5 +295,5 @@ def ranks_of(asked: dict[str, str], nodes: int | None, each: int | None) -> int 
     return shell.counted(asked.get("gpus"))
 
 
-def _plain(known: Settings, key: str) -> bool:
-    return str(known.take(key) or "").isdecimal()
+def _plain(settings: Settings, key: str) -> bool:
+    return str(settings.take(key) or "").isdecimal()

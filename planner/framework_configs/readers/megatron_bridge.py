@@ -43,12 +43,12 @@ def read(text: str) -> Told:
         if "fp8" in plain:
             flags["fp8"] = "hybrid"
             flags["fp8-param-gather"] = "subchannel" not in plain
-            found = [recipe for word, recipe in _RECIPES if word in plain]
-            flags["fp8-recipe"] = found[0] if found else "delayed"
-    told = megatron.of_flags(flags)
-    told.framework = "megatron-bridge"
-    told.unknown = [
+            recipes = [recipe for word, recipe in _RECIPES if word in plain]
+            flags["fp8-recipe"] = recipes[0] if recipes else "delayed"
+    config = megatron.of_flags(flags)
+    config.framework = "megatron-bridge"
+    config.unknown = [
         *(key for key in data if key not in (*_SECTIONS, "mixed_precision")),
-        *(places.get(key, key) for key in told.unknown),
+        *(places.get(key, key) for key in config.unknown),
     ]
-    return told
+    return config

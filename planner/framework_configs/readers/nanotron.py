@@ -14,29 +14,29 @@ _ENGINES = {_PLAIN: PLAIN, "afab": GPIPE.name}
 
 def read(text: str) -> Told:
     """Return what the configuration says."""
-    known = Settings(limits.settings(text, "nanotron"))
-    told = Told(framework="nanotron")
-    axes, tokens, model = (known.part(name) for name in ("parallelism", "tokens", "model"))
-    optimizer = known.part("optimizer")
+    settings = Settings(limits.settings(text, "nanotron"))
+    config = Told(framework="nanotron")
+    axes, tokens, model = (settings.part(name) for name in ("parallelism", "tokens", "model"))
+    optimizer = settings.part("optimizer")
     data_ranks = axes.count("dp")
-    told.tensor, told.pipeline = axes.degree("tp"), axes.degree("pp")
-    told.context = axes.degree("context_parallel_size")
-    told.expert = axes.degree("expert_parallel_size")
-    told.sequence_parallel = (
+    config.tensor, config.pipeline = axes.degree("tp"), axes.degree("pp")
+    config.context = axes.degree("context_parallel_size")
+    config.expert = axes.degree("expert_parallel_size")
+    config.sequence_parallel = (
         axes.word("tp_mode") or "ALL_REDUCE"
-    ).upper() == "REDUCE_SCATTER" or told.tensor == 1
+    ).upper() == "REDUCE_SCATTER" or config.tensor == 1
     engine = axes.word("pp_engine") or _PLAIN
     if engine not in _ENGINES:
         raise DocumentError("parallelism.pp_engine", f"is '{engine:.40}'; it is 1f1b or afab")
-    told.schedule = _ENGINES[engine]
+    config.schedule = _ENGINES[engine]
     if axes.flag("recompute_layer"):
-        told.recompute = "full"
+        config.recompute = "full"
     axes.take("tp_linear_async_communication")
-    told.micro_batch = tokens.count("micro_batch_size")
-    told.micro_batches = tokens.count("batch_accumulation_per_replica")
-    told.seq_len = tokens.number("sequence_length")
+    config.micro_batch = tokens.count("micro_batch_size")
+    config.micro_batches = tokens.count("batch_accumulation_per_replica")
+    config.seq_len = tokens.number("sequence_length")
     steps = tokens.number("train_steps")
-    told.precision = "bf16" if model.word("dtype") in (None, "bfloat16") else "fp32"
+    config.precision = "bf16" if model.word("dtype") in (None, "bfloat16") else "fp32"
     figures = model.part("model_config")
     names = {
         "layers": "num_hidden_layers",
@@ -49,17 +49,17 @@ def read(text: str) -> Told:
     for name, key in names.items():
         value = figures.number(key)
         if value is not None:
-            told.model[name] = value
-    told.zero = optimizer.number("zero_stage") or 0
+            config.model[name] = value
+    config.zero = optimizer.number("zero_stage") or 0
     factory = optimizer.part("optimizer_factory")
     optimizer.take("accumulate_grad_in_fp32")
     optimizer.take("weight_decay_exclude_named_params")
     factory.take("torch_adam_is_fused")
     kind = factory.word("name")
     if kind not in (None, "adamW"):
-        told.assumed.append(f"optimizer_factory.name {kind!r:.40}: AdamW instead")
+        config.assumed.append(f"optimizer_factory.name {kind!r:.40}: AdamW instead")
     bound = optimizer.amount("clip_grad")
-    told.trains(
+    config.trains(
         beta1=factory.amount("adam_beta1"),
         beta2=factory.amount("adam_beta2"),
         epsilon=factory.amount("adam_eps"),
@@ -67,10 +67,12 @@ def read(text: str) -> Told:
         clip_norm=bound or 0.0,
     )
     rates = optimizer.part("learning_rate_scheduler")
-    _rates(rates, told, steps)
+    _rates(rates, config, steps)
     if data_ranks:
-        told.devices = data_ranks * told.tensor * told.pipeline * told.context * told.expert
-    told.unknown = [*known.left]
+        config.devices = (
+            data_ranks * config.tensor * config.pipeline * config.context * config.expert
+        )
+    config.unknown = [*settings.left]
     for name, section in (
         ("parallelism", axes),
         ("tokens", tokens),
@@ -80,17 +82,17 @@ def read(text: str) -> Told:
         ("optimizer.optimizer_factory", factory),
         ("optimizer.learning_rate_scheduler", rates),
     ):
-        told.unknown += under(name, section)
-    return told
+        config.unknown += under(name, section)
+    return config
 
 
-def _rates(rates: Settings, told: Told, steps: int | None) -> None:
+def _rates(rates: Settings, config: Told, steps: int | None) -> None:
     rate, least = rates.amount("learning_rate"), rates.amount("min_decay_lr")
     warmup = rates.number("lr_warmup_steps") or 0
     begin, fall = rates.number("lr_decay_starting_step"), rates.number("lr_decay_steps")
     rates.take("lr_warmup_style")
     style = rates.word("lr_decay_style")
-    told.trains(learning_rate=rate, warmup_steps=warmup)
+    config.trains(learning_rate=rate, warmup_steps=warmup)
     if least is not None and least == rate:
         return
     begin = warmup if begin is None else begin
@@ -98,11 +100,11 @@ def _rates(rates: Settings, told: Told, steps: int | None) -> None:
     if not fall:
         return
     if begin > warmup:
-        told.trains(rate_schedule="wsd", decay_steps=fall)
+        config.trains(rate_schedule="wsd", decay_steps=fall)
         if style not in (None, "linear"):
-            told.assumed.append(f"lr_decay_style {style!r:.40}: it falls linearly")
+            config.assumed.append(f"lr_decay_style {style!r:.40}: it falls linearly")
     else:
-        told.trains(rate_schedule="cosine" if style == "cosine" else "linear")
-    told.trains(rate_steps=begin + fall)
+        config.trains(rate_schedule="cosine" if style == "cosine" else "linear")
+    config.trains(rate_steps=begin + fall)
     if rate and least:
-        told.trains(floor=least / rate)
+        config.trains(floor=least / rate)

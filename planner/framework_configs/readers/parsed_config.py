@@ -22,12 +22,12 @@ class Settings:
 
     def take(self, key: str, *others: str) -> Any:
         """Return what a key says, or one of its other names; None if none of them is there."""
-        found = None
+        result = None
         for name in (key, *others):
             self._taken.add(name)
             value = self._values.get(name)
-            found = value if found is None else found
-        return found
+            result = value if result is None else result
+        return result
 
     def word(self, key: str, *others: str) -> str | None:
         """Return a word or number as text; DocumentError if it is a list or a section."""
@@ -44,17 +44,17 @@ class Settings:
 
     def count(self, key: str, *others: str) -> int | None:
         """Return a whole number from 1, None where nothing or 0 is said."""
-        found = self.number(key, *others)
-        if found is not None and found < 0:
-            raise DocumentError(key, f"is {found}; it is a whole number from 0")
-        return found or None
+        value = self.number(key, *others)
+        if value is not None and value < 0:
+            raise DocumentError(key, f"is {value}; it is a whole number from 0")
+        return value or None
 
     def degree(self, key: str, *others: str) -> int:
         """Return a whole number from 1, which is 1 where nothing is said."""
-        found = self.number(key, *others)
-        if found is not None and found < 1:
-            raise DocumentError(key, f"is {found}; it is a whole number from 1")
-        return found or 1
+        value = self.number(key, *others)
+        if value is not None and value < 1:
+            raise DocumentError(key, f"is {value}; it is a whole number from 1")
+        return value or 1
 
     def bound(self, key: str, *others: str) -> float | None:
         """Return a number, which may be infinite; DocumentError if it is none."""
@@ -62,17 +62,17 @@ class Settings:
 
     def amount(self, key: str, *others: str) -> float | None:
         """Return a finite number; DocumentError if it is none."""
-        found = self.bound(key, *others)
-        if found is not None and math.isinf(found):
+        value = self.bound(key, *others)
+        if value is not None and math.isinf(value):
             raise DocumentError(key, "is infinite; it is a number")
-        return found
+        return value
 
     def share(self, key: str, *others: str) -> float | None:
         """Return a number from 0 to 1; DocumentError if it is none."""
-        found = self.bound(key, *others)
-        if found is not None and not 0 <= found <= 1:
-            raise DocumentError(key, f"is {found:g}; it is a share from 0 to 1")
-        return found
+        value = self.bound(key, *others)
+        if value is not None and not 0 <= value <= 1:
+            raise DocumentError(key, f"is {value:g}; it is a share from 0 to 1")
+        return value
 
     def pair(self, key: str) -> tuple[float | None, float | None]:
         """Return two numbers of a list; DocumentError if it says anything else."""
@@ -81,7 +81,7 @@ class Settings:
             return None, None
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise DocumentError(key, f"is {value!r:.40}; it is two numbers")
-        first, second = (_number(one, key, whole=False) for one in value)
+        first, second = (_number(item, key, whole=False) for item in value)
         return first, second
 
     def words(self, key: str) -> list[str]:
@@ -90,17 +90,17 @@ class Settings:
         if value is None:
             return []
         listed = value if isinstance(value, list | tuple) else str(value).split(",")
-        return [str(one) for one in listed]
+        return [str(item) for item in listed]
 
     def flag(self, key: str, *others: str) -> bool | None:
         """Return whether a switch is on."""
         value = self.take(key, *others)
         if value is None or isinstance(value, bool):
             return value
-        known = WORDS_OF_TRUTH.get(str(value).lower())
-        if known is None:
+        truth = WORDS_OF_TRUTH.get(str(value).lower())
+        if truth is None:
             raise DocumentError(key, f"is {value!r:.40}; it is true or false")
-        return known
+        return truth
 
     def part(self, key: str) -> Settings:
         """Return the settings of a section; the caller puts what it leaves under `key`."""
@@ -124,12 +124,12 @@ def _number(value: Any, key: str, *, whole: bool) -> float | None:
     if value is None or value == "auto":
         return None
     try:
-        found = float("nan") if isinstance(value, bool) else float(value)
+        number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        found = float("nan")
-    if math.isnan(found) or (whole and not (abs(found) < 1e15 and found == int(found))):
+        number = float("nan")
+    if math.isnan(number) or (whole and not (abs(number) < 1e15 and number == int(number))):
         raise DocumentError(key, f"is {value!r:.40}; it is a {'whole ' * whole}number")
-    return int(found) if whole else found
+    return int(number) if whole else number
 
 
 @dataclass(kw_only=True)

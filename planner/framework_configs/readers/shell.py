@@ -33,7 +33,7 @@ def statements(text: str) -> list[str]:
     """Return the statements of a script: lines with their continuations, arrays and strings."""
     text = re.sub(r"\\\r?\n", " ", text)
     text = re.sub(r'"(\$\{[A-Za-z_]\w*\[[@*]\]\})"', r"\1", text)  # each element is a word
-    found: list[str] = []
+    words: list[str] = []
     held: list[str] = []
     scan = _Scan(array=False)
     for line in text.splitlines():
@@ -44,9 +44,9 @@ def statements(text: str) -> list[str]:
         held.append(line)
         scan.read(line)
         if not scan.open:
-            found.append("\n".join(held))
+            words.append("\n".join(held))
             held = []
-    return [*found, "\n".join(held)] if held else found
+    return [*words, "\n".join(held)] if held else words
 
 
 class _Scan:
@@ -84,25 +84,25 @@ def words(text: str) -> list[str]:
     DocumentError where that is much more than the script itself.
     """
     budget = ReadingLimit("script")
-    known: dict[str, str] = {}
-    found: list[str] = []
+    variables: dict[str, str] = {}
+    words: list[str] = []
     for statement in statements(text):
         match = _ASSIGNED.match(statement)
         if match and not _runs(match[3]):
-            value = _put_in(match[3].strip(), known, budget)
+            value = _put_in(match[3].strip(), variables, budget)
             if value.startswith("("):
                 value = value[1:].rpartition(")")[0]
                 plain = " ".join(map(shlex.quote, _split(value)))
             else:
                 plain = " ".join(_split(value)) if value[:1] in "'\"" else value.partition(" #")[0]
             if match[2]:
-                before = known.get(match[1], "")
+                before = variables.get(match[1], "")
                 budget.spend(len(before))
                 plain = f"{before} {plain}".strip()
-            known[match[1]] = plain
+            variables[match[1]] = plain
         else:
-            found += _split(_put_in(statement, known, budget))
-    return found
+            words += _split(_put_in(statement, variables, budget))
+    return words
 
 
 def _runs(value: str) -> bool:
@@ -113,15 +113,15 @@ def _runs(value: str) -> bool:
 
 def _split(text: str) -> list[str]:
     """Return words as a shell has them, in one pass; split at spaces where a quote stays open."""
-    found: list[str] = []
+    words: list[str] = []
     at = _GAP.match(text).end()  # type: ignore[union-attr]  # it matches nothing too
     while at < len(text):
         word = _WORD.match(text, at)
         if word is None:
             return text.split()
-        found.append(_PIECE.sub(_unquoted, word[0]))
+        words.append(_PIECE.sub(_unquoted, word[0]))
         at = _GAP.match(text, word.end()).end()  # type: ignore[union-attr]
-    return found
+    return words
 
 
 def _unquoted(piece: re.Match[str]) -> str:
@@ -130,17 +130,17 @@ def _unquoted(piece: re.Match[str]) -> str:
     return piece[1] if piece[1] is not None else piece[2]
 
 
-def _put_in(text: str, known: dict[str, str], budget: ReadingLimit) -> str:
+def _put_in(text: str, variables: dict[str, str], budget: ReadingLimit) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
-        found = known.get(name, default if default is not None else match[0])
-        budget.spend(len(found))
-        return found
+        value = variables.get(name, default if default is not None else match[0])
+        budget.spend(len(value))
+        return value
 
     for _ in range(4):
         before = text
         budget.spend(len(text))
-        text = _SUM.sub(lambda match: _sum(_USED.sub(value, match[1]), known, match[0]), text)
+        text = _SUM.sub(lambda match: _sum(_USED.sub(value, match[1]), variables, match[0]), text)
         text = _USED.sub(value, text)
         if text == before:
             break
@@ -157,7 +157,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-def _sum(text: str, known: dict[str, str], otherwise: str) -> str:
+def _sum(text: str, variables: dict[str, str], otherwise: str) -> str:
     """Return a whole number that is computed in a script, or the text as it stands."""
 
     def of(node: ast.expr) -> int:
@@ -165,11 +165,11 @@ def _sum(text: str, known: dict[str, str], otherwise: str) -> str:
             case ast.Constant(value=int(number)):
                 return number
             case ast.Name(id=name):
-                return int(known[name])
+                return int(variables[name])
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-                found = _OPERATIONS[type(op)](of(left), of(right))
-                if abs(found) < _WIDEST:
-                    return found
+                result = _OPERATIONS[type(op)](of(left), of(right))
+                if abs(result) < _WIDEST:
+                    return result
         raise ValueError(text)
 
     try:
@@ -179,11 +179,11 @@ def _sum(text: str, known: dict[str, str], otherwise: str) -> str:
         return otherwise
 
 
-def flags(found: list[str]) -> dict[str, str | bool | list[str]]:
+def flags(words: list[str]) -> dict[str, str | bool | list[str]]:
     """Return flags by name with `-` for `_`: True without a value, a list of several."""
     values: dict[str, list[str]] = {}
     name = None
-    for word in found:
+    for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, sign, value = word[2:].partition("=")
             name = name.replace("_", "-")

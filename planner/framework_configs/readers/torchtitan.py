@@ -30,8 +30,8 @@ _MODES = {"FullAC": "full", "SelectiveAC": "selective"}
 
 def read(text: str) -> Told:
     """Return what a TOML or a Python configuration says."""
-    found = limits.toml_or_module(text, "torchtitan")
-    return of_sections(of_python(found) if isinstance(found, ast.Module) else found)
+    sections = limits.toml_or_module(text, "torchtitan")
+    return of_sections(of_python(sections) if isinstance(sections, ast.Module) else sections)
 
 
 def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for each form
@@ -62,14 +62,14 @@ def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for
                     sections["activation_checkpoint"] = {"mode": "none"}
             case ast.Call(func=function, keywords=keywords):
                 chain = limits.dotted(function)
-                found = [part for part in chain if part in _CLASSES]
-                if found:
+                classes = [part for part in chain if part in _CLASSES]
+                if classes:
                     for keyword in keywords:
                         if keyword.arg:
-                            put(_CLASSES[found[-1]], keyword.arg, keyword.value)
-                    if found[-1] in _MODES:
+                            put(_CLASSES[classes[-1]], keyword.arg, keyword.value)
+                    if classes[-1] in _MODES:
                         section = sections.setdefault("activation_checkpoint", {})
-                        section["mode"] = _MODES[found[-1]]
+                        section["mode"] = _MODES[classes[-1]]
                 elif chain[-1:] == ["ParamGroupConfig"]:
                     _group(keywords, names, sections)
                 elif any(part in _CONVERTERS for part in chain):
@@ -92,8 +92,8 @@ _CONVERTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _converter(name: str, keywords: list[ast.keyword], sections: dict[str, Any]) -> None:
     """Put a converter and its settings where a configuration of before 0.3 has them."""
-    known, usual = _CONVERTERS[name]
-    sections.setdefault("model", {}).setdefault("converters", []).append(known)
+    section_name, usual = _CONVERTERS[name]
+    sections.setdefault("model", {}).setdefault("converters", []).append(section_name)
     settings = dict(usual)
     for keyword in keywords:
         if keyword.arg not in (None, "model_compile_enabled"):
@@ -101,7 +101,7 @@ def _converter(name: str, keywords: list[ast.keyword], sections: dict[str, Any])
                 settings[str(keyword.arg)] = limits.literal(keyword.value)
             except ValueError:
                 settings[str(keyword.arg)] = limits.source(keyword.value)
-    _, first, second = known.split(".")
+    _, first, second = section_name.split(".")
     sections.setdefault("quantize", {}).setdefault(first, {})[second] = settings
 
 
@@ -114,18 +114,18 @@ def _group(
     keywords: list[ast.keyword], names: dict[str, ast.expr], sections: dict[str, Any]
 ) -> None:
     """Put the settings of a group of parameters; those of all others count."""
-    said = {keyword.arg: keyword.value for keyword in keywords}
-    pattern = said.get("pattern")
+    arguments = {keyword.arg: keyword.value for keyword in keywords}
+    pattern = arguments.get("pattern")
     section = sections.setdefault("optimizer", {})
     if isinstance(pattern, ast.Constant) and pattern.value != ".*":
         return
-    given = said.get("optimizer_kwargs")
+    given = arguments.get("optimizer_kwargs")
     if isinstance(given, ast.Dict):
         for key, value in zip(given.keys, given.values, strict=True):
             inner = names.get(value.id) if key is None and isinstance(value, ast.Name) else None
             try:
                 if isinstance(inner, ast.Dict):
-                    section |= {str(name): one for name, one in limits.literal(inner).items()}
+                    section |= {str(name): value for name, value in limits.literal(inner).items()}
                 elif isinstance(key, ast.Constant):
                     section[str(key.value)] = limits.literal(value)
             except ValueError:
@@ -146,10 +146,10 @@ def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
 
 def of_sections(sections: dict[str, Any]) -> Told:
     """Return what sections of settings say."""
-    known = Settings(sections)
-    told = Told(framework="torchtitan")
+    settings = Settings(sections)
+    config = Told(framework="torchtitan")
     parts = {
-        name: known.part(name)
+        name: settings.part(name)
         for name in (
             "parallelism",
             "training",
@@ -162,63 +162,63 @@ def of_sections(sections: dict[str, Any]) -> Told:
             "quantize",
         )
     }
-    _degrees(parts["parallelism"], told)
-    _training(parts["training"], told)
-    _rates(parts["optimizer"], parts["lr_scheduler"], told)
+    _degrees(parts["parallelism"], config)
+    _training(parts["training"], config)
+    _rates(parts["optimizer"], parts["lr_scheduler"], config)
     mode = parts["activation_checkpoint"].word("mode")
-    told.recompute = {"full": "full", "none": "none"}.get(str(mode), "selective")
+    config.recompute = {"full": "full", "none": "none"}.get(str(mode), "selective")
     parts["activation_checkpoint"].take("selective_ac_option")
     if parts["compile"].flag("enable", "model"):
-        told.compile = "block"
+        config.compile = "block"
     parts["compile"].take("components")
     # Of its section `compile` since 0.3, and of `parallelism` before.
     async_ = [
         parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
     ]
-    if any(async_) and told.tensor > 1 and told.compile == "block":
-        told.axes["tensor_overlap"] = "async"
-    _model(parts["model"], told)
-    _quantize(parts["model"], parts["quantize"], told)
-    told.unknown = [
-        *known.left,
+    if any(async_) and config.tensor > 1 and config.compile == "block":
+        config.axes["tensor_overlap"] = "async"
+    _model(parts["model"], config)
+    _quantize(parts["model"], parts["quantize"], config)
+    config.unknown = [
+        *settings.left,
         *(key for name, section in parts.items() for key in under(name, section)),
     ]
-    return told
+    return config
 
 
-def _degrees(axes: Settings, told: Told) -> None:
-    told.data_replicate = axes.degree("data_parallel_replicate_degree")
+def _degrees(axes: Settings, config: Told) -> None:
+    config.data_replicate = axes.degree("data_parallel_replicate_degree")
     shard = axes.number("data_parallel_shard_degree")
-    told.data_shard = -1 if shard is None else shard
-    told.tensor = axes.degree("tensor_parallel_degree")
-    told.context = axes.degree("context_parallel_degree")
-    told.pipeline = axes.degree("pipeline_parallel_degree")
-    told.expert = axes.degree("expert_parallel_degree")
+    config.data_shard = -1 if shard is None else shard
+    config.tensor = axes.degree("tensor_parallel_degree")
+    config.context = axes.degree("context_parallel_degree")
+    config.pipeline = axes.degree("pipeline_parallel_degree")
+    config.expert = axes.degree("expert_parallel_degree")
     divided = axes.flag("enable_sequence_parallel")
-    told.sequence_parallel = divided is not False or told.tensor == 1
+    config.sequence_parallel = divided is not False or config.tensor == 1
     each = axes.number("expert_tensor_parallel_degree")
-    if told.expert > 1 and each:
-        told.expert_tensor = each
+    if config.expert > 1 and each:
+        config.expert_tensor = each
     again = axes.word("fsdp_reshard_after_forward") or "default"
-    default = "never" if told.pipeline > 1 else "always"
-    told.zero = 3 if (default if again == "default" else again) == "always" else 2
-    if told.pipeline == 1:
+    default = "never" if config.pipeline > 1 else "always"
+    config.zero = 3 if (default if again == "default" else again) == "always" else 2
+    if config.pipeline == 1:
         for key in ("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"):
             axes.take(key)
         return
     name = axes.word("pipeline_parallel_schedule") or "1F1B"
-    found = [
-        one.name
-        for one in SCHEDULES.values()
-        if one.names.get("torchtitan", "").lower() == name.lower()
+    names = [
+        schedule.name
+        for schedule in SCHEDULES.values()
+        if schedule.names.get("torchtitan", "").lower() == name.lower()
     ]
-    if not found:
+    if not names:
         raise DocumentError(
             "parallelism.pipeline_parallel_schedule",
             f"'{name:.40}' is no schedule that is known; see `meshwright plan --help`",
         )
-    told.schedule = found[0]
-    told.micro_batch = axes.count("pipeline_parallel_microbatch_size") or 1
+    config.schedule = names[0]
+    config.micro_batch = axes.count("pipeline_parallel_microbatch_size") or 1
     axes.take("pipeline_parallel_expert_parallel_overlap")
     parts = axes.take("module_fqns_per_model_part")
     if isinstance(parts, list | tuple):
@@ -227,49 +227,49 @@ def _degrees(axes: Settings, told: Told) -> None:
                 "parallelism.module_fqns_per_model_part",
                 "is no list of the modules of each part; write a list of lists of names",
             )
-        told.blocks = [sum(str(m).startswith("layers.") for m in part) for part in parts]
-        told.virtual_stages = max(1, len(parts) // told.pipeline)
+        config.blocks = [sum(str(m).startswith("layers.") for m in part) for part in parts]
+        config.virtual_stages = max(1, len(parts) // config.pipeline)
         return
     first = axes.number("pipeline_parallel_first_stage_less_layers")
     last = axes.number("pipeline_parallel_last_stage_less_layers")
-    told.lighter = (1 if first is None else first, 1 if last is None else last)
-    told.virtual_stages = SCHEDULES[told.schedule].stages_per_rank[0]
+    config.lighter = (1 if first is None else first, 1 if last is None else last)
+    config.virtual_stages = SCHEDULES[config.schedule].stages_per_rank[0]
     each_stage = axes.count("pipeline_parallel_layers_per_stage")
     if each_stage:
-        told.model["blocks_of_stage"] = each_stage
+        config.model["blocks_of_stage"] = each_stage
 
 
-def _training(training: Settings, told: Told) -> None:
+def _training(training: Settings, config: Told) -> None:
     local = training.count("local_batch_size", "batch_size") or 8
-    told.global_batch = training.number("global_batch_size")
-    if told.global_batch is not None and told.global_batch < 0:
-        told.global_batch = None
-    if told.pipeline == 1:
-        told.micro_batch = local
-    told.micro_batches = None
-    if told.global_batch is None:
-        told.micro_batches = local // told.micro_batch if told.micro_batch else None
-    told.seq_len = training.number("seq_len") or 2048
+    config.global_batch = training.number("global_batch_size")
+    if config.global_batch is not None and config.global_batch < 0:
+        config.global_batch = None
+    if config.pipeline == 1:
+        config.micro_batch = local
+    config.micro_batches = None
+    if config.global_batch is None:
+        config.micro_batches = local // config.micro_batch if config.micro_batch else None
+    config.seq_len = training.number("seq_len") or 2048
     working = training.word("mixed_precision_param") or "bfloat16"
-    told.precision = {"bfloat16": "bf16", "float32": "fp32"}.get(str(working), "bf16")
+    config.precision = {"bfloat16": "bf16", "float32": "fp32"}.get(str(working), "bf16")
     if training.flag("enable_cpu_offload"):
-        told.offload = "parameters"
+        config.offload = "parameters"
     training.take("disable_cuda_graphs")
     bound = training.bound("max_norm")
     if bound is not None:
-        told.trains(clip_norm=0.0 if bound == float("inf") else bound)
+        config.trains(clip_norm=0.0 if bound == float("inf") else bound)
     steps = training.number("steps")
     if steps:
-        told.model["steps"] = steps
+        config.model["steps"] = steps
 
 
-def _rates(optimizer: Settings, rates: Settings, told: Told) -> None:
+def _rates(optimizer: Settings, rates: Settings, config: Told) -> None:
     first, second = optimizer.pair("betas")
     name = optimizer.word("name")
     if name not in (None, "AdamW"):
-        told.assumed.append(f"optimizer.name {name!r:.40}: AdamW instead")
+        config.assumed.append(f"optimizer.name {name!r:.40}: AdamW instead")
     rate = optimizer.amount("lr")
-    told.trains(
+    config.trains(
         learning_rate=rate,
         beta1=optimizer.amount("beta1") if first is None else first,
         beta2=optimizer.amount("beta2") if second is None else second,
@@ -277,34 +277,34 @@ def _rates(optimizer: Settings, rates: Settings, told: Told) -> None:
         weight_decay=optimizer.amount("weight_decay"),
         warmup_steps=rates.number("warmup_steps"),
     )
-    total = rates.number("total_steps") or told.model.pop("steps", None)
+    total = rates.number("total_steps") or config.model.pop("steps", None)
     ratio, kind = rates.share("decay_ratio"), rates.word("decay_type") or "linear"
     least = rates.amount("min_lr_factor")
     if ratio == 0.0 or total is None:
         return
     if ratio is None:
-        told.trains(rate_schedule="cosine" if kind == "cosine" else "linear", rate_steps=total)
+        config.trains(rate_schedule="cosine" if kind == "cosine" else "linear", rate_steps=total)
     else:
-        told.trains(rate_schedule="wsd", rate_steps=total, decay_steps=round(ratio * total))
+        config.trains(rate_schedule="wsd", rate_steps=total, decay_steps=round(ratio * total))
         if kind != "linear":
-            told.assumed.append(f"lr_scheduler.decay_type {kind!r:.40}: it falls linearly")
+            config.assumed.append(f"lr_scheduler.decay_type {kind!r:.40}: it falls linearly")
     if least:
-        told.trains(floor=least)
+        config.trains(floor=least)
 
 
-def _model(model: Settings, told: Told) -> None:
+def _model(model: Settings, config: Told) -> None:
     registered = model.word("registered")
     name, flavor = model.word("name", "module"), model.word("flavor")
     if registered:
-        told.model["registered"] = registered
+        config.model["registered"] = registered
     elif name and flavor:
-        told.model["registered"] = f"{name}_{flavor}".lower()
+        config.model["registered"] = f"{name}_{flavor}".lower()
 
 
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def _quantize(model: Settings, quantize: Settings, told: Told) -> None:
+def _quantize(model: Settings, quantize: Settings, config: Told) -> None:
     """Read converters and their settings: scales, how weights travel, what stays in 16 bits."""
     names = set(model.words("converters"))
     float8 = bool(names & {"quantize.linear.float8", "float8"})
@@ -316,28 +316,28 @@ def _quantize(model: Settings, quantize: Settings, told: Told) -> None:
         for key in ("fqns", "recipe_name", "pad_multiple"):
             experts.take(key)
     if float8 or mx:
-        told.precision = "fp8" if float8 else "mxfp8"
+        config.precision = "fp8" if float8 else "mxfp8"
         if f"quantize.grouped_mm.{'float8' if float8 else 'mx'}" in names:
-            told.options.append("narrow-experts")
-    own = settings["float8" if float8 else "mx"]
-    recipe = own.word("recipe_name")
+            config.options.append("narrow-experts")
+    section = settings["float8" if float8 else "mx"]
+    recipe = section.word("recipe_name")
     if float8:
-        told.scales = "tensorwise" if recipe is None else recipe
-        if told.scales not in _RECIPES:
+        config.scales = "tensorwise" if recipe is None else recipe
+        if config.scales not in _RECIPES:
             raise DocumentError(
                 "quantize.linear.float8.recipe_name",
                 f"is {recipe!r:.40}; {' or '.join(_RECIPES)}",
             )
-        if own.flag("enable_fsdp_float8_all_gather") and told.zero == 3:
-            told.axes["weight_wire"] = "fp8"
-        own.take("precompute_float8_dynamic_scale_for_fsdp")
-        own.take("force_recompute_fp8_weight_in_bwd")
-    own.take("mxfp8_dim1_cast_kernel_choice")
-    left, taken = set(own.words("filter_fqns")) - {""}, own.take("fqns")
+        if section.flag("enable_fsdp_float8_all_gather") and config.zero == 3:
+            config.axes["weight_wire"] = "fp8"
+        section.take("precompute_float8_dynamic_scale_for_fsdp")
+        section.take("force_recompute_fp8_weight_in_bwd")
+    section.take("mxfp8_dim1_cast_kernel_choice")
+    left, taken = set(section.words("filter_fqns")) - {""}, section.take("fqns")
     if "auto_filter_small_kn" in left:
-        told.options.append("auto-filter")
+        config.options.append("auto-filter")
     others = sorted(left - {"lm_head", "output", "router.gate", "auto_filter_small_kn"})
     if others:
-        told.assumed.append(f"filter_fqns: {', '.join(others[:4])[:80]} are in 8 bits too")
+        config.assumed.append(f"filter_fqns: {', '.join(others[:4])[:80]} are in 8 bits too")
     if taken == [] or (float8 and not left & {"lm_head", "output"}):
-        told.assumed.append("the output layer, which is converted too, stays in 16 bits")
+        config.assumed.append("the output layer, which is converted too, stays in 16 bits")

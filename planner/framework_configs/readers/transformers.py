@@ -33,48 +33,52 @@ def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
 
 def of_settings(data: dict[str, Any]) -> Told:
     """Return what arguments say."""
-    known = Settings(data)
-    told = Told(framework="transformers")
-    own = known.take("deepspeed")
-    if isinstance(own, dict):
-        told = deepspeed.of_settings(own)
-    elif own is not None:
-        told.framework = "deepspeed"
-        told.assumed.append(f"deepspeed {own!r:.60}: another file, of which nothing is known here")
-    told.micro_batch = known.count("per_device_train_batch_size") or 8
-    told.micro_batches = known.count("gradient_accumulation_steps") or 1
-    told.precision = "fp32"
+    settings = Settings(data)
+    config = Told(framework="transformers")
+    nested = settings.take("deepspeed")
+    if isinstance(nested, dict):
+        config = deepspeed.of_settings(nested)
+    elif nested is not None:
+        config.framework = "deepspeed"
+        config.assumed.append(
+            f"deepspeed {nested!r:.60}: another file, of which nothing is known here"
+        )
+    config.micro_batch = settings.count("per_device_train_batch_size") or 8
+    config.micro_batches = settings.count("gradient_accumulation_steps") or 1
+    config.precision = "fp32"
     for name in ("fp16", "bf16"):
-        if known.flag(name):
-            told.precision = name
-    if own is None:
-        _of_fsdp(known, told)
-    if known.flag("gradient_checkpointing"):
-        told.recompute = "full"
-    known.take("gradient_checkpointing_kwargs")
-    if known.flag("torch_compile"):
-        told.compile = "block"
-    told.seq_len = known.number(
+        if settings.flag(name):
+            config.precision = name
+    if nested is None:
+        _of_fsdp(settings, config)
+    if settings.flag("gradient_checkpointing"):
+        config.recompute = "full"
+    settings.take("gradient_checkpointing_kwargs")
+    if settings.flag("torch_compile"):
+        config.compile = "block"
+    config.seq_len = settings.number(
         "max_length", "max_seq_length", "model_max_length", "block_size", "cutoff_len"
     )
-    wanted = known.word("model_name_or_path")
+    wanted = settings.word("model_name_or_path")
     if wanted:
-        told.model["registered"] = wanted
-    optimizer = known.word("optim")
+        config.model["registered"] = wanted
+    optimizer = settings.word("optim")
     if optimizer is not None and not optimizer.startswith("adamw_torch"):
-        told.assumed.append(f"optim {optimizer!r:.40}: AdamW in the plan's types instead")
-    _rates(known, told)
-    told.unknown += known.left
-    return told
+        config.assumed.append(f"optim {optimizer!r:.40}: AdamW in the plan's types instead")
+    _rates(settings, config)
+    config.unknown += settings.left
+    return config
 
 
-def _of_fsdp(known: Settings, told: Told) -> None:
-    value, nested = known.take("fsdp"), known.take("fsdp_config")
+def _of_fsdp(settings: Settings, config: Told) -> None:
+    value, nested = settings.take("fsdp"), settings.take("fsdp_config")
     if isinstance(nested, str):
-        told.assumed.append(f"fsdp_config {nested!r:.60}: another file, of which nothing is known")
+        config.assumed.append(
+            f"fsdp_config {nested!r:.60}: another file, of which nothing is known"
+        )
         nested = {}
     fsdp = Settings(
-        {key.removeprefix("fsdp_"): one for key, one in (nested or {}).items()}
+        {key.removeprefix("fsdp_"): value for key, value in (nested or {}).items()}
         if isinstance(nested, dict)
         else {}
     )
@@ -82,53 +86,56 @@ def _of_fsdp(known: Settings, told: Told) -> None:
     if not value or value == "no_shard":
         return
     again = fsdp.flag("reshard_after_forward")
-    told.zero = 2 if "shard_grad_op" in words or again is False else 3
+    config.zero = 2 if "shard_grad_op" in words or again is False else 3
     if any(str(word).startswith("hybrid_shard") for word in words):
-        told.assumed.append("hybrid_shard: shards within a node")
-        told.data_shard = 0
+        config.assumed.append("hybrid_shard: shards within a node")
+        config.data_shard = 0
     if "offload" in words or fsdp.flag("cpu_offload", "offload_params"):
-        told.offload = "parameters"
+        config.offload = "parameters"
     if fsdp.flag("activation_checkpointing"):
-        told.recompute = "full"
+        config.recompute = "full"
     for key in ("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap"):
         fsdp.take(key)
-    known.take("fsdp_transformer_layer_cls_to_wrap")
-    told.unknown += under("fsdp_config", fsdp)
+    settings.take("fsdp_transformer_layer_cls_to_wrap")
+    config.unknown += under("fsdp_config", fsdp)
 
 
-def _rates(known: Settings, told: Told) -> None:
-    told.trains(
-        learning_rate=known.amount("learning_rate"),
-        beta1=known.amount("adam_beta1"),
-        beta2=known.amount("adam_beta2"),
-        epsilon=known.amount("adam_epsilon"),
-        weight_decay=known.amount("weight_decay") or 0.0,
-        clip_norm=known.amount("max_grad_norm"),
-        seed=known.number("seed"),
+def _rates(settings: Settings, config: Told) -> None:
+    config.trains(
+        learning_rate=settings.amount("learning_rate"),
+        beta1=settings.amount("adam_beta1"),
+        beta2=settings.amount("adam_beta2"),
+        epsilon=settings.amount("adam_epsilon"),
+        weight_decay=settings.amount("weight_decay") or 0.0,
+        clip_norm=settings.amount("max_grad_norm"),
+        seed=settings.number("seed"),
     )
-    steps = known.number("max_steps")
+    steps = settings.number("max_steps")
     steps = steps if steps and steps > 0 else None
-    warmup, ratio = known.amount("warmup_steps"), known.share("warmup_ratio")
+    warmup, ratio = settings.amount("warmup_steps"), settings.share("warmup_ratio")
     if warmup is not None and 0 < warmup < 1:
         warmup, ratio = None, warmup
     if warmup is None and ratio and steps:
         warmup = round(ratio * steps)
     elif ratio and warmup is None:
-        told.assumed.append("warmup: a share of the steps, whose number is not said; no warm-up")
-    told.trains(warmup_steps=None if warmup is None else int(warmup))
-    kind, values = known.word("lr_scheduler_type") or "linear", known.take("lr_scheduler_kwargs")
+        config.assumed.append("warmup: a share of the steps, whose number is not said; no warm-up")
+    config.trains(warmup_steps=None if warmup is None else int(warmup))
+    kind, values = (
+        settings.word("lr_scheduler_type") or "linear",
+        settings.take("lr_scheduler_kwargs"),
+    )
     if isinstance(values, str):
         values = limits.json_settings(values, "lr_scheduler_kwargs")
     kwargs = Settings({"lr_scheduler_kwargs": values}).part("lr_scheduler_kwargs")
-    found = _RATES.get(kind)
-    if found is None or steps is None:
+    rate = _RATES.get(kind)
+    if rate is None or steps is None:
         if not kind.startswith("constant"):
-            told.assumed.append(f"lr_scheduler_type {kind!r:.40}: the rate stays constant")
+            config.assumed.append(f"lr_scheduler_type {kind!r:.40}: the rate stays constant")
     else:
-        told.trains(rate_schedule=found, rate_steps=steps)
-        told.trains(floor=kwargs.amount("min_lr_rate", "min_lr_ratio"))
-        if found == "wsd":
-            told.trains(decay_steps=kwargs.number("num_decay_steps"))
+        config.trains(rate_schedule=rate, rate_steps=steps)
+        config.trains(floor=kwargs.amount("min_lr_rate", "min_lr_ratio"))
+        if rate == "wsd":
+            config.trains(decay_steps=kwargs.number("num_decay_steps"))
             if kwargs.word("decay_type") not in (None, "linear"):
-                told.assumed.append("lr_scheduler_kwargs.decay_type: it falls linearly")
-    told.unknown += under("lr_scheduler_kwargs", kwargs)
+                config.assumed.append("lr_scheduler_kwargs.decay_type: it falls linearly")
+    config.unknown += under("lr_scheduler_kwargs", kwargs)

@@ -71,7 +71,7 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
     return faster or complexity(twin) < complexity(layout)
 
 
-def no_slower(one: LayoutCosts, other: LayoutCosts) -> bool:
+def no_slower(faster: LayoutCosts, other: LayoutCosts) -> bool:
     """Whether no action of any option takes longer, nor what comes once."""
     return all(
         a.forward_s <= b.forward_s
@@ -80,27 +80,27 @@ def no_slower(one: LayoutCosts, other: LayoutCosts) -> bool:
         and a.sync_s <= b.sync_s
         and a.optimizer_s + a.stream_s <= b.optimizer_s + b.stream_s
         for kind, parts in other.parts.items()
-        for a, b in zip(one.parts[kind], parts, strict=True)
+        for a, b in zip(faster.parts[kind], parts, strict=True)
     )
 
 
-def covers(one: LayoutCosts, other: LayoutCosts) -> bool:
+def covers(faster: LayoutCosts, other: LayoutCosts) -> bool:
     """Whether each plan of a layout is one of another with the same schedule, and no slower there.
 
     Both have the same degrees and micro-batches, and cost what is given.  A simulated step is no
     shorter where no action is.
     """
-    if _beside_layers(one, other):
+    if _beside_layers(faster, other):
         return False
     for kind, parts in other.parts.items():
-        if len(one.parts[kind]) != len(parts):
+        if len(faster.parts[kind]) != len(parts):
             return False
         if not all(
             a.layer_bytes.no_more_than(b.layer_bytes)
-            for a, b in zip(one.parts[kind], parts, strict=True)
+            for a, b in zip(faster.parts[kind], parts, strict=True)
         ):
             return False
-    return no_slower(one, other)
+    return no_slower(faster, other)
 
 
 MOST_KEPT = 24
@@ -122,11 +122,11 @@ class Covering:
 
         `costs` are asked for where there is any to compare with.
         """
-        known = self._known.get(_shape(layout))
-        if not known:
+        candidates = self._known.get(_shape(layout))
+        if not candidates:
             return False
         mine = costs(layout)
-        return any(all(map(covers, one, mine)) for one in reversed(known))
+        return any(all(map(covers, earlier, mine)) for earlier in reversed(candidates))
 
 
 def _shape(layout: Layout) -> tuple[object, ...]:
@@ -163,5 +163,5 @@ def _holds_less(twin: Layout, layout: Layout) -> bool:
 def _in_flight(twin: str, schedule: str, shape: Shape) -> frozenset[tuple[int, int]]:
     """Return how many micro-batches stages hold, under the twin's schedule and the layout's."""
     both = schedule_of(twin), schedule_of(schedule)
-    counts = [[one.counts(s, shape).whole for s in range(shape.ranks)] for one in both]
+    counts = [[costs.counts(s, shape).whole for s in range(shape.ranks)] for costs in both]
     return frozenset(zip(*counts, strict=True))

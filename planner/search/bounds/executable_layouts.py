@@ -127,14 +127,14 @@ class Configurations:
         """Return how many layers ranks may hold by the rule of the stack; None if none can."""
         key = layout.pipeline, layout.virtual_stages, layout.schedule
         if key not in self._known_rows:
-            found = rows(
+            size_rows = rows(
                 self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
             )
             if self.pins.require and key[1] > 1:
                 from meshwright.planner.search.partition.stage_size_rows import both, required_rows  # noqa: PLC0415 - few ask
 
-                found = both(found, required_rows(self.model, layout, self.pins.require))
-            self._known_rows[key] = found
+                size_rows = both(size_rows, required_rows(self.model, layout, self.pins.require))
+            self._known_rows[key] = size_rows
         return self._known_rows[key]
 
     def _lacking(self, layout: Layout) -> str | None:
@@ -179,9 +179,11 @@ class Configurations:
 
     def _instance(self, layout: Layout, costs: LayoutCosts) -> Instance:
         pins = self.pins
-        found = instance_of(self.model, self.cluster, layout, costs, self.recompute, pins.require)
+        instance = instance_of(
+            self.model, self.cluster, layout, costs, self.recompute, pins.require
+        )
         asked = self.rows(layout)
-        return replace(found, sizes=asked) if asked else found
+        return replace(instance, sizes=asked) if asked else instance
 
     def repeats(self, layout: Layout) -> bool:
         """Whether a layout is ZeRO-2 where that does what ZeRO-1 does, which can be chosen too.

@@ -149,9 +149,9 @@ class Rooms:
 
     def of(self, chain: ChainFigures) -> Rooms:
         """Return the same with other credits."""
-        found = copy(self)
-        found._chain = chain
-        return found
+        bounds = copy(self)
+        bounds._chain = chain
+        return bounds
 
     def bounds_s(
         self,
@@ -192,7 +192,9 @@ class Rooms:
         options = replace(options, transient_bytes=self._working(options, costs, of_unit))
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
-        boundary_bytes = np.array([self._tables.boundary_bytes(one) for one in layouts[0]])[of_unit]
+        boundary_bytes = np.array([self._tables.boundary_bytes(layout) for layout in layouts[0]])[
+            of_unit
+        ]
         lowest = np.concatenate([of_unit_s.lowest for of_unit_s in units_s]).T
         kept = np.flatnonzero(self._may_fit(options, boundary_bytes, lowest, degree))
         bound_s = np.full(len(of_unit), np.inf)
@@ -367,8 +369,8 @@ class Rooms:
                     uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
             for shares, some in uneven.items():
                 there = np.array(some)
-                found = spread.relieved(room, shares, np.searchsorted(at, there))
-                for column, values in zip(result, found, strict=True):
+                relief = spread.relieved(room, shares, np.searchsorted(at, there))
+                for column, values in zip(result, relief, strict=True):
                     column[there] = values
         return result
 
@@ -412,8 +414,8 @@ class LayersTogether:
         self._kinds = list(figures)
         self._losses = range(len(layouts))
         self._states = [[tables.states(layout) for layout in some] for some in layouts]
-        self._once = cast(bool, np.array([one.micro_batches == 1 for one in layouts[0]]))
-        self._pipelined = cast(bool, np.array([one.pipeline > 1 for one in layouts[0]]))
+        self._once = cast(bool, np.array([layout.micro_batches == 1 for layout in layouts[0]]))
+        self._pipelined = cast(bool, np.array([layout.pipeline > 1 for layout in layouts[0]]))
         self._parts: dict[str, list[StrategyParts]] = {}
 
     def of(self, kind: str, holdings: Indices, layouts: Indices) -> Floats:
@@ -447,8 +449,8 @@ class LayersTogether:
             np.broadcast_to(part.backward_transient_bytes, (len(self._settings),))
             for part in self._parts[kind]
         ]
-        found: Floats = np.min(of_kinds, axis=0)
-        return found
+        least: Floats = np.min(of_kinds, axis=0)
+        return least
 
     def on_host(self, kind: str, layouts: Indices) -> Floats:
         """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""
@@ -508,7 +510,7 @@ _BELOW = 1.0 - SLACK
 def _stacked(states: Sequence[States]) -> States:
     """Return states that are arrays."""
     numbers: dict[tuple[float, ...], int] = {}
-    place = np.array([numbers.setdefault(_row(one), len(numbers)) for one in states])
+    place = np.array([numbers.setdefault(_row(state), len(numbers)) for state in states])
     rows = np.array(list(numbers))
     return States(**dict(zip(_STATES, rows.T[:, place], strict=True)))
 
@@ -570,17 +572,17 @@ def _some(ranks: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indi
     here = np.flatnonzero(np.isin(of_unit, chosen))
     stays = np.isin(here, kept)
     at = np.flatnonzero(np.repeat(stays, degree[here]))
-    early = MemoryMoment.together([one.early for one in some]).of(at)
+    early = MemoryMoment.together([memory.early for memory in some]).of(at)
     late = early
-    if any(one.late is not one.early for one in some):
-        late = MemoryMoment.together([one.late for one in some]).of(at)
-    relieved = [shares for one in some for shares in one.relieved]
+    if any(memory.late is not memory.early for memory in some):
+        late = MemoryMoment.together([memory.late for memory in some]).of(at)
+    relieved = [shares for memory in some for shares in memory.relieved]
     return _Ranks(
         early,
         late,
-        np.concatenate([one.depths for one in some])[stays],
-        np.concatenate([one.ends for one in some])[stays],
+        np.concatenate([memory.depths for memory in some])[stays],
+        np.concatenate([memory.ends for memory in some])[stays],
         tuple(shares for shares, stay in zip(relieved, stays.tolist(), strict=True) if stay),
-        np.concatenate([one.holding for one in some])[stays],
-        np.concatenate([one.lowest for one in some])[stays],
+        np.concatenate([memory.holding for memory in some])[stays],
+        np.concatenate([memory.lowest for memory in some])[stays],
     )

@@ -70,28 +70,28 @@ class Candidates(FamilyBounds):
             return None
         if not self._divided:
             self.computation_s()
-        found = copy(self)
-        found.request, found.pins, found.refused = request, new, Counter()
-        found.families = [
+        candidates = copy(self)
+        candidates.request, candidates.pins, candidates.refused = request, new, Counter()
+        candidates.families = [
             family
             for family in self.families
             if all(getattr(new, name) in (None, getattr(family.degrees, name)) for name in DEGREES)
             and all(getattr(family.degrees, axis) > 1 for axis in new.divided)
         ]
-        if new.recompute != old.recompute and found.families:
+        if new.recompute != old.recompute and candidates.families:
             if self.recompute != old.recompute:
                 return None
-            found._recompute(new.recompute)
-        return found
+            candidates._recompute(new.recompute)
+        return candidates
 
     def recomputing(self, recompute: Recomputes) -> Candidates:
         """Return the same layouts, whose layers may recompute something else."""
         if not self._divided:
             self.computation_s()
-        found = copy(self)
-        found.refused = self.refused.copy()
-        found._recompute(recompute)
-        return found
+        candidates = copy(self)
+        candidates.refused = self.refused.copy()
+        candidates._recompute(recompute)
+        return candidates
 
     def _recompute(self, recompute: Recomputes) -> None:
         """Let layers recompute something else, of figures that are known."""
@@ -164,23 +164,25 @@ def candidates_of(
     request: Request,
     rules: Rules | None,
     recompute: Recomputes,
-    known: Sequence[Candidates],
+    earlier: Sequence[Candidates],
     store: FigureStore | None = None,
 ) -> Candidates:
-    """Return the candidates of a request; `known` are of the same under other pins.
+    """Return the candidates of a request; `earlier` are of the same under other pins.
 
     `store` has figures of layers on other clusters.
     """
-    for one in known:
-        if one.rules is not rules:
+    for candidates in earlier:
+        if candidates.rules is not rules:
             continue
-        if one.request is request:
-            return one.recomputing(recompute)
-        part = one.part(request)
+        if candidates.request is request:
+            return candidates.recomputing(recompute)
+        part = candidates.part(request)
         if part is not None and part.recompute == recompute:
             return part
     treated = activations(request.cluster, request.pins, space=request.space)
-    shared = next((one for one in known if one.tables.activations == treated), None)
+    shared = next(
+        (candidates for candidates in earlier if candidates.tables.activations == treated), None
+    )
     if shared is None:
         return Candidates(request, rules, recompute, CostTables(request, treated, store=store))
     return Candidates(request, rules, recompute, shared.tables, shared.frontiers)

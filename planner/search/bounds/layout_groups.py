@@ -78,7 +78,9 @@ class FamilyBounds(Configurations):
         self._types = state_types(
             self._rates.stack, request.job.precision, moments=self.model.optimizer_bytes
         )
-        self._parameters = float(sum(one.parameters * one.repeat for one in self.model.layers))
+        self._parameters = float(
+            sum(layer.parameters * layer.repeat for layer in self.model.layers)
+        )
         self._known_levels: dict[tuple[object, ...], list[Sharings]] = {}
         self._divided: dict[tuple[object, ...], int] = {}
         """The place of each `Family.divided` among divisions."""
@@ -196,11 +198,15 @@ class FamilyBounds(Configurations):
         Actions are counted by the seconds of one with one stage a rank.  Those at the ends of the
         model are left out (meshwright.planner.search.partition.layout_partition.boundaries_s).
         """
-        pipeline, count, found = family.degrees.pipeline, family.micro_batches, family.timetables
-        key = (pipeline, count, found)
+        pipeline, count, timetables = (
+            family.degrees.pipeline,
+            family.micro_batches,
+            family.timetables,
+        )
+        key = (pipeline, count, timetables)
         if key not in self._known_paces:
             columns = []
-            for name, virtual in found:
+            for name, virtual in timetables:
                 layout = Layout(
                     pipeline=pipeline, micro_batches=count, schedule=name, virtual_stages=virtual
                 )
@@ -237,19 +243,19 @@ class FamilyBounds(Configurations):
         Timetables under which no layout of a level fits are one part.
         """
         if family not in self._known_parts:
-            found = []
+            parts = []
             for sharings, rooms_s in levels:
                 without = []
                 for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
                     if room_s < math.inf:
                         part = family.part(sharings=sharings, timetables=(timetable,))
-                        found.append((part, room_s))
+                        parts.append((part, room_s))
                     else:
                         without.append(timetable)
                 if without:
                     part = family.part(sharings=sharings, timetables=tuple(without))
-                    found.append((part, math.inf))
-            self._known_parts[family] = found
+                    parts.append((part, math.inf))
+            self._known_parts[family] = parts
         return self._known_parts[family]
 
     def rooms_s(self, families: Sequence[LayoutFamily]) -> list[Levels]:
@@ -299,14 +305,14 @@ class FamilyBounds(Configurations):
         """
         if seen_s is None:  # what sharing adds once has what offloaded states add
             once_s = once_s + [self._added_s(family.savings[0]) for family, _ in units]
-        found = self._rooms.bounds_s(
+        bounds_s = self._rooms.bounds_s(
             units,
             np.array([self._divided[family.divided] for family, _ in units]),
             Paces.together(paces),
             once_s,
             seen_s,
         )
-        return np.split(found, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
+        return np.split(bounds_s, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
 
     def shared_s(self, part: LayoutFamily) -> bounds.Floats:
         """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
@@ -348,8 +354,8 @@ class FamilyBounds(Configurations):
             )
         balanced_s = np.max(each_s, axis=0)
         least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
-        found = self._known_shared[part] = _PartBounds(least_s, moved)
-        return found
+        part_bounds = self._known_shared[part] = _PartBounds(least_s, moved)
+        return part_bounds
 
     def shared_rooms_s(self, parts: Sequence[LayoutFamily]) -> list[Bounded]:
         """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
@@ -367,8 +373,8 @@ class FamilyBounds(Configurations):
             for index, sharing in enumerate(part.sharings):
                 level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
                 groups.setdefault((level, sharing.shard), []).append(index)
-            known = self._paces_of(part).one_by_one(len(self.paces(part.first)))
-            for group, pace in itertools.product(groups.values(), known):
+            coefficients = self._paces_of(part).one_by_one(len(self.paces(part.first)))
+            for group, pace in itertools.product(groups.values(), coefficients):
                 members.append((least_s, group))
                 units.append(Unit(part, part.sharings[group[0]]))
                 paces.append(pace)

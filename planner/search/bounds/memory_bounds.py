@@ -81,7 +81,9 @@ class BytesBounds:
             counted = self._of_several(shares, fixed_bytes + self._acting, capacity_bytes)
         self.ranks: tuple[RankBytes, ...] = tuple(
             RankBytes(in_flight=in_flight, waiting=waiting, fixed_bytes=fixed)
-            for in_flight, waiting, fixed in zip(*(one.tolist() for one in counted), strict=True)
+            for in_flight, waiting, fixed in zip(
+                *(column.tolist() for column in counted), strict=True
+            )
         )
 
     def option(self, at: int, option: Option, part: StrategyParts) -> Option:
@@ -227,19 +229,19 @@ class BytesBounds:
             most_stored=like.most_stored * ones,
             resident=like.resident * ones,
         )
-        found = evenly(ranks)
+        split = evenly(ranks)
         last = shares.home[-1]
         if shares.relieved(last):
-            for column, value in zip(found, relieved(ranks, shares, np.array([last])), strict=True):
+            for column, value in zip(split, relieved(ranks, shares, np.array([last])), strict=True):
                 column[last] = value[0]
-        always = found.in_flight * like.least_stored + like.resident
+        always = split.in_flight * like.least_stored + like.resident
         # A stage of the solver has no layers of less than nothing.
-        each_bytes = np.maximum(found.each_bytes, -always)
-        less_bytes = run.alike * (each_bytes - found.each_bytes)
+        each_bytes = np.maximum(split.each_bytes, -always)
+        less_bytes = run.alike * (each_bytes - split.each_bytes)
         return Spread(
-            found.in_flight,
+            split.in_flight,
             (each_bytes + always) / like.carrier,
-            fixed_bytes + found.fixed_bytes - less_bytes,
+            fixed_bytes + split.fixed_bytes - less_bytes,
         )
 
     def _resident(self, part: StrategyParts) -> float:

@@ -99,9 +99,9 @@ class GroupCandidates:
 
         Why others do not run is counted.
         """
-        found, why = self._families
+        families, why = self._families
         refused.update(why)
-        for family in found:
+        for family in families:
             yield self.computation_s(family.first), family
 
     @cached_property
@@ -112,12 +112,12 @@ class GroupCandidates:
         """
         pins = replace(self.pins, order=self.pins.order or INSIDE_OUT)
         request, refused = replace(self.request, pins=pins), Counter[str]()
-        found: list[LayoutFamily] = []
+        families: list[LayoutFamily] = []
         for family in executed(request, self._executes, self.refusal, refused):
             for part in family.by_timetable():
                 if not schedule_of(part.timetables[0].schedule).stale:
-                    found += part.by_loss()
-        return found, refused
+                    families += part.by_loss()
+        return families, refused
 
     def _executes(self, layout: Layout) -> str | None:
         """Return why the backend does not run a layout."""
@@ -298,7 +298,7 @@ class GroupCandidates:
             tables.passes_s(list(some.values()), self.pins.recompute)
             for tables in self.group_costs.tables.values()
         ]
-        times_s, credits_s = (np.array(found) for found in zip(*of_groups, strict=True))
+        times_s, credits_s = (np.array(figures) for figures in zip(*of_groups, strict=True))
         for at, key in enumerate(some):
             self._known_s[key] = times_s[:, :, at], credits_s[:, :, at]
 
@@ -321,13 +321,13 @@ def _alive(layout: Layout) -> Floats:
     """[rank] Micro-batches in flight at the moment that counts, of the stage that has least."""
     ranks = layout.pipeline
     if counted_by_rank(layout):
-        found = fullest(
+        peaks = fullest(
             layout.schedule,
             ranks=ranks,
             micro_batches=layout.micro_batches,
             virtual_stages=layout.virtual_stages,
         )
-        fewest: Floats = found.holding.min(axis=0)
+        fewest: Floats = peaks.holding.min(axis=0)
         return fewest
     most = np.array([in_flight_at_most(layout, rank) for rank in range(ranks)], dtype=float)
     alive: Floats = most - ((most == layout.micro_batches) & (most > 1))

@@ -52,21 +52,21 @@ class ShardingTable:
         degrees = part.degrees, part.place, sharings
         alike = *degrees, versions, once, part.savings[0], loss, part.weight_wire
         key = *alike, part.micro_batch, *computed_by(part)
-        found = self._known.get(key)
-        if found is None:
+        costs = self._known.get(key)
+        if costs is None:
             traffic = self._traffic.get(alike)
             if traffic is None:
                 traffic = self._tables.moved_together(kind, list(part.layouts()))
                 self._traffic[alike] = traffic
             together = self._tables.parts_together(kind, part.first, traffic)
-            parts = [one for one in together if one.recompute in self._choices]
-            each_s = [_all(one.forward_s + one.backward_s, sharings) for one in parts]
-            found = self._known[key] = ShardingCosts(
+            parts = [part for part in together if part.recompute in self._choices]
+            each_s = [_all(part.forward_s + part.backward_s, sharings) for part in parts]
+            costs = self._known[key] = ShardingCosts(
                 np.min(each_s, axis=0),
-                np.min([_all(one.once_s, sharings) for one in parts], axis=0),
-                np.stack([_all(one.sharing_s, sharings) for one in parts], axis=1),
+                np.min([_all(part.once_s, sharings) for part in parts], axis=0),
+                np.stack([_all(part.sharing_s, sharings) for part in parts], axis=1),
             )
-        return found
+        return costs
 
 
 def _all(seconds: float, sharings: Sequence[ShardingChoice]) -> Floats:

@@ -44,9 +44,9 @@ class SimulatedGroupCandidates(GroupCandidates):
     @classmethod
     def of(cls, candidates: GroupCandidates) -> SimulatedGroupCandidates:
         """Return the same layouts, with what is known of them."""
-        found = cls.__new__(cls)
-        found.__dict__.update(candidates.__dict__)
-        return found
+        bounds = cls.__new__(cls)
+        bounds.__dict__.update(candidates.__dict__)
+        return bounds
 
     def computation_s(self, layout: Layout) -> float:
         """Least seconds of a step by layers alone, memory ignored."""
@@ -120,7 +120,7 @@ class SimulatedGroupCandidates(GroupCandidates):
 
     def _step_s(self, layout: Layout) -> float:
         """What every plan of a layout takes once, besides what ranks do."""
-        return min(one.layout_step_s(layout) for one in self.group_costs.tables.values())
+        return min(table.layout_step_s(layout) for table in self.group_costs.tables.values())
 
 
 class LayerPasses(NamedTuple):
@@ -162,7 +162,7 @@ class WholeLayers(NamedTuple):
         if spare < 0:
             return False
         firsts = [max(0.0, most - spare) // self.virtual_stages for most in alone]
-        found = {none: 0.0}
+        least_s = {none: 0.0}
         for counts in others:
             most = 0.0
             for g in groups:
@@ -170,21 +170,21 @@ class WholeLayers(NamedTuple):
                     continue
                 behind = changed(counts, g, -1)
                 first, second = (
-                    sum(behind[h] * firsts[h] * one.first_s[h] for h in groups)
-                    for one in self.passes
+                    sum(behind[h] * firsts[h] * pass_.first_s[h] for h in groups)
+                    for pass_ in self.passes
                 )
                 last = behind == none if self.folded else counts == self.numbers
                 number = self._most(g, step_s, (first, second), last=last)
-                most = max(most, found[behind] + number)
-            found[counts] = most
-        return found[self.numbers] >= self.layers
+                most = max(most, least_s[behind] + number)
+            least_s[counts] = most
+        return least_s[self.numbers] >= self.layers
 
     def _most(self, g: int, step_s: float, before_s: tuple[float, float], *, last: bool) -> float:
         """Return how many layers a rank of a group may have behind what lies before it."""
         most = self.room[g]
-        for one, waited_s in zip(self.passes, before_s, strict=True):
-            left_s = step_s - waited_s - one.last_s[g] * last
-            most = min(most, max(0.0, left_s) // one.layer_s[g] if left_s >= 0 else -math.inf)
+        for pass_, waited_s in zip(self.passes, before_s, strict=True):
+            left_s = step_s - waited_s - pass_.last_s[g] * last
+            most = min(most, max(0.0, left_s) // pass_.layer_s[g] if left_s >= 0 else -math.inf)
         return most
 
 

@@ -90,9 +90,9 @@ class Places:
         count = len(self.downsets)
         pairs = self.downsets.nested(count**2)
         assert pairs is not None, "there are no more"
-        found = np.eye(count, dtype=bool)
-        found[pairs] = True
-        return found
+        reachable = np.eye(count, dtype=bool)
+        reachable[pairs] = True
+        return reachable
 
     def totals(self, values: Sequence[float]) -> Floats:
         """[place] Sums of `values` [entry] before it."""
@@ -226,8 +226,8 @@ def choices_of(
     some = of_types[0]
     stages, places, ranks = some.instance.stages, some.places, layout.pipeline
     most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
-    own_s = [one.fastest_s for one in of_types]
-    totals_s = [places.totals(one) for one in own_s]
+    own_s = [table.fastest_s for table in of_types]
+    totals_s = [places.totals(own_times) for own_times in own_s]
     total_s = places.totals(np.min(own_s, axis=0).tolist())
     sizes, count = places.sizes, len(some.instance.layers)
     able = [np.arange(len(sizes)) == len(sizes) - 1]
@@ -253,13 +253,13 @@ def choices_of(
             ends &= (layers >= least_layers) & (layers <= most_layers)
             ends &= totals_s[number] <= totals_s[number][first] + most_s
             for end in np.flatnonzero(ends).tolist():
-                found = of_types[number].of(rank, first, end, fastest_only=fastest_only)
-                if found is None or len(columns) + len(found) > MOST_COLUMNS:
+                options = of_types[number].of(rank, first, end, fastest_only=fastest_only)
+                if options is None or len(columns) + len(options) > MOST_COLUMNS:
                     return None
-                if found:
+                if options:
                     following.add(end)
-                columns += found
-                where += [(rank, first, end, number)] * len(found)
+                columns += options
+                where += [(rank, first, end, number)] * len(options)
         starts = following
     return Choices(
         layout, of_types, *joined(layout, columns, where, numbers, links, some.costs), read
@@ -331,21 +331,24 @@ class Columns:
             return None
         most, others, numbers = self._beside(kinds)
         tables = self.instance.kinds
-        found = []
-        known: list[tuple[list[Option], list[tuple[int, ...]]]] = []
+        columns = []
+        earlier: list[tuple[list[Option], list[tuple[int, ...]]]] = []
         """Options of the others that were gone through, and how many of the main kind are slower
         beside them at least."""
         for beside in sorted(numbers, key=self._seconds_of(others)):
             given = dict(zip(others, beside, strict=True))
             taken = [tables[kind][at] for kind in others for at in given[kind]]
             slower = [
-                one for faster, falling in known if no_slower(faster, taken) for one in falling
+                entry
+                for faster, falling in earlier
+                if no_slower(faster, taken)
+                for entry in falling
             ]
             before = len(slower)
             for options in self._minimal(rank, (first, end), kinds, most, given, slower):
-                found.append(self._column(rank, first, end, options))
-            known.append((taken, slower[before:]))
-        return found
+                columns.append(self._column(rank, first, end, options))
+            earlier.append((taken, slower[before:]))
+        return columns
 
     def _seconds_of(self, kinds: Sequence[int]) -> Callable[[Sequence[Sequence[int]]], float]:
         """Return what tells the seconds of options [kind][layer]."""
@@ -367,12 +370,12 @@ class Columns:
         kinds: tuple[int, ...],
         most: tuple[int, int],
         given: dict[int, tuple[int, ...]],
-        found: list[tuple[int, ...]],
+        entries: list[tuple[int, ...]],
     ) -> Iterator[tuple[int, ...]]:
         """Yield the options of entries that fit, where no layer's can be a faster one.
 
         `most` is the kind that most of them have and how many; the others' options are `given`.
-        How many layers have at least the n-th slower option is added to `found`, which has those
+        How many layers have at least the n-th slower option is added to `entries`, which has those
         that fit with others' options no slower than these.
         Of several stages those with layers that store less come first: their seconds compare layer
         by layer if what stores less takes longer.
@@ -384,13 +387,13 @@ class Columns:
         for number in numbers.tolist():
             slower = tuple(itertools.accumulate(reversed(number[1:])))[::-1]
             if compares and any(
-                all(a <= b for a, b in zip(one, slower, strict=True)) for one in found
+                all(a <= b for a, b in zip(entry, slower, strict=True)) for entry in entries
             ):
                 continue
             picked = tuple(at for at, n in zip(order, number, strict=True) for _ in range(n))
             options = _along(kinds, {**given, main: picked})
             if self._fits(rank, span, options):
-                found.append(slower)
+                entries.append(slower)
                 yield options
 
     def _within_sums(
@@ -408,13 +411,13 @@ class Columns:
         stage = self.instance.stages[rank]
         others = [tables[kind][at] for kind, options in given.items() for at in options]
         each_s = np.array([table[at].time_s for at in order])
-        passes_s = sum(one.time_s for one in others) + numbers @ each_s
+        passes_s = sum(option.time_s for option in others) + numbers @ each_s
         able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
         summed_bytes = numbers @ np.array([stage.summed_bytes(table[at]) for at in order])
         summed_bytes += sum(map(stage.summed_bytes, others))
         transient = np.array([table[at].transient_bytes for at in order])
         widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
-        widest = np.maximum(widest, max((one.transient_bytes for one in others), default=0.0))
+        widest = np.maximum(widest, max((option.transient_bytes for option in others), default=0.0))
         able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
         return order, numbers[able], passes_s[able]
 
@@ -434,7 +437,7 @@ class Columns:
         if leanest > stage.room_bytes + ROUNDING * abs(leanest):
             return []
         summed_bytes = sum(map(stage.summed_bytes, taken))
-        summed_bytes += max((one.transient_bytes for one in taken), default=0.0)
+        summed_bytes += max((option.transient_bytes for option in taken), default=0.0)
         if summed_bytes > stage.free_bytes:
             most, others, numbers = self._beside(kinds)
             least_s = math.inf
@@ -523,8 +526,8 @@ class Columns:
                 part.forward_s,
                 part.backward_s,
                 part.figures.weight_s,
-                min(one.sync_s for one in every),
-                min(one.optimizer_s + one.stream_s for one in every),
+                min(option.sync_s for option in every),
+                min(option.optimizer_s + option.stream_s for option in every),
             )
         return self._layer_s[key]
 
@@ -553,10 +556,10 @@ def joined(
     count, last = len(numbers), layout.pipeline - 1
     types = range(count)
     able = [(a, b) for a in types for b in types if a != b or numbers[a] > 1]
-    one = links[able[0][0]][able[0][1]] if able else links[0][0]
-    if all(np.array_equal(one, links[a][b]) for a, b in able):
+    link = links[able[0][0]][able[0][1]] if able else links[0][0]
+    if all(np.array_equal(link, links[a][b]) for a, b in able):
         able = [(0, 0)]  # whatever meets
-        links = [[one] * len(numbers)] * len(numbers)
+        links = [[link] * len(numbers)] * len(numbers)
     joints = len(numbers) ** 2 if len(able) > 1 else 1
     at = np.array(where, dtype=np.intp).reshape(-1, 4)
     places, pair_before, pair_after = np.zeros((3, len(at)), dtype=np.intp)
@@ -620,8 +623,8 @@ def _ways(number: int, options: int) -> Indices:
     every = list(_falling(number, options - 1))
     slower = np.array(every, dtype=np.intp).reshape(len(every), options - 1)
     most, none = np.full((len(slower), 1), number), np.zeros((len(slower), 1), dtype=np.intp)
-    found: Indices = np.hstack([most, slower]) - np.hstack([slower, none])
-    return found
+    differences: Indices = np.hstack([most, slower]) - np.hstack([slower, none])
+    return differences
 
 
 def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -821,12 +824,12 @@ class Program:
         delays_s = transfer_s.tolist()
         ends_s = self._graph.longest(seconds.ravel().tolist(), delays_s)
         theta_s = theta * self._unit_s
-        found = False
+        improved = False
         for rank, end in enumerate(self._graph.ends):
             if ends_s[end] + synced[rank] > theta_s * (1 + CLOSE / 2):
                 self._add(self._graph.path(rank, ends_s, delays_s))
-                found = True
-        return found
+                improved = True
+        return improved
 
     def _of_ranks(self, values: Floats) -> Floats:
         """[rank] Sums of `values` [column]."""

@@ -84,17 +84,17 @@ def paces(
     >>> paces("zbv", 4, 8, 2)
     ((8.0, 0.0),)
     """
-    known, m = schedule_of(schedule), micro_batches
+    timetable, m = schedule_of(schedule), micro_batches
     steady = float(m), 0.0
-    if ranks == 1 or known.weight_versions > 1:
+    if ranks == 1 or timetable.weight_versions > 1:
         return (steady,)
-    if flat(schedule, ranks) and (known.forwards_first or m > ranks):
+    if flat(schedule, ranks) and (timetable.forwards_first or m > ranks):
         return steady, (0.0, (m + ranks - 1) / ranks)
     fill = counted_fill(ranks * virtual_stages, m)
-    if not known.splits_backward and virtual_stages > 1 and m % ranks == 0:
+    if not timetable.splits_backward and virtual_stages > 1 and m % ranks == 0:
         fill = max(fill, looped_fill(ranks, m, virtual_stages))
     # Without W, about a third of both passes, the second is rarely the higher one below that.
-    enough = 1.5 * m if known.splits_backward else m
+    enough = 1.5 * m if timetable.splits_backward else m
     return (steady, (0.0, fill)) if fill * ranks >= enough else (steady,)
 
 
@@ -109,8 +109,8 @@ def counted_fill(stages: int, micro_batches: int) -> float:
 
 def flat(schedule: str, ranks: int) -> bool:
     """Whether a constant is known that all seconds of a micro-batch count, wherever they are."""
-    known = schedule_of(schedule)
-    return ranks > 1 and (known.forwards_first or known.phi_bound)
+    timetable = schedule_of(schedule)
+    return ranks > 1 and (timetable.forwards_first or timetable.phi_bound)
 
 
 @lru_cache(maxsize=1024)
@@ -174,11 +174,11 @@ def forward_share(
 ) -> float:
     """Return the least share of forward in the seconds of a layer of a layout, ends aside."""
     shares = (
-        one.forward_s / (one.forward_s + one.backward_s)
+        row.forward_s / (row.forward_s + row.backward_s)
         for kind, table in costs.kinds.items()
         if kind not in ends
-        for one in table
-        if one.recompute in choices_of(recompute, kind)
+        for row in table
+        if row.recompute in choices_of(recompute, kind)
     )
     return min(shares, default=0.0)
 
@@ -233,30 +233,30 @@ class SimulatedCandidates(Candidates):
         """Return the same candidates; what depends on how a step is measured is not known yet."""
         if not candidates._divided:
             candidates.computation_s()
-        found = cls.__new__(cls)
-        found.__dict__.update(candidates.__dict__)
-        found._closed_form = candidates
-        found._known_paces = {}
-        found._forget()
-        if found.families:
+        bounds = cls.__new__(cls)
+        bounds.__dict__.update(candidates.__dict__)
+        bounds._closed_form = candidates
+        bounds._known_paces = {}
+        bounds._forget()
+        if bounds.families:
             # W takes the place of what a zero-bubble schedule takes back: `fill` leaves it out.
             chain = candidates._chain
             weights_s = [
-                np.max([one.weight_s for one in figures], axis=0)
+                np.max([figure.weight_s for figure in figures], axis=0)
                 for figures in chain.figures.values()
             ]
             counts = np.array([chain.counts[kind] for kind in chain.figures])
             credits_s = (counts @ np.array(weights_s))[chain.members].max(axis=-1)
-            found._chain = replace(chain, credits_s=credits_s)
-            found._rooms = candidates._rooms.of(found._chain)
-        return found
+            bounds._chain = replace(chain, credits_s=credits_s)
+            bounds._rooms = candidates._rooms.of(bounds._chain)
+        return bounds
 
     def paces(self, layout: Layout) -> tuple[Pace, ...]:
         """Return `steady` and `fill` of each bound of the simulated step."""
         count, virtual = layout.micro_batches, layout.virtual_stages
-        known = paces(layout.schedule, layout.pipeline, count, virtual)
+        paces_of = paces(layout.schedule, layout.pipeline, count, virtual)
         fill = self._forward_fill(layout, self._forward_share)
-        return (known[0], (0.0, fill)) if fill else known
+        return (paces_of[0], (0.0, fill)) if fill else paces_of
 
     def _forward_fill(self, layout: Layout, share: float) -> float:
         """Return K by what forwards share in the seconds of layers; 0 if others say as much."""
@@ -268,10 +268,10 @@ class SimulatedCandidates(Candidates):
         if self.tables.activations != ("keep",) or not self.families or self.model.edges:
             return 0.0
         shares = [
-            np.min(one.whole_forward_s / one.passes_s)
+            np.min(costs.whole_forward_s / costs.passes_s)
             for kind, of_kind in self._chain.figures.items()
             if kind not in self.tables.end_kinds
-            for choice, one in zip(RECOMPUTES, of_kind, strict=True)
+            for choice, costs in zip(RECOMPUTES, of_kind, strict=True)
             if choice in choices_of(self.recompute, kind)
         ]
         return float(min(shares, default=0.0))
@@ -314,9 +314,9 @@ class SimulatedCandidates(Candidates):
             for kind, table in costs.kinds.items():
                 among = choices_of(self.recompute, kind)
                 fastest_s = min(
-                    one.forward_s + one.backward_s + once * one.sync_s
-                    for one in table
-                    if one.recompute in among
+                    row.forward_s + row.backward_s + once * row.sync_s
+                    for row in table
+                    if row.recompute in among
                 )
                 rows.append((self._counts[kind], fastest_s, 0.0))
             balanced_s = bounds.balanced_s(
@@ -327,11 +327,11 @@ class SimulatedCandidates(Candidates):
 
     def _whole_paces(self, layout: Layout, costs: LayoutCosts) -> tuple[Pace, ...]:
         """Return the paces that count both passes whole, by what the layers of a layout take."""
-        known = self.paces(layout)
+        paces = self.paces(layout)
         if not layout.executed.splits_backward:
-            return known
+            return paces
         fill = self._forward_fill(layout, self._share_of(costs))
-        return (known[0], (0.0, fill)) if fill else known[:1]
+        return (paces[0], (0.0, fill)) if fill else paces[:1]
 
     def _share_of(self, costs: LayoutCosts) -> float:
         if not self._forward_share:
@@ -355,9 +355,9 @@ class SimulatedCandidates(Candidates):
         Where one pace gives `enough_s`, the others are not asked.
         """
         least_s = 0.0
-        for one, more_s in reversed(self.instances(layout, stated)):
+        for instance, more_s in reversed(self.instances(layout, stated)):
             if least_s < enough_s:
-                least_s = max(least_s, bounds.counted_s(one) + more_s + stated.costs.step_s)
+                least_s = max(least_s, bounds.counted_s(instance) + more_s + stated.costs.step_s)
         return least_s
 
     def instances(self, layout: Layout, stated: StatedProblem) -> list[tuple[Instance, float]]:
@@ -373,8 +373,8 @@ class SimulatedCandidates(Candidates):
             fill=0.0,
             kinds=tuple(
                 tuple(
-                    replace(one, backward_s=one.backward_s + one.sync_s / count, sync_s=0.0)
-                    for one in table
+                    replace(row, backward_s=row.backward_s + row.sync_s / count, sync_s=0.0)
+                    for row in table
                 )
                 for table in base.kinds
             ),
@@ -384,9 +384,11 @@ class SimulatedCandidates(Candidates):
             return [(steady, 0.0)]
         if layout.executed.splits_backward:
             counted = self._counted_whole(layout, self._share_of(costs))
-            stages = (replace(one, exposed_s=counted * one.exposed_s) for one in base.stages)
+            stages = (replace(stage, exposed_s=counted * stage.exposed_s) for stage in base.stages)
             base = replace(base, stages=tuple(stages))
-        unsynced = tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in base.kinds)
+        unsynced = tuple(
+            tuple(replace(option, sync_s=0.0) for option in table) for table in base.kinds
+        )
         waited_s = transfers(layout) * hidden_s(costs)
         flat = replace(base, steady=0.0, fill=fill, kinds=unsynced)
         return [(steady, 0.0), (flat, waited_s)]
@@ -405,15 +407,15 @@ class SimulatedCandidates(Candidates):
 
 def _sending(layout: Layout, stated: StatedProblem) -> Instance:
     """Return the closed form's problem with the transfers that their senders wait for."""
-    costs, known = stated
+    costs, rank_paces = stated
     waiting_s = costs.waits * costs.transfer_s
     action_s = costs.boundary_s - costs.transfer_s
     sending = replace(costs, transfer_s=waiting_s, boundary_s=waiting_s + action_s)
     stages = tuple(
         replace(stage, exposed_s=exposed_s)
-        for stage, exposed_s in zip(known.stages, boundaries_s(sending, layout), strict=True)
+        for stage, exposed_s in zip(rank_paces.stages, boundaries_s(sending, layout), strict=True)
     )
-    return replace(known, stages=stages)
+    return replace(rank_paces, stages=stages)
 
 
 def transfers(layout: Layout) -> int:
@@ -426,10 +428,10 @@ def transfers(layout: Layout) -> int:
     >>> transfers(Layout(pipeline=4, micro_batches=9)), transfers(Layout(micro_batches=9))
     (12, 0)
     """
-    known, ranks, m = layout.executed, layout.pipeline, layout.micro_batches
-    if known.forwards_first:
+    schedule, ranks, m = layout.executed, layout.pipeline, layout.micro_batches
+    if schedule.forwards_first:
         return 2 * (ranks - 1)
-    return 2 * (ranks - 1) * (m // ranks) if known.phi_bound and m >= 2 * ranks else 0
+    return 2 * (ranks - 1) * (m // ranks) if schedule.phi_bound and m >= 2 * ranks else 0
 
 
 def hidden_s(costs: LayoutCosts) -> float:

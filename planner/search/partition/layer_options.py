@@ -23,8 +23,8 @@ def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> 
     kinds = dict.fromkeys(model.chain_kinds)
     before, count, _ = ends_of(model)
     blocks = set(model.chain_kinds[before : before + count])
-    choices = tuple(one for one in space.recompute if pinned in (None, one))
-    sets = [choices] if space.recompute_by_layer else [(one,) for one in choices]
+    choices = tuple(choice for choice in space.recompute if pinned in (None, choice))
+    sets = [choices] if space.recompute_by_layer else [(choice,) for choice in choices]
     return [
         {kind: allowed if kind in blocks else ("none",) for kind in kinds}
         for allowed in sets

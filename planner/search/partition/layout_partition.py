@@ -86,7 +86,10 @@ def unkept(
 ) -> Requirement | None:
     """Return a requirement that no plan of a layout keeps, because it lacks the stages."""
     numbers = range(len(model.chain))
-    return next((one for one in require if one.tie(numbers, layout.stages) is None), None)
+    return next(
+        (requirement for requirement in require if requirement.tie(numbers, layout.stages) is None),
+        None,
+    )
 
 
 def _ties(
@@ -138,10 +141,12 @@ def branching_problem(
     passes = 3.0 if counted_by_rank(layout) else 2.0
     actions = [passes] * (layout.pipeline - 1) + [passes - 1.0] if layout.pipeline > 1 else [0.0]
     limits = []
-    for one, action_s in types:
-        both = zip(one.chain.stages, actions, strict=True)
+    for device_type, action_s in types:
+        both = zip(device_type.chain.stages, actions, strict=True)
         stages = tuple(replace(stage, exposed_s=count * action_s) for stage, count in both)
-        limits.append(replace(one, chain=replace(one.chain, stages=stages, cut_s=())))
+        limits.append(
+            replace(device_type, chain=replace(device_type.chain, stages=stages, cut_s=()))
+        )
     return GraphInstance(
         types=tuple(limits),
         edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
@@ -182,9 +187,9 @@ def boundaries_s(costs: LayoutCosts, layout: Layout) -> list[float]:
     result = [virtual * actions * costs.action_s] * ranks
     result[home[0]] -= costs.action_s
     result[home[-1]] -= costs.action_s
-    for one, next_ in itertools.pairwise(home):
-        if one != next_:
-            result[one] += costs.transfer_s
+    for stage, next_ in itertools.pairwise(home):
+        if stage != next_:
+            result[stage] += costs.transfer_s
             result[next_] += costs.transfer_s
     return result
 

@@ -156,10 +156,10 @@ class RankProblem:
             return sum(parts.values())
         first = stage_layers[0]
         key = rank, first, tuple(options)
-        found = self._used.get(key)
-        if found is None:
-            found = self._used[key] = sum(self._parts_of(rank, first, options).values())
-        return found
+        used_bytes = self._used.get(key)
+        if used_bytes is None:
+            used_bytes = self._used[key] = sum(self._parts_of(rank, first, options).values())
+        return used_bytes
 
     def used_by_many(
         self, rank: int, before: Sequence[int], layers: Sequence[int], options: Indices
@@ -416,11 +416,11 @@ class Crossing:
         inside = {*before}
         received = self._crosses(inside, before)
         inside |= {*layers}
-        made = self._crosses(inside, layers)
+        crosses = self._crosses(inside, layers)
         return Passing(
             received_bytes=received,
-            made_bytes=made,
-            sent_bytes=made + self._crosses(inside, before),
+            made_bytes=crosses,
+            sent_bytes=crosses + self._crosses(inside, before),
         )
 
     def _crosses(self, inside: set[int], layers: Sequence[int]) -> float:

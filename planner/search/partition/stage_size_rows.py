@@ -49,8 +49,8 @@ def not_required(
             "what layers take can be required with one stage on each rank; of several, the layers "
             "that store less come first"
         )
-    found = required_rows(model, layout, require)
-    if found is None or len(found) > most:
+    rows = required_rows(model, layout, require)
+    if rows is None or len(rows) > most:
         return "no numbers of layers on its ranks keep what is required, or too many do"
     return None
 
@@ -66,25 +66,25 @@ def rows_of(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
     None if no split does, or they are more than MOST_ROWS.
     """
     stages = _LayersOfStages(shares)
-    found = list(itertools.islice(stages.kept(stages.whole, ties), MOST_ROWS + 1))
-    if not 0 < len(found) <= MOST_ROWS:
+    rows = list(itertools.islice(stages.kept(stages.whole, ties), MOST_ROWS + 1))
+    if not 0 < len(rows) <= MOST_ROWS:
         return None
     return tuple(
         tuple(
             (fewest + more, most + more)
             for (fewest, most), more in zip(box, stages.ends, strict=True)
         )
-        for box in found
+        for box in rows
     )
 
 
-def both(one: Rows | None, other: Rows | None) -> Rows | None:
+def both(first: Rows | None, other: Rows | None) -> Rows | None:
     """Return the rows that two rules allow; None if there is none, empty if any will do."""
-    if not (one and other):
-        return None if one is None or other is None else one or other
+    if not (first and other):
+        return None if first is None or other is None else first or other
     rows = (
         tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine, theirs, strict=True))
-        for mine, theirs in itertools.product(one, other)
+        for mine, theirs in itertools.product(first, other)
     )
     return tuple(row for row in rows if all(fewest <= most for fewest, most in row)) or None
 
@@ -126,7 +126,7 @@ class _LayersOfStages:
         answers = [_keeps(tie, spans, places) for tie in ties]
         if False in answers:
             return
-        open_ = [tie for tie, known in zip(ties, answers, strict=True) if known is None]
+        open_ = [tie for tie, answer in zip(ties, answers, strict=True) if answer is None]
         if not open_:
             yield box
             return
@@ -154,12 +154,12 @@ class _LayersOfStages:
             )
             for lower, upper in zip(fewest, most, strict=True)
         ]
-        found = []
+        rows = []
         for layer in range(self._layers):
             first = next(s for s in stages if begin[s + 1][1] > layer)
             last = next(s for s in reversed(stages) if begin[s][0] <= layer)
-            found.append(range(first, last + 1))
-        return found
+            rows.append(range(first, last + 1))
+        return rows
 
     def _decisive(self, tie: Tie, box: Box, spans: Sequence[tuple[int, int]]) -> int:
         """Return the rank to halve: of the stages that tell most of the tie, the least sure one."""
@@ -183,8 +183,8 @@ def _keeps(tie: Tie, spans: Sequence[tuple[int, int]], places: Sequence[range]) 
         return True if all(upper <= tie.at_most for _, upper in tied) else None
     there = [places[layer] for layer in tie.layers]
     if tie.together:
-        common = range(max(one.start for one in there), min(one.stop for one in there))
+        common = range(max(stages.start for stages in there), min(stages.stop for stages in there))
         return False if not common else True if {*map(len, there)} == {1} else None
-    if any(not set(one) & set(tie.stages) for one in there):
+    if any(not set(stages) & set(tie.stages) for stages in there):
         return False
-    return True if all(set(one) <= set(tie.stages) for one in there) else None
+    return True if all(set(stages) <= set(tie.stages) for stages in there) else None

@@ -95,8 +95,8 @@ class Families(Layouts):
                     yield max(entry.bound_s, least_s), SHARED, part
         else:
             parts = [entry.item for entry in some]
-            known, bounds_of = self.candidates.opened, self.candidates.shared_rooms_s
-            for entry, layouts in zip(some, _together(known, parts, bounds_of), strict=True):
+            bounds, bounds_of = self.candidates.opened, self.candidates.shared_rooms_s
+            for entry, layouts in zip(some, _together(bounds, parts, bounds_of), strict=True):
                 for layout, least_s in layouts:
                     yield max(entry.bound_s, least_s), LAYOUT, layout
 
@@ -150,10 +150,10 @@ class ChainSpace(Families):
     def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[Solution] | Lost:
         """Return the best split of a layout."""
         step_s = self.candidates.costs(layout).step_s
-        found = self.solver(self.candidates.instance(layout), cutoff_s - step_s)
-        if isinstance(found, Infeasible):
+        solution = self.solver(self.candidates.instance(layout), cutoff_s - step_s)
+        if isinstance(solution, Infeasible):
             return Lost(UNKEPT if self.candidates.pins.require else OUT_OF_MEMORY)
-        return judged(found, layout, cutoff_s, step_s)
+        return judged(solution, layout, cutoff_s, step_s)
 
     def fits(self, layout: Layout) -> bool:
         """Whether a layout fits its devices, and what it puts on hosts fits them."""
@@ -162,21 +162,21 @@ class ChainSpace(Families):
             return False
         return isinstance(solve_chain(instance, time_limit_s=TRIED_FOR_S), Solution)
 
-    def ranked(self, found: SplitSolution[Solution]) -> Ranked:
+    def ranked(self, solution: SplitSolution[Solution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        return ranked(self.candidates, found.layout, found.split)
+        return ranked(self.candidates, solution.layout, solution.split)
 
 
 def _together(
-    known: dict[LayoutFamily, B],
+    bounds: dict[LayoutFamily, B],
     groups: list[LayoutFamily],
     bounds_of: Callable[[list[LayoutFamily]], list[B]],
 ) -> list[B]:
-    """Return the bounds of groups; those that are not `known` are worked out at once."""
-    new = [one for one in groups if one not in known]
+    """Return the bounds of groups; those without one in `bounds` are worked out at once."""
+    new = [group for group in groups if group not in bounds]
     if new:
-        known |= zip(new, bounds_of(new), strict=True)
-    return [known[one] for one in groups]
+        bounds |= zip(new, bounds_of(new), strict=True)
+    return [bounds[group] for group in groups]
 
 
 def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:

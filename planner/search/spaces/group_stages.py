@@ -100,7 +100,7 @@ def graph_problem(
     return branching_problem(
         model,
         layout,
-        [(one, costs.tables[one.name].action_s) for one in types],
+        [(device_type, costs.tables[device_type.name].action_s) for device_type in types],
         tuple(
             tuple(_outputs_s(costs, layout, model, before, after) for after in names)
             for before in names
@@ -169,14 +169,14 @@ def _exposed_s(layout: Layout, tables: CostTables, widest_s: float) -> list[floa
     return result
 
 
-def planned(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plan:
+def planned(space: GroupSpace, split: SplitSolution[GraphSolution]) -> Plan:
     """Return the plan that a solution describes."""
-    layout, group_of_rank = found.layout, found.split.stage_types
+    layout, group_of_rank = split.layout, split.split.stage_types
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
     names = [name for name, _ in space.ordered.chain]
-    placed = (_shared if layout.virtual_stages > 1 else _consecutive)(space, found)
+    placed = (_shared if layout.virtual_stages > 1 else _consecutive)(space, split)
     groups = space.planned_groups
     return plan_with(
         space.request,
@@ -187,7 +187,7 @@ def planned(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plan:
             )
             for layers, rank in zip(placed, home, strict=True)
         ),
-        step_s=found.objective_s,
+        step_s=split.objective_s,
         groups=groups,
     )
 
@@ -195,13 +195,13 @@ def planned(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plan:
 Placed = list[list[tuple[int, StrategyCost]]]
 
 
-def _consecutive(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
+def _consecutive(space: GroupSpace, solution: SplitSolution[GraphSolution]) -> Placed:
     """[stage] Positions of its layers and what becomes of them, one stage a rank."""
-    layout, split = found.layout, found.split.split
-    kinds, order = space.ordered.chain_kinds, found.split.order
+    layout, split = solution.layout, solution.split.split
+    kinds, order = space.ordered.chain_kinds, solution.split.order
     placed: Placed = []
     for group, (first, end) in zip(
-        found.split.stage_types, itertools.pairwise(split.cuts), strict=True
+        solution.split.stage_types, itertools.pairwise(split.cuts), strict=True
     ):
         tables = space.costs.tables[group].of(layout).kinds
         choices = {
@@ -216,10 +216,10 @@ def _consecutive(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plac
     return placed
 
 
-def _shared(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
+def _shared(space: GroupSpace, solution: SplitSolution[GraphSolution]) -> Placed:
     """The same where ranks have several stages: shares of like layers (`stage_counts`)."""
-    layout, split = found.layout, found.split.split
-    groups = sorted(set(found.split.stage_types))
+    layout, split = solution.layout, solution.split.split
+    groups = sorted(set(solution.split.stage_types))
     problems = {
         group: RankProblem(
             space.model, layout, space.costs.tables[group].of(layout), space.pins.recompute
@@ -242,7 +242,7 @@ def _shared(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
                 order += sorted(entries, key=lambda n: (numbered[n].layer_bytes.stored, -n))
     choices: list[tuple[int, ...]] = []
     for rank, (first, end) in enumerate(itertools.pairwise(split.cuts)):
-        group = found.split.stage_types[rank]
+        group = solution.split.stage_types[rank]
         for entry in range(first, end):
             chosen = problems[group].chosen(entry, split.options[entry])
             choices.append(tuple(first_of[group, kind] + choice for kind, choice in chosen))

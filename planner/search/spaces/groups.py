@@ -50,7 +50,7 @@ class GroupSpace(Layouts):
 
     def chains(self, layout: Layout) -> dict[str, Instance]:
         """Return each group's partition problem of a layout, as if it ran all stages."""
-        found = {
+        instances = {
             group.name: instance_of(
                 self.ordered,
                 self.cluster.part((group,)),
@@ -63,14 +63,15 @@ class GroupSpace(Layouts):
             for group in self.cluster.groups
         }
         if not self.whole.mixed:
-            return found
+            return instances
         return {
-            name: replace(one, hosts=self._hosts(layout, name, one)) for name, one in found.items()
+            name: replace(chain, hosts=self._hosts(layout, name, chain))
+            for name, chain in instances.items()
         }
 
     def _hosts(self, layout: Layout, name: str, chain: Instance) -> tuple[HostMemory, ...]:
         """Return the part of a host that each rank on a group has."""
-        group = next(one for one in self.cluster.groups if one.name == name)
+        group = next(group for group in self.cluster.groups if group.name == name)
         room_bytes = host_room_bytes(group, self.costs.costs(layout)[name].host_share)
         if not chain.hosts or room_bytes is None:
             return ()

@@ -167,30 +167,30 @@ class MixedSpace(GroupSpace):
         sizes = [end - first for first, end in itertools.pairwise(free.split.cuts)]
         if any(within(sizes, row) for row in rows):
             return free
-        found: list[Split] = []
+        splits: list[Split] = []
         for row in rows:
-            one = ilp.solve_graph(
+            solution = ilp.solve_graph(
                 problem.limited(row),
                 time_limit_s=TIES_LIMIT_S,
                 at_least_s=free.lower_bound_s,
                 cutoff_s=cutoff_s,
             )
-            found.append(one)
-            if isinstance(one, GraphSolution):
-                cutoff_s = min(cutoff_s, one.objective_s)
-        left = [one for one in found if not isinstance(one, Infeasible)]
+            splits.append(solution)
+            if isinstance(solution, GraphSolution):
+                cutoff_s = min(cutoff_s, solution.objective_s)
+        left = [split for split in splits if not isinstance(split, Infeasible)]
         if not left:
-            return found[0]
-        best = [one for one in left if isinstance(one, GraphSolution)]
-        bound_s = min(one.lower_bound_s for one in left)
+            return splits[0]
+        best = [split for split in left if isinstance(split, GraphSolution)]
+        bound_s = min(split.lower_bound_s for split in left)
         if not best:
             return Unfinished(bound_s) if Unfinished in map(type, left) else Fathomed(bound_s)
         split = replace(best[-1].split, lower_bound_s=bound_s)
         return replace(best[-1], split=split)
 
-    def ranked(self, found: SplitSolution[GraphSolution]) -> Ranked:
+    def ranked(self, split: SplitSolution[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        plan = planned(self, found)
+        plan = planned(self, split)
         branches = branches_of(plan, self.model)
         groups = [stage.group or self.cluster.groups[0].name for stage in plan.stages]
         tables = self.costs.tables[groups[0]]
@@ -198,7 +198,7 @@ class MixedSpace(GroupSpace):
             seats = branching(tables, plan.layout, branches)
         else:
             seats = self.costs.seats(plan.layout, groups, branches)
-        return predicted(plan, found.objective_s, self.model, tables, seats)
+        return predicted(plan, split.objective_s, self.model, tables, seats)
 
 
 class GraphSpace(MixedSpace):

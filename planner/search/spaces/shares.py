@@ -143,8 +143,8 @@ class ShareSpace(GroupSpace):
                     )
                     for saving, overlapped, blocks_are, loss in every:
                         if not overlapped.overlaps_tensors or blocks_are == "block":
-                            one = replace(overlapped, compile=blocks_are, loss=loss)
-                            yield saving.on(one)
+                            layout_ = replace(overlapped, compile=blocks_are, loss=loss)
+                            yield saving.on(layout_)
 
     def _unsaved(self, layout: Layout) -> str | None:
         """Return why a layout cannot save what it does, or None if it can."""
@@ -192,11 +192,11 @@ class ShareSpace(GroupSpace):
             taken = {
                 other: priced(chains[other], fastest.cuts, fastest.options) for other in chains
             }
-            if not all(fits(chains[other], one) for other, one in taken.items()):
+            if not all(fits(chains[other], solution) for other, solution in taken.items()):
                 continue
             rank_s = [taken[group].stage_s[0] for group in ranks]
             shares = self._shares(layout, rank_s)
-            once_s = max(one.stage_sync_s[0] for one in taken.values())
+            once_s = max(solution.stage_sync_s[0] for solution in taken.values())
             total_s = _end_s(shares, rank_s) + once_s
             if best is None or total_s < best[0]:
                 best = total_s, shares, fastest
@@ -226,9 +226,12 @@ class ShareSpace(GroupSpace):
         """
         count = self.job.global_batch // layout.micro_batch
         fewest = 2 if layout.zero and count > len(rank_s) else 1
-        further = [Replica(fill_s=(fewest + 1) * one, steady_s=one) for one in rank_s]
+        further = [
+            Replica(fill_s=(fewest + 1) * rank_steady_s, steady_s=rank_steady_s)
+            for rank_steady_s in rank_s
+        ]
         more = fastest_shares(further, count - fewest * len(rank_s))
-        return tuple(fewest + one for one in more)
+        return tuple(fewest + extra for extra in more)
 
     def _chains(self, layout: Layout) -> dict[str, Instance]:
         """Return each group's problem of one stage, with room for what the smallest device has.
@@ -258,9 +261,9 @@ class ShareSpace(GroupSpace):
             for name, of_group in costs.items()
         }
 
-    def ranked(self, found: SplitSolution[Shared]) -> Ranked:
+    def ranked(self, split: SplitSolution[Shared]) -> Ranked:
         """Return the plan of some shares and its prediction."""
-        shared, layout = found.split, found.layout
+        shared, layout = split.split, split.layout
         choices = {
             kind: allowed(table, layout, self.pins.recompute, every=True)
             for kind, table in self.costs.tables[shared.groups[0]].of(layout).kinds.items()
@@ -273,7 +276,7 @@ class ShareSpace(GroupSpace):
             self.request,
             layout,
             (stage,),
-            step_s=found.objective_s,
+            step_s=split.objective_s,
             groups=self.planned_groups,
             shares=tuple(
                 Share(group=group, micro_batches=count)
@@ -282,7 +285,7 @@ class ShareSpace(GroupSpace):
         )
         return Ranked(
             plan=plan,
-            objective_s=found.objective_s,
+            objective_s=split.objective_s,
             prediction=predict(plan, self.model, self.whole, self.request.profile),
         )
 

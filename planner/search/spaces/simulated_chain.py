@@ -70,7 +70,7 @@ class Spent:
     def may(self, level: int, effort: Effort) -> bool:
         """Whether another entry of a level may get a bound."""
         if level < LAYOUT:
-            return sum(self.entries[one] for one in range(LAYOUT)) < effort.families
+            return sum(self.entries[level] for level in range(LAYOUT)) < effort.families
         if level in (LAYOUT, WITHIN_MEMORY):
             most = effort.memory_stages if level == LAYOUT else effort.cut_stages
             return self.stages[level] < most
@@ -143,13 +143,13 @@ class SimulatedChain(Families):
         self.spent.entries[level] += len(some)
         if level >= LAYOUT:
             self.spent.stages[level] += some[0].layout.stages
-        found: list[Next | Lost | None] = []
-        for one in super().advance(level, some):
-            if level < LAYOUT and isinstance(one, tuple):
-                found.append((self._raised(one[0], one[2]), one[1], one[2]))
+        nodes: list[Next | Lost | None] = []
+        for node in super().advance(level, some):
+            if level < LAYOUT and isinstance(node, tuple):
+                nodes.append((self._raised(node[0], node[2]), node[1], node[2]))
             else:
-                found.append(one)
-        return found
+                nodes.append(node)
+        return nodes
 
     def _raised(self, bound_s: float, item: Item) -> float:
         """Return a bound; without a pipeline the closed form is the simulated step."""
@@ -299,12 +299,14 @@ class SimulatedChain(Families):
 
     def opened_layouts(self) -> Bounded:
         """Return the layouts of parts that the closed form has bounded."""
-        return [one for layouts in self.closed_form.candidates.opened.values() for one in layouts]
+        return [
+            layout for layouts in self.closed_form.candidates.opened.values() for layout in layouts
+        ]
 
     def rescheduled(self, best: Layout) -> Bounded:
         """Return a layout under its other schedules."""
         candidates = self.closed_form.candidates
-        found = []
+        solutions = []
         for name, virtual in timetables(
             candidates.model,
             best.pipeline,
@@ -316,8 +318,8 @@ class SimulatedChain(Families):
             if not candidates.pins.order:
                 layout = canonical(candidates.cluster, layout)
             if layout != best:
-                found.append((layout, self.candidates.communication_s(layout)))
-        return found
+                solutions.append((layout, self.candidates.communication_s(layout)))
+        return solutions
 
 
 def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Ranked) -> None:
@@ -351,8 +353,8 @@ def _try_in_turn(goal: Simulated, estimates: list[tuple[float, SimulatedChain, L
     """Simulate layouts by their estimates, each as far off as the last one of its schedule."""
     off: dict[str, float] = {}
 
-    def expected_s(one: tuple[float, SimulatedChain, Layout]) -> float:
-        return one[0] * off.get(one[2].schedule, 1 - NEAR / 2)
+    def expected_s(entry: tuple[float, SimulatedChain, Layout]) -> float:
+        return entry[0] * off.get(entry[2].schedule, 1 - NEAR / 2)
 
     for _ in range(min(goal.effort.tried, len(estimates))):
         first = min(estimates, key=expected_s)

@@ -133,8 +133,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """Return problems none of whose optima is above the least simulated step."""
         if layout not in self._known_instances:
             self._known_instances[layout] = tuple(self._problems(layout))
-        found: tuple[GraphInstance, ...] = self._known_instances[layout]
-        return found
+        instances: tuple[GraphInstance, ...] = self._known_instances[layout]
+        return instances
 
     def _problems(self, layout: Layout) -> Iterator[GraphInstance]:
         m, chains = layout.micro_batches, self._bare_chains(layout)
@@ -158,8 +158,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
                     used_bytes=None,
                     kinds=tuple(
                         tuple(
-                            replace(one, backward_s=one.backward_s + once * one.sync_s, sync_s=0.0)
-                            for one in table
+                            replace(row, backward_s=row.backward_s + once * row.sync_s, sync_s=0.0)
+                            for row in table
                         )
                         for table in chain.kinds
                     ),
@@ -244,17 +244,17 @@ class SimulatedMixed(BySimulation, MixedSpace):
         ):
             return None
         step_s = self.step_s(layout)
-        sent_s = min(float(one.min()) for row in self.links(layout) for one in row)
-        found = []
+        sent_s = min(float(link_s.min()) for row in self.links(layout) for link_s in row)
+        limits = []
         rows = self.candidates.rows(layout) or ()
         for name, chain in chains.items():
             costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
             prices = self.ordered, self.candidates.recompute, costs
             most = limit_s, self.tried.effort.ways
-            found.append(
+            limits.append(
                 self.columns_of(*prices, layout, replace(chain, sizes=rows), *most, places)
             )
-        return found
+        return limits
 
     def places(self, layout: Layout) -> Places | None:
         """Return where the layers can be cut; None where downsets are many."""
@@ -419,16 +419,16 @@ class _LayoutSearch:
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
         return closed(self._space.closed_form, self._layout, order, cuts, options)
 
-    def _closed(self, found: GraphSolution) -> GraphSolution:
+    def _closed(self, solution: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
-        split = found.split
+        split = solution.split
         return closed(
             self._space.closed_form,
             self._layout,
-            found.types,
+            solution.types,
             split.cuts,
             split.options,
-            found.order,
+            solution.order,
         )
 
 
@@ -448,10 +448,10 @@ def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int
                 list(order),
                 [n - (r == giver) + (r == taker) for r, n in enumerate(sizes)],
             )
-    for one, two in itertools.combinations(range(len(sizes)), 2):
-        if order[one] != order[two]:
+    for first, two in itertools.combinations(range(len(sizes)), 2):
+        if order[first] != order[two]:
             places = list(range(len(sizes)))
-            places[one], places[two] = two, one
+            places[first], places[two] = two, first
             yield [order[r] for r in places], [sizes[r] for r in places]
             yield [order[r] for r in places], list(sizes)
 

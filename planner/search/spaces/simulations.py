@@ -107,10 +107,10 @@ def look_near(every: Sequence[Any], goal: Simulated) -> None:
     groups = {stage.group for stage in best.plan.stages}
     space = next(
         (
-            one
-            for one in every
-            if isinstance(one, SimulatedMixed)
-            and {group.name for group in one.cluster.groups} == groups
+            candidate
+            for candidate in every
+            if isinstance(candidate, SimulatedMixed)
+            and {group.name for group in candidate.cluster.groups} == groups
         ),
         None,
     )
@@ -119,26 +119,26 @@ def look_near(every: Sequence[Any], goal: Simulated) -> None:
     limit_s = best.prediction.step_time_s * (1 + NEAR)
     every_alike = list(_alike(space, layout))
     fewest: dict[tuple[str, int], Layout] = {}
-    for one in every_alike:
-        few = fewest.setdefault((one.schedule, one.micro_batch), one)
-        if one.virtual_stages < few.virtual_stages:
-            fewest[one.schedule, one.micro_batch] = one
+    for candidate in every_alike:
+        few = fewest.setdefault((candidate.schedule, candidate.micro_batch), candidate)
+        if candidate.virtual_stages < few.virtual_stages:
+            fewest[candidate.schedule, candidate.micro_batch] = candidate
     for count in (effort.tried, effort.tried // 4):
         estimated = [
-            (least_s, one)
-            for one in itertools.islice(fewest.values(), effort.likely)
-            if (least_s := space.estimate_s(one, limit_s)) < limit_s
+            (least_s, candidate)
+            for candidate in itertools.islice(fewest.values(), effort.likely)
+            if (least_s := space.estimate_s(candidate, limit_s)) < limit_s
         ]
-        for _, one in heapq.nsmallest(count, estimated, key=itemgetter(0)):
-            plan = space.quick(one, best.prediction.step_time_s)
+        for _, split in heapq.nsmallest(count, estimated, key=itemgetter(0)):
+            plan = space.quick(split, best.prediction.step_time_s)
             if plan is not None and plan.prediction.step_time_s < best.prediction.step_time_s:
                 best = plan
         chosen = best.plan.layout
         fewest = {
-            (one.schedule, one.virtual_stages): one
-            for one in every_alike
-            if (one.schedule, one.micro_batch) == (chosen.schedule, chosen.micro_batch)
-            and one.virtual_stages != chosen.virtual_stages
+            (candidate.schedule, candidate.virtual_stages): candidate
+            for candidate in every_alike
+            if (candidate.schedule, candidate.micro_batch) == (chosen.schedule, chosen.micro_batch)
+            and candidate.virtual_stages != chosen.virtual_stages
         }
     space.solved_s(best.plan.layout)
 
@@ -156,7 +156,7 @@ def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:
         for name, virtual in timetables(
             space.model, layout.pipeline, count, space.pins, space=space.request.space
         ):
-            one = replace(
+            instance = replace(
                 layout,
                 micro_batch=size,
                 micro_batches=count,
@@ -164,5 +164,5 @@ def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:
                 virtual_stages=virtual,
                 compile=compiles(space.request, data, name),
             )
-            if not one.executed.stale and space.refusal(one) is None:
-                yield one
+            if not instance.executed.stale and space.refusal(instance) is None:
+                yield instance

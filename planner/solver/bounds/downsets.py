@@ -56,24 +56,24 @@ class Prefixes:
         """[downset, column] Sums of `values` [layer, column] over the layers of each."""
         until = np.zeros((len(self), values.shape[1]))
         np.cumsum(values, axis=0, out=until[1:])
-        found: Floats = until[of]
-        return found
+        values_of: Floats = until[of]
+        return values_of
 
     def codes(self, values: NDArray[np.int64], of: Indices) -> NDArray[np.int64]:
         """[downset] Sums of the integers `values` [layer], exact."""
         until = np.zeros(len(self), dtype=np.int64)
         np.cumsum(values, out=until[1:])
-        found: NDArray[np.int64] = until[of]
-        return found
+        values_of: NDArray[np.int64] = until[of]
+        return values_of
 
     def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
         """[downset] Sum of `values` [layer] over its layers that have a reader outside."""
-        found = np.zeros(len(self))
-        found[1:-1] = values[:-1]  # the next layer reads each
+        total = np.zeros(len(self))
+        total[1:-1] = values[:-1]  # the next layer reads each
         for layer, outside in enumerate(readers):
             if len(outside) > 1:
-                found[layer + 2 : outside[-1] + 1] += values[layer]
-        return found
+                total[layer + 2 : outside[-1] + 1] += values[layer]
+        return total
 
     def nested(self, _: int) -> Runs:
         """Pairs of downsets of which the first lies in the second, rising, however many."""

@@ -73,8 +73,8 @@ class StepBounds:
 
     def total(self, per_kind: Floats) -> Floats:
         """[member] Sum of `per_kind` [kind] over the layers of each ideal."""
-        found: Floats = self._totals(per_kind[:, None])[0]
-        return found
+        bounds_s: Floats = self._totals(per_kind[:, None])[0]
+        return bounds_s
 
     def fixed_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
         """[step] Seconds of a stage besides its layers: exposed, and what it sends and receives."""
@@ -98,16 +98,16 @@ class StepBounds:
         if self.codes is not None:
             contents = self.codes[larger] - self.codes[smaller]
             _, sample, number = np.unique(contents, return_index=True, return_inverse=True)
-        found = self.layers_s(smaller[sample], larger[sample])[:, number]
-        staged: Floats = found + self.knapsacks.exposed_s[:, None]
+        seconds = self.layers_s(smaller[sample], larger[sample])[:, number]
+        staged: Floats = seconds + self.knapsacks.exposed_s[:, None]
         return staged
 
     def layers_s(self, smaller: Indices, larger: Indices) -> Floats:
         """[stage, step] Bound on the seconds of the layers alone, on all stages."""
-        found = np.empty((len(self.knapsacks.time_scale), len(smaller)))
+        bounds = np.empty((len(self.knapsacks.time_scale), len(smaller)))
         for family in self.knapsacks.families:
-            found[family.stages] = self._layers_s(family.stages, smaller, larger)
-        return found
+            bounds[family.stages] = self._layers_s(family.stages, smaller, larger)
+        return bounds
 
     def _layers_s(self, stages: Indices, smaller: Indices, larger: Indices) -> Floats:
         """[stage, step] The same of some stages of one family."""
@@ -116,8 +116,8 @@ class StepBounds:
         scale = family.scale[np.searchsorted(family.stages, stages), None]
         free = self.knapsacks.free_bytes[stages, None]
         bound = np.full((len(stages), len(smaller)), np.inf)
-        for one in self._ranges[number]:
-            np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
+        for range_ in self._ranges[number]:
+            np.minimum(bound, _bound(range_, free, scale, smaller, larger), out=bound)
         bound *= self.knapsacks.time_scale[stages, None]
         return bound
 
@@ -145,8 +145,8 @@ class StepBounds:
         knapsacks = self.knapsacks
         free = knapsacks.free_bytes - min(map(min, knapsacks.options.levels))
         given = float(np.sum((free / knapsacks.in_flight)[stages]))
-        found: Floats = (softened - multipliers[:, None] * given).max(axis=0)
-        return found
+        bound: Floats = (softened - multipliers[:, None] * given).max(axis=0)
+        return bound
 
     @cached_property
     def _softened(self) -> tuple[Floats, Floats]:
@@ -209,20 +209,20 @@ class StepBounds:
 
 
 def _bound(
-    one: _IdealRange, free: Floats, scale: Floats, smaller: Indices, larger: Indices
+    ideals: _IdealRange, free: Floats, scale: Floats, smaller: Indices, larger: Indices
 ) -> Floats:
     """[stage, step] Bound on unscaled seconds if the largest transient lies in the range.
 
     `free` bytes and `scale` of the stages are columns.
     """
-    level = np.full(len(smaller), one.lowest)
-    for floor, reached in zip(one.levels, one.reached, strict=True):
+    level = np.full(len(smaller), ideals.lowest)
+    for floor, reached in zip(ideals.levels, ideals.reached, strict=True):
         level[reached[larger] > reached[smaller]] = floor
     room = (free - level) / scale
-    base, none, leanest, *softened = one.totals
+    base, none, leanest, *softened = ideals.totals
     base = base / scale
     bound = np.zeros(room.shape)
-    for multiplier, softened_s in zip(one.multipliers, softened, strict=True):
+    for multiplier, softened_s in zip(ideals.multipliers, softened, strict=True):
         until = softened_s + multiplier * base
         charge = until[..., larger]
         charge -= until[..., smaller]

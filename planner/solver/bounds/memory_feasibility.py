@@ -40,7 +40,7 @@ def why_infeasible(instance: Instance) -> str:
 
 def why_no_split(problem: GraphInstance) -> str:
     """Name a layer that fits nowhere, or else what all of them need and what stages have."""
-    chains = [one.chain for one in problem.types]
+    chains = [device_type.chain for device_type in problem.types]
     layers = range(len(problem.chain.layers))
     some = dict(zip(reversed(problem.chain.layers), reversed(layers), strict=True))
     for layer in sorted(some.values()):
@@ -60,9 +60,12 @@ def why_no_split(problem: GraphInstance) -> str:
     )
     free = [sorted((stage.free_bytes for stage in chain.stages), reverse=True) for chain in chains]
     most = sum(
-        sum(free_bytes[: one.stages]) for one, free_bytes in zip(problem.types, free, strict=True)
+        sum(free_bytes[: device_type.stages])
+        for device_type, free_bytes in zip(problem.types, free, strict=True)
     )
-    names = " and ".join(f"{one.stages} x {one.name}" for one in problem.types)
+    names = " and ".join(
+        f"{device_type.stages} x {device_type.name}" for device_type in problem.types
+    )
     return (
         f"no order of {names} and no cuts fit: in their minimum-memory options all layers need at "
         f"least {bytes_text(needs)}, and the stages have {bytes_text(most)} free at most, "

@@ -57,9 +57,9 @@ class _CutPlaces:
     """[range] Where cuts can be: the start, all ranges, the end; ends cost nothing."""
 
     def __init__(self, ranges: Sequence[_PriceRange], total: float) -> None:
-        self.lower = np.array([0.0, *(one.lower for one in ranges), total])
-        self.upper = np.array([0.0, *(one.upper for one in ranges), total])
-        self.cut_s = np.array([0.0, *(one.cut_s for one in ranges), 0.0])
+        self.lower = np.array([0.0, *(cut_range.lower for cut_range in ranges), total])
+        self.upper = np.array([0.0, *(cut_range.upper for cut_range in ranges), total])
+        self.cut_s = np.array([0.0, *(cut_range.cut_s for cut_range in ranges), 0.0])
 
 
 class CutBounds:
@@ -110,7 +110,7 @@ class CutBounds:
             if not wide:
                 return max(least_s, plain_s)
             halves = {at: self._halved(ranges[at]) for at in wide if self._more()}
-            ranges = [one for at, whole in enumerate(ranges) for one in halves.get(at, [whole])]
+            ranges = [half for at, whole in enumerate(ranges) for half in halves.get(at, [whole])]
 
     def _more(self) -> bool:
         """Whether there may be another program."""
@@ -121,14 +121,16 @@ class CutBounds:
     def _halved(self, whole: _PriceRange) -> list[_PriceRange]:
         """Return both halves; the one with the cheapest cut of the whole keeps its bound."""
         middle = (whole.lower + whole.upper) / 2
-        found = []
+        halves = []
         for lower, upper in ((whole.lower, middle), (middle, whole.upper)):
             if lower <= whole.price < upper or (whole.price == upper == whole.upper):
-                found.append(_PriceRange(lower, upper, whole.cut_s, whole.price))
+                halves.append(_PriceRange(lower, upper, whole.cut_s, whole.price))
             else:
-                one = self._range(lower, upper)
-                found.append(_PriceRange(lower, upper, max(one.cut_s, whole.cut_s), one.price))
-        return found
+                range_ = self._range(lower, upper)
+                halves.append(
+                    _PriceRange(lower, upper, max(range_.cut_s, whole.cut_s), range_.price)
+                )
+        return halves
 
     def _bound(self, ranges: Sequence[_PriceRange], below_s: float) -> tuple[float, list[int]]:
         """Return a bound for all splits below `below_s`, and the ranges of a way near to it."""
@@ -164,7 +166,7 @@ class CutBounds:
         stages, slack = len(self._exposed_s), SLACK * self._total
         reached = np.full(len(places.lower), -np.inf)
         reached[0] = 0.0
-        found = []
+        ranges = []
         for stage in range(stages):
             own_s = ceiling_s - places.cut_s[:, None] - places.cut_s[None]
             hosts = self._fluid.hosted(self._row, stage, own_s)
@@ -175,9 +177,9 @@ class CutBounds:
                 far[:, :-1] = -np.inf
             else:
                 far[:, -1] = -np.inf
-            found.append(far)
+            ranges.append(far)
             reached = far.max(axis=0)
-        return found
+        return ranges
 
     def _way(self, places: _CutPlaces, ceiling_s: float) -> list[int] | None:
         """Return the ranges of the cuts of a way to the end under a ceiling; None if none is."""

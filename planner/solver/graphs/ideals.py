@@ -38,8 +38,8 @@ class Ideals:
 
     def holds(self, layer: int) -> NDArray[np.bool_]:
         """[ideal] Whether the layer belongs to it."""
-        found: NDArray[np.bool_] = (self.words[:, layer >> 6] >> np.uint64(layer & 63)) & 1 == 1
-        return found
+        contained: NDArray[np.bool_] = (self.words[:, layer >> 6] >> np.uint64(layer & 63)) & 1 == 1
+        return contained
 
     def holds_all(self, layers: Sequence[int]) -> NDArray[np.bool_]:
         """[ideal] Whether all these layers belong to it."""
@@ -48,24 +48,24 @@ class Ideals:
     def totals(self, values: Floats, of: Indices | slice = slice(None)) -> Floats:
         """[ideal, column] Sums of `values` [layer, column] over the layers of each ideal."""
         words = self.words[of]
-        found = np.empty((len(words), values.shape[1]))
+        products = np.empty((len(words), values.shape[1]))
         for start in range(0, len(words), _ROWS):
             members = self._members(words[start : start + _ROWS])
-            found[start : start + _ROWS] = members.astype(np.float64) @ values
-        return found
+            products[start : start + _ROWS] = members.astype(np.float64) @ values
+        return products
 
     def codes(self, values: NDArray[np.int64], of: Indices) -> NDArray[np.int64]:
         """[ideal] Sums of the integers `values` [layer], exact."""
-        found: NDArray[np.int64] = self._members(self.words[of]) @ values
-        return found
+        products: NDArray[np.int64] = self._members(self.words[of]) @ values
+        return products
 
     def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
         """[ideal] Sum of `values` [layer] over its layers that have a reader outside."""
-        found = np.zeros(len(self))
+        sums = np.zeros(len(self))
         for layer, outside in enumerate(readers):
             if outside and values[layer]:
-                found += values[layer] * (self.holds(layer) & ~self.holds_all(outside))
-        return found
+                sums += values[layer] * (self.holds(layer) & ~self.holds_all(outside))
+        return sums
 
     def nested(self, most: int) -> Runs | None:
         """Pairs of ideals of which the first lies in the second, rising; None if over `most`."""
@@ -73,7 +73,7 @@ class Ideals:
         rows = max(1, _CHUNK // count)
         smaller: list[Indices] = []
         larger: list[Indices] = []
-        found = 0
+        offset = 0
         for start in range(0, count, rows):
             some = words[start : start + rows, None]
             inside = ~np.any(some & ~words[None], axis=2)
@@ -81,8 +81,8 @@ class Ideals:
             apart = first + start != second
             smaller.append(first[apart] + start)
             larger.append(second[apart])
-            found += len(smaller[-1])
-            if found > most:
+            offset += len(smaller[-1])
+            if offset > most:
                 return None
         return np.concatenate(smaller), np.concatenate(larger)
 
@@ -107,10 +107,10 @@ def mask(layers: Sequence[int], count: int) -> Words:
 
 def _cover(words: Words, wanted: Words) -> NDArray[np.bool_]:
     """[ideal] Whether the ideal contains `wanted`."""
-    found = np.ones(len(words), dtype=bool)
+    contained = np.ones(len(words), dtype=bool)
     for column in np.flatnonzero(wanted):
-        found &= (words[:, column] & wanted[column]) == wanted[column]
-    return found
+        contained &= (words[:, column] & wanted[column]) == wanted[column]
+    return contained
 
 
 def ideals(

@@ -163,21 +163,21 @@ class Lattice:
                     return rival, proven_s
                 continue
             if self._settled is not None:
-                found = self._good(table, target_s)
-                if found is not None or target_s == most_s or self._settled <= 0:
-                    return found or rival, least_s
+                split = self._good(table, target_s)
+                if split is not None or target_s == most_s or self._settled <= 0:
+                    return split or rival, least_s
                 proven_s = target_s
                 rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
                 continue
             left = left or WaysLeft()
             assemble = partial(self._assembled, table)
-            found = best_split(table, assemble, cutoff_s=target_s, left=left)
-            known_s = target_s if found is None else found.objective_s
+            split = best_split(table, assemble, cutoff_s=target_s, left=left)
+            known_s = target_s if split is None else split.objective_s
             least_open_s = min(loose_s(table, cutoff_s=known_s), left.open_s)
             if least_open_s < known_s:
-                return found or rival, max(proven_s, least_open_s)
-            if found is not None:
-                return found, found.objective_s
+                return split or rival, max(proven_s, least_open_s)
+            if split is not None:
+                return split, split.objective_s
             if target_s == most_s:
                 return rival, most_s
             proven_s = target_s
@@ -189,12 +189,12 @@ class Lattice:
         best: GraphSolution | None = None
         assert self._settled is not None
         while self._settled > 0:
-            found = cheapest(table.ways, table.costs(), cutoff_s=below_s)
-            if found is None:
+            path = cheapest(table.ways, table.costs(), cutoff_s=below_s)
+            if path is None:
                 break
             self._settled -= 1
-            table.settle(found.way)
-            actual = priced(table.ways, table.costs(), found.way)
+            table.settle(path.way)
+            actual = priced(table.ways, table.costs(), path.way)
             if actual.value_s < below_s:
                 best = self._assembled(table, actual)
                 below_s = best.objective_s * (1 - _WORTHWHILE)
@@ -241,8 +241,8 @@ def _along_orders(
 ) -> GraphSolution | None:
     """Best split below the cutoff through what a few orders have first."""
     some = of_bits(along_orders(problem), len(problem.chain.layers))
-    found = _through(problem, some, None, cutoff_s, store, effort or GraphEffort())
-    return None if found is None else replace(found, method="orders")
+    solution = _through(problem, some, None, cutoff_s, store, effort or GraphEffort())
+    return None if solution is None else replace(solution, method="orders")
 
 
 def _through(
@@ -255,9 +255,9 @@ def _through(
 ) -> GraphSolution | None:
     """Best split below the cutoff through some downsets, few ways looked at; or else the rival."""
     lattice = Lattice(problem, some, store, settled=_SETTLED, visited=effort.visited)
-    found, _ = lattice.search(rival, _PAIRS, cutoff_s)
+    split, _ = lattice.search(rival, _PAIRS, cutoff_s)
     effort.visited = lattice.visited
-    return found
+    return split
 
 
 def _closer(
@@ -295,10 +295,10 @@ def _improved(
         effort.moves -= 1
         cuts = cuts_of(best)
         some = of_bits({*orders, *around.cuts(cuts[1:-1], _NEAR)}, len(problem.chain.layers))
-        found = _through(problem, some, best, math.inf, store, effort)
-        if found is None or found.objective_s >= best.objective_s * (1 - _WORTHWHILE):
+        solution = _through(problem, some, best, math.inf, store, effort)
+        if solution is None or solution.objective_s >= best.objective_s * (1 - _WORTHWHILE):
             break
-        best = replace(found, method="orders")
+        best = replace(solution, method="orders")
     return best
 
 
@@ -370,12 +370,12 @@ class Sent:
                 counted[:, column] += every.holds(reader)[members]
 
         def seconds(smaller: Indices, larger: Indices) -> Floats:
-            found = np.empty(len(smaller))
+            bounds = np.empty(len(smaller))
             for start in range(0, len(smaller), _ROWS):
                 a, b = smaller[start : start + _ROWS], larger[start : start + _ROWS]
                 received = inside[a] & (counted[b] > counted[a])
                 sends = inside[b] & ~inside[a] & (counted[b] < most)
-                found[start : start + _ROWS] = (received | sends) @ output_s
-            return found
+                bounds[start : start + _ROWS] = (received | sends) @ output_s
+            return bounds
 
         return seconds

@@ -32,10 +32,10 @@ def along_orders(problem: GraphInstance) -> set[int]:
     """Return what the orders worth trying have first, as bits of numbers."""
     blocks = problem.blocks()
     block_bits = [_bits(block) for block in blocks]
-    found = {0}
+    ideals = {0}
     for order in orders(problem, blocks).values():
-        found.update(accumulate((block_bits[at] for at in order), int.__or__))
-    return found
+        ideals.update(accumulate((block_bits[at] for at in order), int.__or__))
+    return ideals
 
 
 class Around:
@@ -101,10 +101,10 @@ class Around:
         return added_s
 
 
-def cuts_of(found: GraphSolution) -> list[int]:
+def cuts_of(solution: GraphSolution) -> list[int]:
     """Return the layers before every cut of a split, its ends included, as bits of numbers."""
-    done = [0, *accumulate((1 << layer for layer in found.order), int.__or__)]
-    return [done[cut] for cut in found.split.cuts]
+    done = [0, *accumulate((1 << layer for layer in solution.order), int.__or__)]
+    return [done[cut] for cut in solution.split.cuts]
 
 
 def _bits(layers: Iterable[int]) -> int:

@@ -28,14 +28,14 @@ def orders(problem: GraphInstance, blocks: Sequence[Block] = ()) -> dict[str, Or
     graph.add_nodes_from(range(len(nodes.readers)))
     graph.add_edges_from(nodes.edges)
     by_name = networkx.lexicographical_topological_sort(graph, key=nodes.names.__getitem__)
-    found = {
+    orders = {
         "breadth": tuple(networkx.topological_sort(graph)),
         "depth": nodes.depth_first(),
         "lexicographic": tuple(by_name),
         "narrow": nodes.narrow(),
     }
     names: dict[Order, str] = {}
-    for name, order in found.items():
+    for name, order in orders.items():
         names.setdefault(order, name)
     return {name: order for order, name in names.items()}
 

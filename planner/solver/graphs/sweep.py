@@ -163,8 +163,8 @@ class Sweep:
         total_s = before.sum_s[here] + after.sum_s[there]
         if self._steady:
             total_s = total_s + self._steady * slowest_s
-        found: Booleans = total_s < self._below_s
-        return found
+        promising: Booleans = total_s < self._below_s
+        return promising
 
     def _fill_s(self, stage: int, hop: Hop) -> Floats:
         """[step] What a step adds to the sum, credits taken off."""

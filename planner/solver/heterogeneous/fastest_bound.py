@@ -48,8 +48,8 @@ class FastestOnTypes:
     def weights(self) -> Floats:
         """[type] How often a stage's seconds count, the slowest as a mean of all."""
         even = evened(self.stages, self.time_s @ self.counts, self.steady, self.fill)
-        found: Floats = self.steady * even + self.fill
-        return found
+        bound_s: Floats = self.steady * even + self.fill
+        return bound_s
 
     def passes_s(self, *, divided: bool = False) -> float:
         """Least that all micro-batches take; `divided` layers may be shared among stages."""

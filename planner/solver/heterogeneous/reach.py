@@ -82,9 +82,11 @@ class Reach:
         meets_s[[0, -1]] = 0.0
         paid_s = meets_s if len(knapsacks) == 1 else np.zeros(len(every))
         self._meets_s: Floats = meets_s[smaller] + meets_s[larger]
-        self.bounds = [StepBounds(one, every, np.arange(len(every)), paid_s) for one in knapsacks]
+        self.bounds = [
+            StepBounds(knapsack, every, np.arange(len(every)), paid_s) for knapsack in knapsacks
+        ]
         self._alone_s: list[Floats] = [
-            np.where(possible, one.stages_s(*pairs), np.inf) for one in self.bounds
+            np.where(possible, bound.stages_s(*pairs), np.inf) for bound in self.bounds
         ]
 
     @property
@@ -106,18 +108,18 @@ class Reach:
         order = np.argsort(target, kind="stable")
         ends, first = np.unique(target[order], return_index=True)
         none, *others = self._counts if forward else self._counts[::-1]
-        found = {none: np.full(self._downsets, np.inf)}
-        found[none][0 if forward else -1] = 0.0
+        reached = {none: np.full(self._downsets, np.inf)}
+        reached[none][0 if forward else -1] = 0.0
         for counts in others:
             best = np.full(self._downsets, np.inf)
             for g, alone_s in enumerate(self._alone_s):
-                known = found.get(changed(counts, g, -1 if forward else +1))
-                if known is not None:
+                before = reached.get(changed(counts, g, -1 if forward else +1))
+                if before is not None:
                     own_s = alone_s[sum(counts) - forward] + self._meets_s
-                    way_s = np.maximum(known[origin], own_s)[order]
+                    way_s = np.maximum(before[origin], own_s)[order]
                     best[ends] = np.minimum(best[ends], np.minimum.reduceat(way_s, first))
-            found[counts] = best
-        return found
+            reached[counts] = best
+        return reached
 
     def spans(self, ceiling_s: float) -> Spans | None:
         """Return what stages may hold; None if they do not get to the end."""

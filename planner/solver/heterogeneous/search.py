@@ -74,11 +74,14 @@ class Search:
         inner = [cuts[1:-1] for cuts in each_s if len(cuts) > 2]
         least_cut_s = min((float(cuts.min()) for cuts in inner), default=0.0)
         self._most_cut_s = max((float(cuts.max()) for cuts in inner), default=0.0)
-        self._knapsacks = [Knapsacks(one.chain, store) for one in problem.types]
+        self._knapsacks = [Knapsacks(device_type.chain, store) for device_type in problem.types]
         self._known: list[Known] = [{} for _ in problem.types]
         self._loose_s = math.inf
         """What splits under the last ceiling take at least, if some are not known exactly."""
-        chain, exposed_s = self._chain, np.min([one.exposed_s for one in self._knapsacks], axis=0)
+        chain, exposed_s = (
+            self._chain,
+            np.min([knapsack.exposed_s for knapsack in self._knapsacks], axis=0),
+        )
         self._fastest, self._sync_s = fastest_on(problem, self._knapsacks)
         besides_s = float(exposed_s.sum()) + 2 * (len(exposed_s) - 1) * least_cut_s
         # What a split takes besides its slowest stage.
@@ -102,13 +105,13 @@ class Search:
         """Seconds of a stage of a good split, or more."""
         balanced_s = longest_s = exposed_s = 0.0
         rate = 0.0
-        for one, knapsacks in zip(self._problem.types, self._knapsacks, strict=True):
+        for device_type, knapsacks in zip(self._problem.types, self._knapsacks, strict=True):
             options, pace = knapsacks.options, knapsacks.time_scale
             most_s = options.time_s.max(axis=1, where=options.present, initial=0.0)
             balanced_s = max(balanced_s, float(most_s[knapsacks.layers].sum()))
             longest_s = max(longest_s, float(most_s.max() * pace.min()))
             exposed_s = max(exposed_s, float(knapsacks.exposed_s.max()))
-            rate += one.stages * float((1 / pace).mean())
+            rate += device_type.stages * float((1 / pace).mean())
         return balanced_s / rate + longest_s + exposed_s + 2 * self._most_cut_s
 
     def _reach_under(self, ceiling_s: float) -> Reach:
@@ -116,7 +119,7 @@ class Search:
 
         The least ceiling is exact if it is no higher.
         """
-        numbers = [one.stages for one in self._problem.types]
+        numbers = [device_type.stages for device_type in self._problem.types]
         cut_s = self._least_cut_s
         if self._pairs is not None:
             return Reach(self._knapsacks, numbers, self._every, self._pairs, cut_s)
@@ -135,7 +138,10 @@ class Search:
         """Runs of a chain whose layers at their fastest take no more than a ceiling, rising."""
         layers = self._knapsacks[0].layers
         least_s = np.min(
-            [one.options.least_time_s[layers] * one.time_scale.min() for one in self._knapsacks],
+            [
+                knapsack.options.least_time_s[layers] * knapsack.time_scale.min()
+                for knapsack in self._knapsacks
+            ],
             axis=0,
         )
         until_s = np.append(0.0, np.cumsum(least_s))
@@ -178,7 +184,7 @@ class Search:
         neighbours = np.full(len(of_stages), 2.0)
         neighbours[:2] -= 1.0 if len(of_stages) > 1 else 2.0
         besides_s = float(np.sort(of_stages)[::-1] @ neighbours) * least_cut_s
-        exposed_s = np.array([one.exposed_s.min() for one in self._knapsacks])
+        exposed_s = np.array([knapsack.exposed_s.min() for knapsack in self._knapsacks])
         besides_s += float(stages @ (weights * exposed_s))
         return (1 - ROUNDING) * (self._fastest.weighed_s(weights) + besides_s + self._sync_s)
 
@@ -230,7 +236,7 @@ class Search:
 
             return UnequalSteps(
                 bounds,
-                known=self._known,
+                cached_costs=self._known,
                 spans=spans,
                 cut_s=self._cut_s,
                 quantum_s=self._quantum_s,
@@ -264,12 +270,12 @@ def fastest_on(
     """
     chain = problem.chain
     counts = np.bincount(knapsacks[0].layers, minlength=len(chain.kinds))
-    sync_s = np.min([one.options.sync_s.min(axis=1) for one in knapsacks], axis=0)
+    sync_s = np.min([knapsack.options.sync_s.min(axis=1) for knapsack in knapsacks], axis=0)
     none = (0.0,) * len(chain.kinds)
-    each_s = np.array([one.options.least_time_s for one in knapsacks])
-    credits_s = np.array([one.chain.credits_s or none for one in problem.types])
-    scale = np.array([one.time_scale[0] for one in knapsacks])
-    stages = np.array([one.stages for one in problem.types])
+    each_s = np.array([knapsack.options.least_time_s for knapsack in knapsacks])
+    credits_s = np.array([device_type.chain.credits_s or none for device_type in problem.types])
+    scale = np.array([knapsack.time_scale[0] for knapsack in knapsacks])
+    stages = np.array([device_type.stages for device_type in problem.types])
     if len(knapsacks) == 1:  # whose stages may each have a pace of their own
         scale, stages = np.unique(knapsacks[0].time_scale, return_counts=True)
     fastest = FastestOnTypes(

@@ -42,7 +42,7 @@ class UnequalSteps:
         self,
         bounds: Sequence[StepBounds],
         *,
-        known: Sequence[Known],
+        cached_costs: Sequence[Known],
         spans: Spans,
         cut_s: CutSeconds,
         quantum_s: float,
@@ -59,14 +59,14 @@ class UnequalSteps:
             self._places[sum(counts)].append(counts)
         self.tables = [
             StepTable(
-                one,
+                bound,
                 spans.runs,
                 of_type,
                 np.concatenate(least_s),
                 quantum_s=quantum_s,
                 limit_s=limit_s,
             )
-            for one, of_type, least_s in zip(bounds, known, spans.least_s, strict=True)
+            for bound, of_type, least_s in zip(bounds, cached_costs, spans.least_s, strict=True)
         ]
         self._link(spans.runs)
         self.sync_depends = any(table.sync_depends for table in self.tables)
@@ -113,8 +113,8 @@ class UnequalSteps:
 
     def _of_steps(self, of_tables: Sequence[Floats]) -> Floats:
         """[step] The entry of each step in the array of its type."""
-        found: Floats = np.concatenate(of_tables)[self._flat]
-        return found
+        values: Floats = np.concatenate(of_tables)[self._flat]
+        return values
 
     def _rounded(self, values: Floats) -> Floats:
         """Return values as tables have them."""
@@ -133,16 +133,16 @@ class UnequalSteps:
 
     def _meetings(self, position: int) -> list[Meeting]:
         """States before a position, the layers so far aside."""
-        found: list[Meeting] = []
+        meetings: list[Meeting] = []
         for counts in self._places[position]:
             if not self._cuts_s:
-                found.append((counts, -1, -1))
+                meetings.append((counts, -1, -1))
                 continue
             types = range(len(counts))
             before = [g for g in types if changed(counts, g, -1) in self._spans.between] or [-1]
             after = [g for g in types if changed(counts, g, +1) in self._spans.between] or [-1]
-            found += [(counts, g, h) for g in before for h in after]
-        return found
+            meetings += [(counts, g, h) for g in before for h in after]
+        return meetings
 
     def _link(self, runs: list[Runs]) -> None:
         """Lay out the steps of every position, sorted by where they start."""
@@ -166,7 +166,7 @@ class UnequalSteps:
             ]
             cuts.append(np.concatenate(charges)[order])
             offset += len(first)
-        self.ways = Paths([len(found) * width for found in meetings], hops)
+        self.ways = Paths([len(pairs) * width for pairs in meetings], hops)
         self.type_of, self.entry = np.concatenate(types), np.concatenate(entries)
         self._flat = self.type_of * offset + self.entry
         self._cut_s = self._rounded(np.concatenate(cuts))

@@ -59,29 +59,34 @@ def break_evens(candidates: Sequence[Candidate]) -> list[BreakEven]:
     """Return curves of candidates that bind to payments, and of others with the same devices."""
     priced = [c for c in candidates if c.priced.hourly is not None and not c.priced.owned]
     bound = [c for c in priced if c.priced.at_once_usd_per_device is not None]
-    pairs = [(one, [c for c in priced if c is not one and _comparable(one, c)]) for one in bound]
-    pairs = [(one, others) for one, others in pairs if others]
-    shown = {c.name: c for one, others in pairs for c in (one, *others)}
-    against = {one.name: [c for c in others if _freer(c, one)] for one, others in pairs}
+    pairs = [
+        (candidate, [c for c in priced if c is not candidate and _comparable(candidate, c)])
+        for candidate in bound
+    ]
+    pairs = [(candidate, others) for candidate, others in pairs if others]
+    shown = {c.name: c for candidate, others in pairs for c in (candidate, *others)}
+    against = {
+        candidate.name: [c for c in others if _freer(c, candidate)] for candidate, others in pairs
+    }
     return [_curve(c, against.get(c.name, [])) for c in shown.values()]
 
 
-def _comparable(one: Candidate, other: Candidate) -> bool:
+def _comparable(first: Candidate, other: Candidate) -> bool:
     def of(candidate: Candidate) -> tuple[object, ...]:
         names = {group.accelerator.name for group in candidate.cluster.groups}
         return frozenset(names), candidate.changes, candidate.power_limit
 
-    return of(one) == of(other)
+    return of(first) == of(other)
 
 
-def _freer(other: Candidate, one: Candidate) -> bool:
+def _freer(other: Candidate, first: Candidate) -> bool:
     """Whether other terms bind to less: rent on demand, then contracts, then purchases."""
 
     def bond(candidate: Candidate) -> int:
         priced = candidate.priced
         return 2 if priced.purchase is not None else int(priced.reservation is not None)
 
-    return bond(other) < bond(one)
+    return bond(other) < bond(first)
 
 
 def over_years(candidate: Candidate) -> Hourly:

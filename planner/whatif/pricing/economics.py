@@ -144,7 +144,7 @@ def summed(parts: Sequence[Hourly]) -> Hourly:
     )
 
 
-def cheaper_above(one: tuple[float, float], other: tuple[float, float]) -> float | None:
+def cheaper_above(price: tuple[float, float], other: tuple[float, float]) -> float | None:
     """Share of hours used above which one (fixed, used) price is cheaper; 0 always, None never.
 
     one / u + a < other / u + b where u (b - a) > one - other.
@@ -152,7 +152,7 @@ def cheaper_above(one: tuple[float, float], other: tuple[float, float]) -> float
     >>> cheaper_above((1.2, 0.1), (0.0, 2.1)), cheaper_above((1.0, 0.0), (2.0, 0.0))
     (0.6, 0.0)
     """
-    more_fixed, less_used = one[0] - other[0], other[1] - one[1]
+    more_fixed, less_used = price[0] - other[0], other[1] - price[1]
     if less_used <= 0:
         return 0.0 if more_fixed < less_used else None
     share = more_fixed / less_used

@@ -44,16 +44,16 @@ def loan_instalments(*, share: float, interest: float, months: int, years: float
     """
     monthly = math.expm1(math.log1p(interest) / MONTHS_PER_YEAR)
     rate = monthly / -math.expm1(-months * math.log1p(monthly)) if monthly else 1 / months
-    owed, found = share, [Instalment(0.0, 1 - share)]
+    owed, instalments = share, [Instalment(0.0, 1 - share)]
     for month in range(1, min(months, months_of(years)) + 1):
         part = owed * monthly
-        found.append(Instalment(month / MONTHS_PER_YEAR, rate * share, part))
+        instalments.append(Instalment(month / MONTHS_PER_YEAR, rate * share, part))
         owed += part - rate * share
     if months > months_of(years):
         since = MONTHS_PER_YEAR * years - months_of(years)
         part = owed * math.expm1(since * math.log1p(monthly))
-        found.append(Instalment(years, owed + part, part))
-    return tuple(found)
+        instalments.append(Instalment(years, owed + part, part))
+    return tuple(instalments)
 
 
 def lease_instalments(*, term_months: int, years: float) -> Instalments:

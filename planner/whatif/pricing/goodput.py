@@ -107,8 +107,8 @@ class _RateBelief:
             for x in points
         ]
         most = max(logs)
-        sums = list(itertools.accumulate(math.exp(one - most) for one in logs))
-        at = next(i for i, one in enumerate(sums) if one >= sums[-1] / 2)
+        sums = list(itertools.accumulate(math.exp(log - most) for log in logs))
+        at = next(i for i, partial in enumerate(sums) if partial >= sums[-1] / 2)
         before = sums[at - 1] if at else 0.0
         between = (sums[-1] / 2 - before) / (sums[at] - before) - 0.5
         step = (high - low) / count
@@ -123,11 +123,11 @@ _POINTS = 12
 
 
 def save_figures(
-    failures: Failures, known: RunSeconds, *, parameters: float, devices: int
+    failures: Failures, run_s: RunSeconds, *, parameters: float, devices: int
 ) -> SaveFigures:
     """Return what decides how often a run is saved, before it has measured a save."""
     rate = failures_per_device_hour(
-        failures, observed=known.failures, device_hours=known.device_hours
+        failures, observed=run_s.failures, device_hours=run_s.device_hours
     )
     return SaveFigures(
         failures_per_hour=devices * rate,
@@ -138,7 +138,7 @@ def save_figures(
 
 def expected_of(
     failures: Failures,
-    known: RunSeconds,
+    run_s: RunSeconds,
     saves: SaveFigures,
     *,
     steps: int,
@@ -168,10 +168,10 @@ def expected_of(
     def run(at: str) -> tuple[RunSeconds, float]:
         start_s: float = getattr(RESTART_IN_PLACE_S, at)
         again_s: float = start_s if survives else getattr(failures.restart_s, at)
-        if known.start_s is not None:
-            start_s = known.start_s
-        if known.attempts > 1:
-            again_s = known.restart_s / (known.attempts - 1)
+        if run_s.start_s is not None:
+            start_s = run_s.start_s
+        if run_s.attempts > 1:
+            again_s = run_s.restart_s / (run_s.attempts - 1)
         copied = survives and copies > 0 and at != "high"
         per_hour = saves.failures_per_hour * getattr(rate, at) / rate.value
         return expected(

@@ -63,13 +63,13 @@ class Rented:
     prepaid: float = 0.0
 
 
-def rent_of(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Rented:
+def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rented:
     """Return a device's rent from the offers that can make a cluster, and what they are."""
     spans, words, terms, causes = [], [], [], set()
     for group in cluster.groups:
         name = group.accelerator.name
         several = cluster.devices > group.devices_per_node
-        asked = [rent for rent in known if _asked(rent, name, rental)]
+        asked = [rent for rent in rents if _asked(rent, name, rental)]
         quotes, left = quotes_of(asked, rental.commitment, group, several=several)
         kind = rental.commitment.replace("_", "-")
         if not quotes:
@@ -228,7 +228,7 @@ def _others(quotes: Sequence[Quote]) -> str:
 def _left_out(left: Sequence[LeftOut], price: float) -> str:
     """Name offers below a price that cannot make the cluster, first those that lack a network."""
     cheaper = sorted(
-        (one for one in left if one.usd_per_device_hour < price),
+        (rent for rent in left if rent.usd_per_device_hour < price),
         key=lambda one: (one.reason != NO_NETWORK, one.usd_per_device_hour),
     )
     if not cheaper:

@@ -48,12 +48,12 @@ def shortest_first_h(jobs: Arrivals) -> list[float] | None:
     """
     if load(jobs) >= 1:
         return None
-    found = []
+    waits = []
     for _, hours in jobs:
         shorter = load([job for job in jobs if job[1] < hours])
         no_longer = load([job for job in jobs if job[1] <= hours])
-        found.append(_begun_h(jobs) / (1 - shorter) / (1 - no_longer))
-    return found
+        waits.append(_begun_h(jobs) / (1 - shorter) / (1 - no_longer))
+    return waits
 
 
 def _begun_h(jobs: Arrivals) -> float:

@@ -193,10 +193,10 @@ class Accounting:
 
 def account(events: Iterable[Event]) -> RunSeconds:
     """Return where the seconds of a run went."""
-    found = Accounting()
+    accounting = Accounting()
     for event in events:
-        found.add(event)
-    return found.seconds()
+        accounting.add(event)
+    return accounting.seconds()
 
 
 def expected(
@@ -244,7 +244,7 @@ def expected(
         return RunSeconds(), rate * without_s
     wall_s = without_s / kept
     failures = rate * wall_s
-    found = RunSeconds(
+    run_seconds = RunSeconds(
         wall_s=wall_s,
         trained_s=trained_s,
         again_s=failures * again_s,
@@ -252,4 +252,4 @@ def expected(
         begin_s=start_s,
         restart_s=failures * cut_s,
     )
-    return found, failures
+    return run_seconds, failures

@@ -125,16 +125,16 @@ def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(sta
         scratch = search(other)
         below_s = scratch.closed_form.objective_s * 1.01
         for limit_s in (1e30, below_s):
-            onward = search(other, known=known, below_s=limit_s)
+            onward = search(other, candidates=known, below_s=limit_s)
             assert onward.plan == scratch.plan
             assert onward.prediction == scratch.prediction
             assert {one.plan.digest for one in onward.finalists} == {
                 one.plan.digest for one in scratch.finalists
             }
         with pytest.raises(NoneFaster):
-            search(other, known=known, below_s=scratch.closed_form.objective_s)
+            search(other, candidates=known, below_s=scratch.closed_form.objective_s)
     # What others have gone on from still answers the first request.
-    assert search(request, known=known).plan == search(request).plan
+    assert search(request, candidates=known).plan == search(request).plan
 
 
 @pytest.mark.matrix

@@ -114,7 +114,7 @@ CHUNKS = LastLayer(before=5e8, logits=False)
         (3, True, LOGITS, 0, 2e9 + 4e9),
         (3, True, replace(LOGITS, kept=True), 2 * 2e9, 2e9 + 4e9),
         (3, True, CHUNKS, 2e9 + 2e9 + 1e9, 2e9 + 4e9),
-        (3, True, replace(CHUNKS, made=True), 2e9 + 1e9, 4e9),
+        (3, True, replace(CHUNKS, holds_gradient=True), 2e9 + 1e9, 4e9),
         # The first layer's own copy, and the reduction of the block behind it.
         (3, True, FirstLayer(behind=5e8), 2e9 + 2e9, 2e9 + 2e9 + 2e9),
     ],
