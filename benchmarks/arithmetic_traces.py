@@ -202,7 +202,7 @@ def trained(model: ModelGraph) -> bool:
 def told(model: ModelGraph, layer: Layer, setting: Setting, recompute: Recompute) -> Counted:
     """Return what the arithmetic says of a layer."""
     table = arithmetic.table(model, layer, setting)
-    again = sum(op.flops for op in table.recomputed(recompute))
+    again = sum(op.flops for op in table.recomputed_operators(recompute))
     backward = sum(
         op.flops
         * (compute.ATTENTION_BACKWARD if op.kind == "attention" else compute.MATMUL_BACKWARD)

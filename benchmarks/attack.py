@@ -73,7 +73,7 @@ from meshwright.planner.costs.predict import (
     predict,
     stage_seconds,
 )
-from meshwright.planner.costs.stage_placement import Seats, alike
+from meshwright.planner.costs.stage_placement import StagePlacements, alike
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import ChunkedLoss
@@ -180,15 +180,15 @@ class Attack:
         """Drop the costs of the layouts seen: they would fill the memory."""
         activations = self.drafts.activations
         self._priced: set[Layout] = set()
-        if self.cluster.mixed:
+        if self.cluster.is_mixed:
             self._costs = GroupCosts(Request(self.model, self.cluster, self.job), activations)
             return
         self._tables = CostTables(Request(self.model, self.cluster, self.job), activations)
 
     def _layer_s(self, layout: Layout, choices: Sequence[Choice]) -> list[float]:
         """[layer] Seconds of a micro-batch, by which stages are balanced."""
-        tables = next(iter(self._costs.tables.values())) if self.cluster.mixed else self._tables
-        costs = tables.of(layout)
+        tables = next(iter(self._costs.tables.values())) if self.cluster.is_mixed else self._tables
+        costs = tables.costs_of(layout)
         return [
             next(
                 cost.forward_s + cost.backward_s
@@ -198,8 +198,8 @@ class Attack:
             for kind, choice in zip(self.model.chain_kinds, choices, strict=True)
         ]
 
-    def _seats(self, plan: Plan) -> tuple[CostTables, Seats]:
-        """Return what `meshwright.planner.costs.predict.seated` does, with costs that are kept."""
+    def _seats(self, plan: Plan) -> tuple[CostTables, StagePlacements]:
+        """Return what `planner.costs.predict.place_stages` does, with costs that are kept."""
         layout = plan.layout
         self._layouts.add(layout)
         self._priced.add(layout)
@@ -494,7 +494,7 @@ class Climber:
 
 
 def objective_s(
-    layout: Layout, seats: Seats, placements: Sequence[Placement], largest_stage: float
+    layout: Layout, seats: StagePlacements, placements: Sequence[Placement], largest_stage: float
 ) -> float:
     """Seconds of a step in the closed form, from the seconds of a plan's stages.
 
@@ -503,7 +503,7 @@ def objective_s(
     home, ranks = homes(layout), range(layout.pipeline)
     forward_s, backward_s, sync_s = ([0.0] * layout.pipeline for _ in range(3))
     credits_s = 0.0
-    splits = layout.executed.splits_backward
+    splits = layout.executed_schedule.splits_backward
     for s, (seat, placement) in enumerate(zip(seats.stages, placements, strict=True)):
         rank, stage = home[s], stage_seconds(seat.costs, placement)
         forward_s[rank] += stage.whole_forward_s
@@ -526,7 +526,7 @@ def objective_s(
         )
     rank_s = [forward_s[rank] + backward_s[rank] for rank in ranks]
     slowest_s = max(rank_s)
-    if layout.executed.forwards_first:
+    if layout.executed_schedule.forwards_first:
         slowest_s = max(forward_s) + max(backward_s)
     once_s = max(sync_s) + seats.stages[0].costs.step_s
     return steady * slowest_s + fill * (sum(rank_s) - credits_s) + once_s

@@ -221,7 +221,7 @@ class Drafts:
     def _devices(self) -> int:
         """Return how many devices a random layout uses: all, or some of those that are alike."""
         devices = self.cluster.devices
-        if self.cluster.mixed or self.rng.random() < 0.8:
+        if self.cluster.is_mixed or self.rng.random() < 0.8:
             return devices
         return self.rng.randint(1, devices)
 
@@ -271,7 +271,7 @@ class Drafts:
         return refusal(self.model, self.cluster, self.job, layout) is None
 
     def _groups(self, layout: Layout) -> tuple[str, ...] | None:
-        if not self.cluster.mixed:
+        if not self.cluster.is_mixed:
             return ()
         if layout.pipeline == 1:
             return None  # ranks with shares of their own, which no draft has
@@ -299,7 +299,7 @@ class Drafts:
         return self.rng.choice([d for d in divisors(a.experts.count) if ranks % d == 0])
 
     def _order(self) -> tuple[Axis, ...]:
-        if self.cluster.mixed or self.rng.random() < 0.6:
+        if self.cluster.is_mixed or self.rng.random() < 0.6:
             return INSIDE_OUT
         return tuple(self.rng.sample(INSIDE_OUT, len(INSIDE_OUT)))
 
@@ -393,15 +393,15 @@ class Drafts:
             (1, self._resize),
             (1, self._swap),
             (1, self._reshard),
-            (0 if self.cluster.mixed else 1, self._reorder),
+            (0 if self.cluster.is_mixed else 1, self._reorder),
             (2, self._choose),
-            (0 if self.cluster.mixed else 1, self._leave_idle),
+            (0 if self.cluster.is_mixed else 1, self._leave_idle),
         ]
         if self.model.architecture is not None and self.model.architecture.experts is not None:
             moves.append((1, self._move_experts))
         if len(self.offloads) + len(self.wires) > 2:
             moves.append((1, self._save))
-        if self.cluster.mixed:
+        if self.cluster.is_mixed:
             moves.append((1, self._reseat))
         weights, every = zip(*moves, strict=True)
         return self.rng.choices(every, weights)[0](draft)

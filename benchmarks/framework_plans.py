@@ -42,7 +42,7 @@ def rows() -> Iterator[str]:
     for name, cluster in CASES:
         model, machine = resolve_model(name), resolve_cluster(cluster)
         for backend in BACKENDS:
-            request = Request.of(model, machine, stack=backend, called=cluster)
+            request = Request.create(model, machine, stack=backend, called=cluster)
             head = f"| {name}, {cluster} | {backend} |"
             try:
                 found = search(request)

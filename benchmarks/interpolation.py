@@ -109,7 +109,7 @@ def compared(
     )
     one = next(iter(truth.values()))
     job = Job(seq_len=one.seq_len, global_batch=micro_batch, precision=one.precision)
-    figures = LayerFigures(model, cluster, rest, rates(cluster, job, rest)).of(
+    figures = LayerFigures(model, cluster, rest, rates(cluster, job, rest)).figures_of(
         Setting(
             micro_batch=micro_batch, seq_len=one.seq_len, precision=one.precision, tensor=tensor
         ),

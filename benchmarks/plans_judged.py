@@ -371,7 +371,7 @@ def requests_text() -> str:
         "|---|---|---|---:|---:|---|",
     ]
     for each in REQUESTS:
-        request = Request.of(
+        request = Request.create(
             resolve_model(each.model),
             resolve_cluster(each.cluster),
             seq_len=each.seq_len,
@@ -420,7 +420,7 @@ def without_pipeline() -> str:
     ):
         steps_s = [
             search(
-                Request.of(
+                Request.create(
                     resolve_model(model),
                     resolve_cluster(cluster),
                     seq_len=seq_len,

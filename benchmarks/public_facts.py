@@ -24,7 +24,7 @@ from statistics import median
 
 from benchmarks.whole_trainings import Outcome, outcome
 from meshwright.planner.architectures.architecture import architecture_of, graph_of
-from meshwright.planner.calibration.tables.predictions import predicted
+from meshwright.planner.calibration.tables.predictions import predict_run
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
@@ -34,8 +34,8 @@ from meshwright.planner.operators.layer_operators import step_flops
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Recomputed, Setup
 from meshwright.planner.search.search import search
-from meshwright.planner.whatif.fine_tuning import tuned
-from meshwright.planner.whatif.what_if_changes import changed
+from meshwright.planner.whatif.fine_tuning import fastest_fine_tuner
+from meshwright.planner.whatif.what_if_changes import changed_cluster
 
 MPT_70B = {
     "model_type": "gpt2",
@@ -86,7 +86,7 @@ def faster_memory() -> Fact:
     """H100 and H200 on LoRA of a 70B model, 8 devices."""
     model, job = resolve_model("llama-2-70b"), Job(seq_len=8192, global_batch=8, precision="fp8")
     steps = [
-        tuned(Request(model, resolve_cluster(name), job), quantised=False).prediction
+        fastest_fine_tuner(Request(model, resolve_cluster(name), job), quantised=False).prediction
         for name in ("8xh100-sxm-80gb", "8xh200-sxm")
     ]
     ratio = steps[0].step_time_s / steps[1].step_time_s
@@ -119,10 +119,10 @@ def wide_domain() -> Fact:
     """LoRA on 72 devices in nodes of 8 and in one domain."""
     model, job = resolve_model("llama-2-70b"), Job(seq_len=8192, global_batch=72, precision="fp8")
     nodes = resolve_cluster("9x8xb200")
-    joined = changed(nodes, "domain", 9.0)
+    joined = changed_cluster(nodes, "domain", 9.0)
     assert joined is not None
     apart, together = (
-        tuned(Request(model, cluster, job), quantised=False).prediction.step_time_s
+        fastest_fine_tuner(Request(model, cluster, job), quantised=False).prediction.step_time_s
         for cluster in (nodes, joined)
     )
     return Fact(
@@ -443,8 +443,8 @@ def kept_text() -> str:
     )
 
     def peak(name: str, recompute: Recomputed) -> str:
-        request = Request.of(model, machine, seq_len=8192, global_batch=2048, stack=name)
-        stages = predicted(Setup(request=request, layout=layout, recompute=recompute)).stages
+        request = Request.create(model, machine, seq_len=8192, global_batch=2048, stack=name)
+        stages = predict_run(Setup(request=request, layout=layout, recompute=recompute)).stages
         fullest = max(stages, key=lambda stage: stage.peak_memory_bytes)
         return bytes_text(fullest.peak_memory_bytes)
 

@@ -49,7 +49,7 @@ from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.documents.document import write_text
 from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
-from meshwright.planner.system.gc_pause import uncollected
+from meshwright.planner.system.gc_pause import pause_collector
 from meshwright.planner.system.malloc_arena import keep_freed
 from meshwright.profiler.start_ranks import result_of
 from meshwright.runtime.core.memory_tracker import LiveMemory
@@ -287,7 +287,7 @@ def compared(name: str, layout: dict[str, Any], *, pairs: int) -> dict[str, list
         warmed(make, tokens) for make in (runtime, lambda: PLAIN[name](layout["micro_batches"]))
     ]
     seconds = []
-    with uncollected():
+    with pause_collector():
         for index in range(pairs):
             batch, pair = tokens(WARM_UP + index), [0.0, 0.0]
             for at in (0, 1) if index % 2 == 0 else (1, 0):

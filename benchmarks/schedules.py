@@ -24,11 +24,11 @@ from meshwright.planner.documents.plan import Job
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import SCHEDULES
-from meshwright.planner.schedules.closed_form import held
+from meshwright.planner.schedules.closed_form import in_flight_counts
 from meshwright.planner.schedules.schedule import orders, rank_of_stage
 from meshwright.planner.schedules.simulate import timeline
 from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.search.plan_candidate import candidate_of
 from meshwright.planner.solver.chain import solve
 from meshwright.planner.solver.partition_problem import Solution
 
@@ -112,7 +112,7 @@ def counts(ranks: int, m: int) -> Iterator[list[str]]:
         for virtual in filter(SCHEDULES[name].takes, STAGES):
             every = orders(name, stages=ranks * virtual, micro_batches=m, virtual_stages=virtual)
             own = [
-                held(name, rank, ranks=ranks, micro_batches=m, virtual_stages=virtual)
+                in_flight_counts(name, rank, ranks=ranks, micro_batches=m, virtual_stages=virtual)
                 for rank in range(ranks)
             ]
             peaks = [sorted(peak_alive(order).items()) for order in every]
@@ -144,7 +144,7 @@ def plans(model_name: str, cluster_name: str, pins: Pins, job: Job) -> Iterator[
             if not isinstance(solution, Solution):
                 yield [layout.schedule, str(layout.virtual_stages), *["does not fit"] * 4]
                 continue
-            found = ranked(candidates, layout, solution)
+            found = candidate_of(candidates, layout, solution)
             step_s = found.prediction.step_time_s
             fullest = max(stage.peak_memory_bytes for stage in found.prediction.stages)
             yield [

@@ -306,7 +306,7 @@ def simulated(folder: Path, spread: float, between: float) -> dict[str, float]:
     regrets, trials = [], []
     for seed in range(SIMULATED):
         rng, tuner = random.Random(seed), Tuner(options)
-        while len(tuner.outcomes) < TRIALS and not tuner.done:
+        while len(tuner.outcomes) < TRIALS and not tuner.is_done:
             chosen = tuner.next_trial()
             if chosen is None:
                 break
@@ -316,7 +316,7 @@ def simulated(folder: Path, spread: float, between: float) -> dict[str, float]:
                 steps_s, tuner.best, steadiness=tuner.steadiness, start_s=SIMULATED_START_S
             ):
                 steps_s.append(base_s * math.exp(abs(rng.gauss(0, spread))))
-            tuner = tuner.after(
+            tuner = tuner.with_outcome(
                 Outcome(
                     option=chosen,
                     step_s=statistics.median(steps_s),

@@ -261,7 +261,7 @@ def _learning(score: Score) -> Policy:
         start = tuner
         while (option := tuner.next_trial()) is not None:
             outcome = sweep.trial(option, rng)
-            tuner = tuner.after(outcome)
+            tuner = tuner.with_outcome(outcome)
             count = len(tuner.outcomes)
             if count == 3:
                 _errors(sweep, start, tuner, score)
@@ -274,7 +274,7 @@ def _learning(score: Score) -> Policy:
 
 def _errors(sweep: Sweep, start: Tuner, tuner: Tuner, score: Score) -> None:
     """Note how far steps of what was not tried are off, before any trial and now."""
-    left = [at for at, steps in enumerate(sweep.steps_s) if steps and at not in tuner.tried]
+    left = [at for at, steps in enumerate(sweep.steps_s) if steps and at not in tuner.tried_options]
     if not left:
         return
     for belief, errors in ((start, score.before), (tuner, score.after)):
@@ -388,7 +388,7 @@ def _told_in_small(large: Sweep, small: Sweep, score: Score) -> Tuner:
         option = tuner.next_trial()
         if option is not None and count < AFTER[-1]:
             told = small.trial(option - len(options), rng)
-            tuner = tuner.after(replace(told, option=option))
+            tuner = tuner.with_outcome(replace(told, option=option))
     score.trials.append(len(tuner.outcomes))
     return tuner
 

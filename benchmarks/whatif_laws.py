@@ -18,7 +18,7 @@ from typing import Any
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.evaluate import evaluate
-from meshwright.planner.whatif.planning import Planned, planned, same_plan
+from meshwright.planner.whatif.planning import Planned, plan_candidate, same_plan
 from meshwright.planner.whatif.study import Study
 
 MARGIN = 1e-4
@@ -50,7 +50,7 @@ def cost(
     [candidate] = candidates_of(asked)
     key = same_plan(asked, model, candidate)
     if key not in PLANS:
-        PLANS[key] = planned(asked, model, candidate)
+        PLANS[key] = plan_candidate(asked, model, candidate)
     outcome = evaluate(asked, model, candidate, PLANS[key])
     return float("inf") if outcome.usd is None else outcome.usd.value
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from meshwright.planner.architectures.architecture import graph_of
-from meshwright.planner.calibration.tables.predictions import Tables, predicted
+from meshwright.planner.calibration.tables.predictions import Tables, predict_run
 from meshwright.planner.calibration.tables.rows import Skipped, setup_of
 from meshwright.planner.catalog import stacks
 from meshwright.planner.catalog.expressions import resolve_model
@@ -239,7 +239,7 @@ def tuned_run(row: Mapping[str, str]) -> tuple[Prediction, Setup]:
     each = _pinned(row) if re.search(r"\b(tp|pp|dp|zero)=", layout_text(row)) else _searched(row)
     for setup in each:
         try:
-            found = predicted(setup, tables)
+            found = predict_run(setup, tables)
         except DocumentError:
             continue
         if best is None or (not found.fits, found.step_time_s) < (

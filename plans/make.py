@@ -49,7 +49,7 @@ def computed(name: str) -> dict[str, Document]:
     measured = folder / "profile.yaml"
     profile = document.read(Profile, measured) if measured.exists() else None
     _, cluster_name, seq_len, global_batch = options(name)
-    request = Request.of(
+    request = Request.create(
         model,
         cluster,
         seq_len=seq_len,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.planner.costs.alpha_beta_fit import fitted
+from meshwright.planner.costs.alpha_beta_fit import fit_link
 from meshwright.planner.documents.cluster import Collective
 from meshwright.planner.documents.profile import CollectiveCurve, LinkPoint, NodePair
 from meshwright.profiler.clock import Clock, median, slowest, spread
@@ -179,7 +179,7 @@ def curves(
                 ranks=2 if operation == "send_recv" else len(group.ranks),
                 inner=group.inner,
                 points=measured,
-                fit=fitted(measured),
+                fit=fit_link(measured),
             )
         )
     return result

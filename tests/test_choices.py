@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from meshwright.planner.catalog import native
-from meshwright.planner.costs.activations import treated
+from meshwright.planner.costs.activations import activation_cost
 from meshwright.planner.costs.memory.state_bytes import StateSharding, state_types, states
 from meshwright.planner.operators.operator_table import OperatorTable
 from meshwright.planner.search.offload_choices import Saving, offload_s
@@ -41,10 +41,10 @@ def reduction(wire: Any) -> object:
 @pytest.mark.parametrize(
     "decide",
     [
-        lambda: treated(NEW, FIGURES, UNUSED, passed=0.0),
+        lambda: activation_cost(NEW, FIGURES, UNUSED, passed=0.0),
         lambda: activations.packing(nn.Identity(), NEW, UNUSED, first=True, last=True),
-        lambda: TABLE.recomputed(NEW),
-        lambda: TABLE.stored(NEW),
+        lambda: TABLE.recomputed_operators(NEW),
+        lambda: TABLE.stored_tensors(NEW),
         lambda: recompute.wrapped(nn.Identity(), NEW),
         lambda: states(8.0, replace(SHARING, offload=NEW)),
         lambda: offload_s(Saving(NEW, "full"), 1.0, UNUSED, UNUSED),

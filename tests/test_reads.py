@@ -241,7 +241,7 @@ def test_a_pipe_is_refused_where_it_would_be_waited_for(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
 
     with pytest.raises(DocumentError, match=r"plan.yaml: is no regular file"):
-        document.opened(tmp_path / "plan.yaml")
+        document.open_regular_file(tmp_path / "plan.yaml")
     with pytest.raises(DocumentError, match="is no regular file"):
         document.refuse_irregular(tmp_path)
     with pytest.raises(LaunchError, match="cannot be read as plain data: OSError: is a link"):

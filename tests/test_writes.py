@@ -245,7 +245,7 @@ def lock(path: Path) -> None:
 
 
 def log(path: Path) -> None:
-    guarded_files.opened(path, within=path.parents[1]).close()
+    guarded_files.open_below(path, within=path.parents[1]).close()
 
 
 def metrics(path: Path) -> None:

@@ -56,7 +56,7 @@ def backends() -> list[str]:
 def exported(backend: str, model: str, cluster: str) -> Row:
     """Plan by default for a framework, and write the plan for it."""
     graph, machine = resolve_model(model), resolve_cluster(cluster)
-    request = Request.of(graph, machine, stack=backend, called=cluster)
+    request = Request.create(graph, machine, stack=backend, called=cluster)
     try:
         plan = search(request).plan
     except NoPlanFits:

@@ -83,7 +83,7 @@ def planned() -> Iterator[tuple[Case, Plan, ModelGraph]]:
     """Yield every case with its plan and its model."""
     for case in CASES:
         model, cluster = resolve_model(case.model), resolve_cluster(case.cluster)
-        request = Request.of(
+        request = Request.create(
             model,
             cluster,
             seq_len=min(4096, model.architecture.max_positions if model.architecture else 4096),
@@ -94,5 +94,5 @@ def planned() -> Iterator[tuple[Case, Plan, ModelGraph]]:
             called=case.cluster,
         )
         plan = search(request).plan
-        changed = Training().changed(case.training)
+        changed = Training().with_settings(case.training)
         yield case, plan.model_copy(update={"training": changed}), model

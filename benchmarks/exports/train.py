@@ -91,7 +91,7 @@ def published(folder: Path) -> Path:
 def planned(case: Trained, model: ModelGraph) -> Plan:
     """Return the plan of a case for our runtime."""
     fix = f"{case.fix},micro_batch=2" + ("" if "recompute" in case.fix else ",recompute=none")
-    request = Request.of(
+    request = Request.create(
         model,
         resolve_cluster("local:2"),
         called="local:2",

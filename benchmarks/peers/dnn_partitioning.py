@@ -200,7 +200,7 @@ def least_load_ms(case: dict[str, Any]) -> float:
     accelerator_ms, cpu_ms, size = (
         totals[None, :, column] - totals[:, None, column] for column in range(3)
     )
-    holds = np.stack([every.holds(layer) for layer in range(every.layers)])
+    holds = np.stack([every.contains(layer) for layer in range(every.layers)])
     for layer, readers in enumerate(stated.readers()):
         sent_ms, has = 1e3 * stated.sent_s()[layer], holds[layer]
         if not readers or sent_ms == 0:

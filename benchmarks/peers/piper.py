@@ -221,7 +221,7 @@ class Graph:
         for before, after, edge in self._edges:
             enters = self._variants(after, tensor, kinds)[0]["sync_fw_bytes"]
             leaves = self._variants(before, tensor, kinds)[0]["sync_bw_bytes"]
-            first, then = every.holds(before), every.holds(after)
+            first, then = every.contains(before), every.contains(after)
             # Between ideals I and J: enters if J has the reader and I only the layer read, leaves
             # if J has the layer read and not the reader, and I neither.
             sent += np.outer(first & ~then, then) * (2 * (edge["bytes"] + enters[str(edge["src"])]))

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from meshwright.planner.architectures.architecture import graph_of
-from meshwright.planner.calibration.tables.predictions import predicted
+from meshwright.planner.calibration.tables.predictions import predict_run
 from meshwright.planner.catalog import stacks
 from meshwright.planner.catalog.expressions import cluster_of
 from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
@@ -170,7 +170,7 @@ def from_data_sheets(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> P
         output_bias=True,
         mlp_bias=True,
     )
-    return predicted(
+    return predict_run(
         Setup(
             request=Request(
                 graph_of(architecture, name="sailor"),

@@ -35,7 +35,7 @@ def calibrate(
     if not sources:
         raise DocumentError("runs", "are missing; give tables of runs or folders of launches")
     observed = [run for source in sources for run in _observed(Path(source))]
-    chosen = runs.named(observed, accelerator)
+    chosen = runs.runs_on(observed, accelerator)
     if observed and not chosen:
         raise DocumentError(
             "accelerator", f"is {accelerator}, but no run used it; name one that ran"

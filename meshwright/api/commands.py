@@ -51,14 +51,14 @@ from meshwright.planner.requests.request import (
 from meshwright.planner.search.answer import Alternative, Answer, Progress
 from meshwright.planner.search.plan_preference import (
     Prefer,
-    compared,
+    alternative_row,
     not_worth_eight_bits,
     with_preference,
 )
 from meshwright.planner.search.proof_budget import EFFORTS, GapProgress, Prove
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
-from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Unfinished
+from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
 from meshwright.planner.solver.requirements import read_requirements
 from meshwright.render.text import comparison_cells
 
@@ -128,7 +128,7 @@ def plan(
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     names = [name for name, _ in graph.chain]
-    request = Request.of(
+    request = Request.create(
         graph,
         machine,
         seq_len=seq_len,
@@ -195,7 +195,7 @@ def answer_to(
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
     answer = with_preference(request, found, prefer)
     said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
-    said = said.noted(
+    said = said.with_notes(
         *without_effect(request.pins, answer.plan.layout),
         *not_worth_eight_bits(request, answer.plan, said),
     )
@@ -243,7 +243,7 @@ def compare(
     fitting = [one for one in named if one[2].fits] or named
     _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
     return tuple(
-        compared(what, plan, prediction, fastest, same=_work(first) / _work(plan))
+        alternative_row(what, plan, prediction, fastest, same=_work(first) / _work(plan))
         for what, plan, prediction in named
     )
 
@@ -334,10 +334,10 @@ def import_plan(
     `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
     runs one of them.
     """
-    from meshwright.planner.framework_configs.import_plan import imported  # noqa: PLC0415 - one of many
+    from meshwright.planner.framework_configs.import_plan import import_plan  # noqa: PLC0415 - one of many
 
     try:
-        found = imported(
+        found = import_plan(
             document.read_text(source),
             of,
             machine_of(cluster, None),
@@ -371,7 +371,7 @@ def _with_caveats(
     from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
 
     prediction = predict_plan(wanted, graph, machine, measured)
-    return prediction.noted(*caveats(wanted, graph, machine))
+    return prediction.with_notes(*caveats(wanted, graph, machine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +442,7 @@ def priced(
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     pins, idle = read_layout(layout or "", ["stale,compress"])
-    request = Request.of(
+    request = Request.create(
         graph,
         machine,
         seq_len=seq_len,
@@ -463,13 +463,13 @@ def priced(
 
         _refuse_other_layers(request)
         theirs = backend_prediction(request, wanted_layout)
-        said = theirs.on(machine.devices, used=wanted_layout.devices).noted(*notes)
-        said = said.noted(*caveats(backend_plan(request, wanted_layout), graph, machine))
+        said = theirs.on(machine.devices, used=wanted_layout.devices).with_notes(*notes)
+        said = said.with_notes(*caveats(backend_plan(request, wanted_layout), graph, machine))
     else:
         reason = refusal(graph, machine, request.job, wanted_layout)
         if reason is not None:
             raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
-        said = layout_prediction(request, wanted_layout).noted(*notes)
+        said = layout_prediction(request, wanted_layout).with_notes(*notes)
     return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=said)
 
 
@@ -636,7 +636,7 @@ def _measured_job(
     samples = script.samples if script is not None and not global_batch else global_batch
 
     def job(machine: ClusterSpec) -> Job:
-        return Request.of(
+        return Request.create(
             graph, machine, seq_len=seq_len, global_batch=samples, precision=precision
         ).job
 
@@ -739,7 +739,7 @@ def _searched_again(
         answer = answer_to(request, "fastest")
     except MeshwrightError as error:
         return None, (), f"not proven: {error}"
-    mine = compared("this plan", wanted, prediction, answer.prediction)
+    mine = alternative_row("this plan", wanted, prediction, answer.prediction)
     others = [choice for choice in answer.choices if choice.what != "chosen"]
     return answer.certificate, (mine, *others), why_shown(mine)
 
@@ -749,7 +749,7 @@ class SolvedProblem:
     """A partition problem and its best split, or why there is none."""
 
     problem: Problem
-    result: GraphSolution | Infeasible | Fathomed | Unfinished
+    result: GraphSolution | Infeasible | CutOff | Unfinished
 
 
 def solve(problem: str, *, solver: str = "exact") -> SolvedProblem:

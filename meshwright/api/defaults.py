@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, cast, get_args
 
-from meshwright.planner.catalog.expressions import located
+from meshwright.planner.catalog.expressions import locate_model
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, is_file, nearest
@@ -56,7 +56,7 @@ class CommandDefaults:
         value = getattr(self._file, option)
         if value is not None:
             if option in PATHS:
-                value = located(value, self._path)
+                value = locate_model(value, self._path)
             self.said.append(f"--{option} {value} ({self._path})")
         return value
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.planner.catalog import stack, stacks
 from meshwright.planner.catalog.expressions import (
-    located,
+    locate_model,
     resolve_beside,
     resolve_cluster,
     resolve_model,
@@ -133,7 +133,7 @@ def check_code(graph: ModelGraph, document_path: str) -> None:
     from meshwright.runtime.engine.user_code import check_files  # noqa: PLC0415 - the runtime
 
     if is_factory(graph.source or ""):
-        check_files(located(graph.source or "", document_path), graph.files)
+        check_files(locate_model(graph.source or "", document_path), graph.files)
 
 
 def own_code(
@@ -143,7 +143,7 @@ def own_code(
 
     The files must be those whose digests the document has, unless they are `trusted` as they are.
     """
-    source = located(graph.source or "", document_path)
+    source = locate_model(graph.source or "", document_path)
     if not trusted:
         check_code(graph, document_path)
     need_torch(f"{source}: running a Python factory")
@@ -196,9 +196,9 @@ def machine_of(cluster: str, measured: Profiles) -> ClusterSpec:
     machine = resolve_cluster(cluster)
     each = (measured,) if isinstance(measured, Profile) else (measured or {}).values()
     for profile in each:
-        from meshwright.planner.calibration.fitting.fitted_constants import calibrated  # noqa: PLC0415 - few have any
+        from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants  # noqa: PLC0415 - few have any
 
-        machine = calibrated(machine, profile.calibration)
+        machine = with_fitted_constants(machine, profile.calibration)
     return machine
 
 

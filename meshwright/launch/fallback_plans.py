@@ -28,7 +28,7 @@ from meshwright.planner.documents.document import Part, read_text
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.units import Amount, Positive, Text
 from meshwright.planner.errors import MeshwrightError
-from meshwright.planner.system.safe_files import folder_within, opened, replaced
+from meshwright.planner.system.safe_files import folder_within, open_below, replace_file
 from meshwright.runtime.run.launch_options import LaunchRun
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Book:
             step_s=predicted.step_time_s,
             memory_bytes=max(stage.peak_memory_bytes for stage in predicted.stages),
         )
-        replaced(document.json_line(entry), self._file(left, each))
+        replace_file(document.json_line(entry), self._file(left, each))
         return entry
 
     def _folder(self) -> Path:
@@ -163,7 +163,7 @@ class BookKeeper:
         output = self._run.output or default_output(self._fit.plan)
         log = folder_within(output, "logs") / "book.log"
         profile = [] if self._fit.profile is None else [self._fit.profile]
-        with opened(log, within=output) as out:
+        with open_below(log, within=output) as out:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "meshwright.launch.fallback_plans"),

@@ -36,7 +36,7 @@ from meshwright.planner.whatif.pricing.economics import SECONDS_PER_HOUR
 from meshwright.planner.whatif.pricing.goodput import expected_of, save_figures
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE, RunSeconds, SaveFigures
 from meshwright.planner.whatif.study import Failures
-from meshwright.planner.whatif.what_if_changes import changed
+from meshwright.planner.whatif.what_if_changes import changed_cluster
 from meshwright.runtime.launch.fork_server import Zygote
 from meshwright.runtime.resilience.shared_memory import Slots
 from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
@@ -327,12 +327,12 @@ class LaunchablePlan:
         """
         prediction = predict_plan(self.plan, self.graph, self.machine, self.measured)
         if end.on_host:
-            smaller = changed(self.machine, "host_memory", 1 - MEMORY_MARGIN)
+            smaller = changed_cluster(self.machine, "host_memory", 1 - MEMORY_MARGIN)
         else:
             has = min(group.accelerator.memory_bytes for group in self.machine.groups)
             peak = max(stage.peak_memory_bytes for stage in prediction.stages)
             room = min(has / (end.needed or 1.0), peak) * (1 - MEMORY_MARGIN)
-            smaller = changed(self.machine, "memory", room / has)
+            smaller = changed_cluster(self.machine, "memory", room / has)
         if smaller is None:
             raise LaunchError(
                 f"{self.machine.name}: nothing says how much memory its hosts have; plan again "
@@ -467,7 +467,7 @@ def _on_hosts(
     from meshwright.launch.ssh import HostCommand, hosts_of, on_hosts  # noqa: PLC0415 - one way needs it
 
     wanted = document.read(Plan, plan_path)
-    wanted.training.changed(run.training)
+    wanted.training.with_settings(run.training)
     _refuse_foreign(wanted, plan_path)
     command = HostCommand.of(
         machine_of(wanted.cluster, None),
@@ -492,7 +492,7 @@ def _submitted(
     if run.checkpoint is not None and not run.resume:  # a job that is started again goes on
         run = run.model_copy(update={"resume": True, "or_start": True})
     wanted = document.read(Plan, plan_path)
-    wanted.training.changed(run.training)
+    wanted.training.with_settings(run.training)
     _refuse_foreign(wanted, plan_path)
     machine = machine_of(wanted.cluster, None)
     graph = plan_model(wanted, plan_path)

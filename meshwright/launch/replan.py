@@ -22,7 +22,7 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.search import search
-from meshwright.planner.whatif.what_if_changes import changed, smaller_nodes
+from meshwright.planner.whatif.what_if_changes import changed_cluster, smaller_nodes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIE = 1.03
@@ -116,7 +116,7 @@ def _unlike(plan: Plan, wanted: Plan) -> int:
 
 def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
     """Yield the cluster with `left` nodes, or its one node with `left` devices and fewer."""
-    if machine.mixed:
+    if machine.is_mixed:
         raise LaunchError(f"replan: {machine.name} has several device types; plan again by hand")
     [group] = machine.groups
     sizes = (left,) if group.nodes > 1 else range(left, 0, -1)
@@ -124,7 +124,7 @@ def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
     for size in sizes:
         if size == whole:
             yield machine
-        smaller = changed(machine, "devices", size / whole)
+        smaller = changed_cluster(machine, "devices", size / whole)
         if smaller is not None:
             yield smaller
 

@@ -19,9 +19,9 @@ from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.report.facts import Fact, Summary, plain_table
-from meshwright.planner.report.redaction import shared
+from meshwright.planner.report.redaction import redact
 from meshwright.planner.report.run_page import RunReading, RunTable
-from meshwright.planner.whatif.run_status import IncidentCase, RunView, viewed
+from meshwright.planner.whatif.run_status import IncidentCase, RunView, run_view
 from meshwright.render.text import LEAST_S
 from meshwright.runtime.run.run_folder import (
     RankOrders,
@@ -91,7 +91,7 @@ def watched(folder: str | Path) -> Watched:
     orders = _read(RankOrders, orders_file(output))
     return Watched(
         folder=output,
-        view=viewed(events(output)),
+        view=run_view(events(output)),
         plan=_read(Plan, plan_file(output)),
         steps=None if orders is None else orders.steps,
         prediction=_read(Prediction, prediction_file(output)),
@@ -341,7 +341,7 @@ def without_names(reading: RunReading) -> RunReading:
     user = os.environ.get("USER", "")
 
     def told(text: str) -> str:
-        return shared(text, [user])
+        return redact(text, [user])
 
     return replace(
         reading,

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.catalog.imports import Rents, imported
+from meshwright.planner.catalog.imports import Rents, import_rents
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import cell
 from meshwright.planner.whatif.pricing.queueing import load, wait_h
 from meshwright.planner.whatif.run_study import Progress, Result, run
 from meshwright.planner.whatif.study import Order, Sizing, Study, Tuning
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 if TYPE_CHECKING:
     from meshwright.studies.page_server import PageServer
@@ -263,7 +263,7 @@ def table_text(result: Result) -> str:
         step, tokens = outcome.step_s, outcome.tokens_in_budget
         ranges: dict[str, float] = {}
         for name in RANGED:
-            span: Span | None = getattr(outcome, name)
+            span: UncertainValue | None = getattr(outcome, name)
             if span is not None:
                 ends = (span.value, span.low, span.high)
                 ranges |= dict(zip(_ends(name), ends, strict=True))
@@ -306,6 +306,6 @@ def import_prices(path: str, *, provider: str, date: str, output: str) -> Rents:
     """Read a price list of SkyPilot's or gpuhunt's and write it as dated rents."""
     if Path(output).suffix not in (".yaml", ".yml"):
         raise DocumentError("output", f"is {output}; rents are YAML, as in rents.yaml")
-    rents = imported(path, provider=provider, date=date)
+    rents = import_rents(path, provider=provider, date=date)
     document.write(rents, output)
     return rents

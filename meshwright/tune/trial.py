@@ -24,7 +24,7 @@ from pathlib import Path
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.framework_configs.logs import LoggedWork, Reader, Said, out_of_memory
-from meshwright.planner.system.safe_files import folder_within, opened
+from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.planner.tuning.measurement_noise import Steadiness, noise_of
 from meshwright.planner.tuning.posterior import Timed
 from meshwright.planner.tuning.record import Ended
@@ -176,7 +176,7 @@ def trial(
     folder_within(run.folder.parent, run.folder.name, emptied_of=metrics_file(run.folder).name)
     folder_within(run.folder, "ranks", emptied_of="rank-*")
     ended: Ended | None = None
-    with opened(run.folder / LOG, within=run.folder) as log:
+    with open_below(run.folder / LOG, within=run.folder) as log:
         try:
             child = subprocess.Popen(
                 run.words,

@@ -36,7 +36,7 @@ from meshwright.api.inputs import (
     plan_model,
     profile_for,
 )
-from meshwright.planner.calibration.fitting.fitted_constants import calibrated
+from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.slowdown import pace_of
 from meshwright.planner.documents import document
@@ -180,12 +180,12 @@ class Tuned:
     def step_s(self) -> float | None:
         """The answer's measured step."""
         answer = self.tuner.answer
-        return self.tuner.measured(answer).step_s if answer in self.tuner.ran else None
+        return self.tuner.measured_step(answer).step_s if answer in self.tuner.ran else None
 
     @property
     def first_s(self) -> float | None:
         """The measured step of the plan that was predicted fastest."""
-        return self.tuner.measured(0).step_s if 0 in self.tuner.ran else None
+        return self.tuner.measured_step(0).step_s if 0 in self.tuner.ran else None
 
     @property
     def device_seconds(self) -> float:
@@ -247,7 +247,7 @@ def tune(
     if mine is None:
         graph = model_of(model, seq_len=seq_len)
         measured = profile_for(graph, profile)
-        request = Request.of(
+        request = Request.create(
             graph,
             machine_of(cluster, measured),
             seq_len=seq_len,
@@ -475,13 +475,13 @@ class Tuning:
     def intended(self) -> Tuned:
         """Return what would be tried if every step took what is predicted; nothing is run."""
         tuner, queue = self._start(), list[int]()
-        while not tuner.done and (option := tuner.next_trial()) is not None:
+        while not tuner.is_done and (option := tuner.next_trial()) is not None:
             next_s = tuner.trial_s(option)
             spent = [self._expected(tuner, one) for one in queue]
             if not self.budget.left(spent, next_s):
                 break
             queue.append(option)
-            tuner = tuner.after(
+            tuner = tuner.with_outcome(
                 Outcome(option=option, step_s=self._every[option].prediction.step_time_s)
             )
         return self._tuned(self._start(), (), "a dry run: nothing was tried", tuple(queue))
@@ -538,7 +538,7 @@ class Tuning:
         constants = self._constants(tuner)
         request = replace(
             self.request,
-            cluster=calibrated(self.machine, constants.calibration),
+            cluster=with_fitted_constants(self.machine, constants.calibration),
             profile=self._used(constants),
         )
         chosen = self.candidates[tuner.answer].plan
@@ -576,7 +576,7 @@ class Tuning:
 
     def _stop(self, tuner: Tuner, trials: Sequence[Trial]) -> str:
         """Return why there are no more trials; empty: there are."""
-        if tuner.done:
+        if tuner.is_done:
             return "no other plan is likely to be more than 2 % faster"
         option = tuner.next_trial(skip=self._failed(trials))
         if option is None:
@@ -670,7 +670,7 @@ class Tuning:
         if tuner.ran:
             told = self._constants(tuner)
             document.write(told, self.folder / CONSTANTS_FILE)
-            machine = calibrated(self.machine, told.calibration)
+            machine = with_fitted_constants(self.machine, told.calibration)
             document.write(machine, self.folder / CLUSTER_FILE)
 
     def _constants(self, tuner: Tuner) -> Profile:
@@ -688,7 +688,7 @@ class Tuning:
         runs = sorted(tuner.ran, key=lambda option: float(tuner.posterior.mean[option]))
         found = as_measured(
             told,
-            [tuner.measured(option).step_s for option in runs],
+            [tuner.measured_step(option).step_s for option in runs],
             lambda constants, run: self._with(constants, runs[run]),
         )
         return self._profile(found)
@@ -699,7 +699,7 @@ class Tuning:
         return predict(
             self._every[option].plan,
             request.model,
-            calibrated(self.machine if self.on is None else self.on, constants),
+            with_fitted_constants(self.machine if self.on is None else self.on, constants),
             self._used(self._profile(constants)),
         ).step_time_s
 

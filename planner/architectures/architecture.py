@@ -16,7 +16,7 @@ from meshwright.planner.architectures import parallel_residual as side_by_side
 from meshwright.planner.architectures import unsupported
 from meshwright.planner.architectures.config_keys import (
     Config,
-    divided,
+    divided_head_dim,
     flag,
     optional,
     positive,
@@ -27,7 +27,7 @@ from meshwright.planner.architectures.decoders import (
     deepseek,
     leading_dense,
     llama,
-    routed,
+    routed_experts,
     windows,
 )
 from meshwright.planner.architectures.parameters import block_kinds, graph_of
@@ -133,7 +133,7 @@ def _gpt2(config: Config) -> Architecture:
         layers=positive(config, "n_layer"),
         heads=heads,
         kv_heads=heads,
-        head_dim=divided(config, hidden=("n_embd", hidden), heads=("n_head", heads)),
+        head_dim=divided_head_dim(config, hidden=("n_embd", hidden), heads=("n_head", heads)),
         ffn_size=optional(config, "n_inner", None) or 4 * hidden,
         vocab_size=positive(config, "vocab_size"),
         gated_mlp=False,
@@ -171,7 +171,7 @@ def _opt(config: Config) -> Architecture:
         layers=positive(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=heads,
-        head_dim=divided(
+        head_dim=divided_head_dim(
             config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
         ),
         ffn_size=positive(config, "ffn_dim"),
@@ -194,7 +194,7 @@ def _mixtral(config: Config) -> Architecture:
         **decoder(config, "mixtral", kv_heads=8),
         sliding_window=optional(config, "sliding_window", None) or 0,
         tied_embeddings=flag(config, "tie_word_embeddings", False),
-        experts=routed(config, count_key="num_local_experts", ffn_key="intermediate_size"),
+        experts=routed_experts(config, count_key="num_local_experts", ffn_key="intermediate_size"),
     )
 
 
@@ -209,7 +209,7 @@ def _qwen3_moe(config: Config) -> Architecture:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
-        experts=routed(
+        experts=routed_experts(
             config, count_key="num_experts", ffn_key="moe_intermediate_size", dense_layers=dense
         ),
     )
@@ -284,7 +284,7 @@ def _encoder(config: Config, family: str) -> dict[str, Any]:
         "layers": positive(config, "num_hidden_layers"),
         "heads": heads,
         "kv_heads": heads,
-        "head_dim": divided(
+        "head_dim": divided_head_dim(
             config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
         ),
         "ffn_size": positive(config, "intermediate_size"),

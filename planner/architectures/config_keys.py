@@ -26,7 +26,7 @@ def positive(config: Config, key: str) -> int:
     """Return a figure that must be there and be at least 1."""
     if config.get(key) is None:
         raise DocumentError(key, "is missing; give it, as the model's own config.json does")
-    return whole(config, key, least=1)
+    return whole_number(config, key, least=1)
 
 
 def experts_of(config: Config, key: str) -> int:
@@ -39,17 +39,17 @@ def count(config: Config, key: str) -> int:
     """Return a figure that must be there and may be 0."""
     if config.get(key) is None:
         raise DocumentError(key, "is missing; give it, as the model's own config.json does")
-    return whole(config, key, least=0)
+    return whole_number(config, key, least=0)
 
 
 def optional(config: Config, key: str, default: int | None) -> int | None:
     """Return a figure that may be left out (`default`) or null (None)."""
     if key not in config:
         return default
-    return None if config[key] is None else whole(config, key, least=0)
+    return None if config[key] is None else whole_number(config, key, least=0)
 
 
-def whole(config: Config, key: str, *, least: int) -> int:
+def whole_number(config: Config, key: str, *, least: int) -> int:
     """Return a whole number of at least `least`."""
     value = config[key]
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
@@ -77,7 +77,7 @@ def settings(config: Config, key: str) -> Config:
     return rope
 
 
-def rotated(config: Config, head_dim: int, *, key: str, default: float) -> int:
+def rotated_features(config: Config, head_dim: int, *, key: str, default: float) -> int:
     """Return the features of a head that are rotated, 0 meaning all; `key` is their share's name.
 
     `transformers` 5 writes the share among the `rope_parameters`.
@@ -90,7 +90,7 @@ def rotated(config: Config, head_dim: int, *, key: str, default: float) -> int:
     return 0 if features == head_dim else features
 
 
-def divided(config: Config, *, hidden: tuple[str, int], heads: tuple[str, int]) -> int:
+def divided_head_dim(config: Config, *, hidden: tuple[str, int], heads: tuple[str, int]) -> int:
     """Return the width of a head where the configuration leaves it to a division."""
     if hidden[1] % heads[1]:
         raise DocumentError(

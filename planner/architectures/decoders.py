@@ -8,7 +8,7 @@ from meshwright.planner.architectures.config_keys import (
     AS_RECORDED,
     Config,
     count,
-    divided,
+    divided_head_dim,
     experts_of,
     flag,
     optional,
@@ -37,7 +37,9 @@ def decoder(
         "heads": heads,
         "kv_heads": groups,
         "head_dim": optional(config, "head_dim", head_dim)
-        or divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)),
+        or divided_head_dim(
+            config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
+        ),
         "ffn_size": positive(config, "intermediate_size"),
         "vocab_size": positive(config, "vocab_size"),
         "gated_mlp": True,
@@ -143,7 +145,7 @@ def windows(config: Config, *, window: int, every: int) -> dict[str, Any]:
 _SPANS = {"sliding_attention", "full_attention"}
 
 
-def routed(config: Config, *, count_key: str, ffn_key: str, **more: Any) -> Experts:
+def routed_experts(config: Config, *, count_key: str, ffn_key: str, **more: Any) -> Experts:
     """Return the experts that a router of softmax scores chooses among, by their keys."""
     return Experts(
         count=experts_of(config, count_key),

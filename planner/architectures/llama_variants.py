@@ -14,7 +14,7 @@ from meshwright.planner.architectures.config_keys import (
     count,
     flag,
     optional,
-    rotated,
+    rotated_features,
     without_figures,
 )
 from meshwright.planner.architectures.decoders import (
@@ -22,7 +22,7 @@ from meshwright.planner.architectures.decoders import (
     deepseek,
     leading_dense,
     llama,
-    routed,
+    routed_experts,
     windows,
 )
 from meshwright.planner.documents.model import Architecture
@@ -80,7 +80,7 @@ def _gpt_oss(config: Config) -> Architecture:
         output_bias=bias,
         mlp_bias=True,
         **windows(config, window=window, every=2),
-        experts=routed(config, count_key="num_local_experts", ffn_key="intermediate_size"),
+        experts=routed_experts(config, count_key="num_local_experts", ffn_key="intermediate_size"),
     )
 
 
@@ -94,7 +94,9 @@ def _nemotron(config: Config) -> Architecture:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=flag(config, "mlp_bias", False),
-        rotary_dim=rotated(config, figures["head_dim"], key="partial_rotary_factor", default=0.5),
+        rotary_dim=rotated_features(
+            config, figures["head_dim"], key="partial_rotary_factor", default=0.5
+        ),
     )
 
 
@@ -116,8 +118,10 @@ def _glm4_moe(config: Config) -> Architecture:
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         qk_norm=flag(config, "use_qk_norm", False),
-        rotary_dim=rotated(config, figures["head_dim"], key="partial_rotary_factor", default=0.5),
-        experts=routed(
+        rotary_dim=rotated_features(
+            config, figures["head_dim"], key="partial_rotary_factor", default=0.5
+        ),
+        experts=routed_experts(
             config,
             count_key="n_routed_experts",
             ffn_key="moe_intermediate_size",
@@ -171,7 +175,7 @@ def _qwen2_moe(config: Config) -> Architecture:
         **decoder(config, "qwen2_moe", kv_heads=16),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=flag(config, "qkv_bias", True),
-        experts=routed(
+        experts=routed_experts(
             config,
             count_key="num_experts",
             ffn_key="moe_intermediate_size",

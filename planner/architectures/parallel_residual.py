@@ -11,11 +11,11 @@ from typing import Any
 
 from meshwright.planner.architectures.config_keys import (
     Config,
-    divided,
+    divided_head_dim,
     flag,
     optional,
     positive,
-    rotated,
+    rotated_features,
     settings,
     without_figures,
 )
@@ -25,7 +25,9 @@ from meshwright.planner.errors import DocumentError
 
 def _gpt_neox(config: Config) -> Architecture:
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
-    head_dim = divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads))
+    head_dim = divided_head_dim(
+        config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
+    )
     bias = flag(config, "attention_bias", True)
     return Architecture(
         **_plain("gpt_neox", hidden, heads, head_dim),
@@ -34,7 +36,7 @@ def _gpt_neox(config: Config) -> Architecture:
         ffn_size=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
         max_positions=optional(config, "max_position_embeddings", None) or 2048,
-        rotary_dim=rotated(config, head_dim, key="rotary_pct", default=0.25),
+        rotary_dim=rotated_features(config, head_dim, key="rotary_pct", default=0.25),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
@@ -46,7 +48,9 @@ def _gpt_neox(config: Config) -> Architecture:
 
 def _phi(config: Config) -> Architecture:
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
-    head_dim = divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads))
+    head_dim = divided_head_dim(
+        config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
+    )
     if flag(config, "qk_layernorm", False):
         raise without_figures("qk_layernorm", "is true")
     return Architecture(
@@ -56,7 +60,7 @@ def _phi(config: Config) -> Architecture:
         ffn_size=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
         max_positions=optional(config, "max_position_embeddings", None) or 2048,
-        rotary_dim=rotated(config, head_dim, key="partial_rotary_factor", default=0.5),
+        rotary_dim=rotated_features(config, head_dim, key="partial_rotary_factor", default=0.5),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=True,
         output_bias=True,
@@ -74,7 +78,7 @@ def _gptj(config: Config) -> Architecture:
             "gptj",
             hidden,
             heads,
-            divided(config, hidden=("n_embd", hidden), heads=("n_head", heads)),
+            divided_head_dim(config, hidden=("n_embd", hidden), heads=("n_head", heads)),
         ),
         layers=positive(config, "n_layer"),
         kv_heads=heads,
@@ -108,7 +112,9 @@ def _falcon(config: Config) -> Architecture:
             "falcon",
             hidden,
             heads,
-            divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)),
+            divided_head_dim(
+                config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
+            ),
         ),
         layers=positive(config, "num_hidden_layers"),
         kv_heads=kv_heads,
@@ -134,7 +140,9 @@ def _cohere(config: Config) -> Architecture:
         hidden,
         heads,
         optional(config, "head_dim", None)
-        or divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)),
+        or divided_head_dim(
+            config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
+        ),
     )
     return Architecture(
         **{**figures, "gated_mlp": True},
@@ -158,7 +166,10 @@ def _bloom(config: Config) -> Architecture:
     if flag(config, "apply_residual_connection_post_layernorm", False):
         raise without_figures("apply_residual_connection_post_layernorm", "is true")
     figures = _plain(
-        "bloom", hidden, heads, divided(config, hidden=(width, hidden), heads=("n_head", heads))
+        "bloom",
+        hidden,
+        heads,
+        divided_head_dim(config, hidden=(width, hidden), heads=("n_head", heads)),
     )
     return Architecture(
         **{**figures, "positions": "alibi"},
@@ -185,7 +196,10 @@ def _mpt(config: Config) -> Architecture:
     if (ratio := optional(config, "expansion_ratio", 4)) != 4:
         raise DocumentError("expansion_ratio", f"is {ratio}; give 4, as transformers has it")
     figures = _plain(
-        "mpt", hidden, heads, divided(config, hidden=("d_model", hidden), heads=("n_heads", heads))
+        "mpt",
+        hidden,
+        heads,
+        divided_head_dim(config, hidden=("d_model", hidden), heads=("n_heads", heads)),
     )
     return Architecture(
         **{**figures, "positions": "alibi"},

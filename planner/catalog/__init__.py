@@ -25,7 +25,7 @@ from meshwright.planner.documents.cluster import (
     Precision,
 )
 from meshwright.planner.documents.document import Document, Part, nearest, plain
-from meshwright.planner.documents.plugins import installed
+from meshwright.planner.documents.plugins import installed_entries
 from meshwright.planner.documents.stack import Stack, stack_of, with_options
 from meshwright.planner.documents.units import (
     Amount,
@@ -321,10 +321,10 @@ def accelerators() -> dict[str, AcceleratorEntry]:
     """Return every accelerator by name, those of installed packages too."""
     shipped = _with_sources(_Accelerators, "accelerators.yaml").accelerators
 
-    def made(name: str, data: dict[str, Any]) -> AcceleratorEntry:
+    def build_accelerator(name: str, data: dict[str, Any]) -> AcceleratorEntry:
         return _Accelerators.of({"format": 1, "accelerators": {name: data}}).accelerators[name]
 
-    return shipped | installed("accelerators", shipped, made)
+    return shipped | installed_entries("accelerators", shipped, build_accelerator)
 
 
 def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
@@ -362,14 +362,14 @@ def stacks() -> dict[str, Stack]:
     data = _data_of(resources.files(__package__).joinpath("stacks"))
     stacks_of_catalogue = _stacks(data)
 
-    def made(name: str, entry: dict[str, Any]) -> Stack:
+    def build_stack(name: str, entry: dict[str, Any]) -> Stack:
         if entry.get("name") != name:
             raise DocumentError(
                 "name", f"is not '{name}', as the entry point says; rename one of them"
             )
         return stack_of(entry, data)
 
-    return stacks_of_catalogue | installed("stacks", stacks_of_catalogue, made)
+    return stacks_of_catalogue | installed_entries("stacks", stacks_of_catalogue, build_stack)
 
 
 def read_stacks(folder: Traversable) -> dict[str, Stack]:
@@ -456,12 +456,12 @@ def model_config(name: str) -> dict[str, Any]:
 
 def accelerator_name(text: str) -> str:
     """Return the name that a name or alias stands for; DocumentError with the nearest if none."""
-    return _found(text, accelerators(), what="accelerator")
+    return _entry_name(text, accelerators(), what="accelerator")
 
 
 def node_name(text: str) -> str:
     """Return the name that a node type's name or alias stands for."""
-    return _found(text, nodes(), what="node type")
+    return _entry_name(text, nodes(), what="node type")
 
 
 def model_name(text: str) -> str:
@@ -470,7 +470,7 @@ def model_name(text: str) -> str:
     >>> model_name("meta-llama/Llama-3.1-8B")
     'llama-3.1-8b'
     """
-    return _found(text, models(), what="model")
+    return _entry_name(text, models(), what="model")
 
 
 def source_text(text: str) -> str:
@@ -491,10 +491,10 @@ def stack_name(text: str) -> str:
     >>> stack_name("Megatron-LM"), stack_name("fsdp2"), stack_name("native")
     ('megatron', 'fsdp', 'native')
     """
-    return _found(re.sub(r"[\s_]+", "-", text.strip()), stacks(), what="stack")
+    return _entry_name(re.sub(r"[\s_]+", "-", text.strip()), stacks(), what="stack")
 
 
-def _found(text: str, entries: dict[str, Any], *, what: str) -> str:
+def _entry_name(text: str, entries: dict[str, Any], *, what: str) -> str:
     names = {name.lower(): name for name in entries}
     for name, entry in entries.items():
         names |= {alias.lower(): name for alias in entry.aliases}

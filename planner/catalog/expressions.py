@@ -90,10 +90,10 @@ def resolve_model(text: str) -> ModelGraph:
     return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
 
 
-def located(source: str, document: str | os.PathLike[str]) -> str:
+def locate_model(source: str, document: str | os.PathLike[str]) -> str:
     """Return a model's source as it is found from here: a relative file may lie by the document.
 
-    >>> located("gpt2", "plans/plan.yaml")
+    >>> locate_model("gpt2", "plans/plan.yaml")
     'gpt2'
     """
     file, colon, factory = source.partition(":")
@@ -105,7 +105,7 @@ def located(source: str, document: str | os.PathLike[str]) -> str:
 
 def resolve_beside(source: str, document: str | os.PathLike[str]) -> ModelGraph:
     """Return the model that a document names, as the same model wherever its file is found."""
-    path = located(source, document)
+    path = locate_model(source, document)
     model = resolve_model(path)
     return model if path == source else model.model_copy(update={"source": source})
 
@@ -124,7 +124,7 @@ def resolve_cluster(text: str) -> ClusterSpec:
     if _is_path(text):
         return read(ClusterSpec, _path(text))
     if "+" in text:
-        return _joined(text)
+        return _join_groups(text)
     counts, name = _counts(text)
     if len(counts) <= 1 and _is_node_type(name):
         return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
@@ -140,7 +140,7 @@ def resolve_cluster(text: str) -> ClusterSpec:
     return _of_accelerator(accelerator, counts, text)
 
 
-def _joined(text: str) -> ClusterSpec:
+def _join_groups(text: str) -> ClusterSpec:
     """Return the cluster of several kinds of nodes, joined by the slowest of their networks.
 
     >>> joined = resolve_cluster("4xa100-sxm-80gb+8xv100-sxm-32gb")
@@ -208,7 +208,7 @@ def cluster_of(
     elif intra_link == "pcie":
         tiers = pcie(entry) or tiers
     if widened:
-        tiers = _widened(tiers or pcie(entry), devices_per_node)
+        tiers = _widen_tiers(tiers or pcie(entry), devices_per_node)
     return _cluster(
         f"{nodes}x{devices_per_node}x{name}",
         name,
@@ -221,7 +221,7 @@ def cluster_of(
     )
 
 
-def _widened(tiers: tuple[LinkTier, ...], devices: int) -> tuple[LinkTier, ...]:
+def _widen_tiers(tiers: tuple[LinkTier, ...], devices: int) -> tuple[LinkTier, ...]:
     if not tiers or tiers[-1].devices >= devices:
         return tiers
     return (*tiers[:-1], tiers[-1].model_copy(update={"devices": devices}))
@@ -294,7 +294,7 @@ def _cluster(
 ) -> ClusterSpec:
     devices = nodes * devices_per_node
     joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
-    tiers = _clipped(within, devices if joined else devices_per_node)
+    tiers = _clip_tiers(within, devices if joined else devices_per_node)
     if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
         reach = tiers[-1].devices if tiers else 1
         raise DocumentError(
@@ -321,7 +321,7 @@ def _cluster(
     )
 
 
-def _clipped(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]:
+def _clip_tiers(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]:
     """Keep the tiers that this number of devices uses, none wider than they are."""
     if devices == 1:
         return ()

@@ -47,7 +47,7 @@ class Rents(Document):
     rents: tuple[Rent, ...]
 
 
-def imported(path: str, *, provider: str, date: str) -> Rents:
+def import_rents(path: str, *, provider: str, date: str) -> Rents:
     """Return the offers of a CSV file; rows of accelerators that the catalogue lacks are left out.
 
     Neither list says when it was made or by whom each row was asked: `provider` and `date` do,
@@ -95,7 +95,7 @@ def _of_skypilot(
         key = (row["InstanceType"] or f"{int(count)}x {name}", name, row["Region"] or "all")
         price, spot = _number(row["Price"]), _number(row["SpotPrice"])
         before = best.get(key, (None, None, int(count)))
-        best[key] = (_least(before[0], price), _least(before[1], spot), int(count))
+        best[key] = (_lower_price(before[0], price), _lower_price(before[1], spot), int(count))
     yield from _rents(best, provider, date, path)
 
 
@@ -110,9 +110,9 @@ def _of_gpuhunt(rows: list[dict[str, str]], provider: str, date: str, path: str)
         key = (row["instance_name"], name, row["location"] or "all")
         on_demand, spot, _ = best.get(key, (None, None, 0))
         if row["spot"].strip().lower() == "true":
-            spot = _least(spot, price)
+            spot = _lower_price(spot, price)
         else:
-            on_demand = _least(on_demand, price)
+            on_demand = _lower_price(on_demand, price)
         best[key] = (on_demand, spot, int(count))
     yield from _rents(best, provider, date, path)
 
@@ -162,6 +162,6 @@ def _number(text: str) -> float | None:
     return value if 0 < value <= MOST else None
 
 
-def _least(first: float | None, other: float | None) -> float | None:
+def _lower_price(first: float | None, other: float | None) -> float | None:
     values = [value for value in (first, other) if value is not None]
     return min(values) if values else None

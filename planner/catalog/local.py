@@ -132,13 +132,13 @@ def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[LocalDe
         )
     except (OSError, subprocess.SubprocessError):
         return ()
-    return visible(listed(rows), environment.get("CUDA_VISIBLE_DEVICES"), instances(names))
+    return visible(parse_devices(rows), environment.get("CUDA_VISIBLE_DEVICES"), instances(names))
 
 
-def listed(text: str) -> tuple[LocalDevice, ...]:
+def parse_devices(text: str) -> tuple[LocalDevice, ...]:
     """Read the lines of `nvidia-smi --query-gpu=name,memory.total,uuid` (in MiB).
 
-    >>> listed("NVIDIA H100 80GB HBM3, 81559, GPU-5c8")
+    >>> parse_devices("NVIDIA H100 80GB HBM3, 81559, GPU-5c8")
     (LocalDevice(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984, identifier='GPU-5c8', \
 number=0),)
     """

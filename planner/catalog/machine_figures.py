@@ -157,7 +157,7 @@ def machine_figures() -> MachineFigures:
     Raises LaunchError where the machine cannot be measured.
     """
     file = figures_file()
-    with _locked(file.with_suffix(".lock")):
+    with _lock_file(file.with_suffix(".lock")):
         cached = _read(file)
         figures = _measure() if cached is None else cached.with_memory(available_bytes())
         if figures != cached:
@@ -176,7 +176,7 @@ def _read(file: Path) -> MachineFigures | None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def _lock_file(file: Path) -> Iterator[None]:
     """Let one process at a time look for figures; the lock ends with the process."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

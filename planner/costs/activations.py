@@ -39,7 +39,7 @@ UNPACKING_TRAFFIC_BYTES = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Treated:
+class ActivationCost:
     """The stored tensors of one layer and micro-batch under one treatment; seconds are exposed."""
 
     stored_bytes: float
@@ -53,7 +53,9 @@ class Treated:
     unpacking_s: float = 0.0
 
 
-def treated(activations: Activations, figures: Figures, rates: Rates, *, passed: float) -> Treated:
+def activation_cost(
+    activations: Activations, figures: Figures, rates: Rates, *, passed: float
+) -> ActivationCost:
     """Return what becomes of a layer's stored tensors.
 
     `passed` are bytes that stay whatever happens, beside `figures.stored_bytes`: what a pipeline
@@ -62,11 +64,11 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
     stored = figures.stored_bytes
     match activations:
         case "keep":
-            return Treated(stored_bytes=stored + passed)
+            return ActivationCost(stored_bytes=stored + passed)
         case "offload":
             moved = rates.stack.offload.activations_share * figures.own_share * stored
             copy_s = rates.host_copy_s(moved)
-            return Treated(
+            return ActivationCost(
                 stored_bytes=passed + stored - moved,
                 moving_bytes=moved,
                 host_bytes=moved,
@@ -74,7 +76,7 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
                 backward_host_s=uncovered_s(copy_s, figures.whole_backward_s),
             )
         case "compress":
-            return _compressed(figures, rates, passed=passed)
+            return _compression_cost(figures, rates, passed=passed)
         case _:
             assert_never(activations)
 
@@ -84,12 +86,12 @@ def uncovered_s(copy_s: float, pass_s: float) -> float:
     return larger(0.0, copy_s - pass_s)
 
 
-def _compressed(figures: Figures, rates: Rates, *, passed: float) -> Treated:
+def _compression_cost(figures: Figures, rates: Rates, *, passed: float) -> ActivationCost:
     stored = figures.stored_bytes
     packable = figures.packable_share * stored
     elements = figures.elements_per_stored_byte * stored
     width = share(packable, elements)
-    return Treated(
+    return ActivationCost(
         stored_bytes=stored + passed - packable + PACKED_BYTES_PER_ELEMENT * elements,
         moving_bytes=packable,
         packing_s=rates.memory_s((PACKING_TRAFFIC_BYTES + width) * elements),

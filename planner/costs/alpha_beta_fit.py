@@ -22,12 +22,12 @@ LEAST_POINTS = 2
 """Of a line."""
 
 
-def fitted(points: Sequence[LinkPoint]) -> LinkFit | None:
+def fit_link(points: Sequence[LinkPoint]) -> LinkFit | None:
     """Return the lines through points, None where fewer than two have seconds.
 
     >>> def point(kib, seconds):
     ...     return LinkPoint(size_bytes=1024 * kib, seconds=seconds, spread=0.0)
-    >>> found = fitted([point(kib, 1e-3 + kib * 1e-5) for kib in (1, 4, 16, 64)])
+    >>> found = fit_link([point(kib, 1e-3 + kib * 1e-5) for kib in (1, 4, 16, 64)])
     >>> [(f"{p.latency_s:.4f}", f"{p.bytes_per_s:.3g}") for p in found.pieces]
     [('0.0010', '1.02e+08')]
     """

@@ -121,7 +121,7 @@ def one_of(many: Figures, index: int) -> Figures:
     )
 
 
-def taken(many: Figures, places: NDArray[np.intp]) -> Figures:
+def figures_at(many: Figures, places: NDArray[np.intp]) -> Figures:
     """Return the figures of some places, of figures that are arrays [place]."""
     changed: dict[str, Any] = {}
     for name in _NAMES:
@@ -130,7 +130,7 @@ def taken(many: Figures, places: NDArray[np.intp]) -> Figures:
     return Figures(**changed)
 
 
-def joined(parts: Sequence[tuple[list[int], Figures]], count: int) -> Figures:
+def join_figures(parts: Sequence[tuple[list[int], Figures]], count: int) -> Figures:
     """Return figures that are arrays [place] of `count`, from those of some places each.
 
     What is no number is taken from the first.
@@ -157,7 +157,7 @@ _NAMES = tuple(field.name for field in fields(Figures))
 Computed = Callable[[Setting, Recompute], Figures]
 
 
-def calibrated(
+def calibrated_figures(
     measurements: Sequence[LayerMeasurement],
     kind: str,
     setting: Setting,
@@ -185,13 +185,13 @@ def calibrated(
         if _same_but_batch(m, setting, recompute) and _run_alike(m, setting)
     }
     if setting.micro_batch in exact:
-        return _measured(figures, exact[setting.micro_batch])
+        return _measured_figures(figures, exact[setting.micro_batch])
     below = [b for b in exact if b < setting.micro_batch]
     above = [b for b in exact if b > setting.micro_batch]
     if below and above:
         low, high = exact[max(below)], exact[min(above)]
         share = (setting.micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
-        return _between(_measured(figures, low), _measured(figures, high), share)
+        return _between(_measured_figures(figures, low), _measured_figures(figures, high), share)
     return _scaled_to_nearest(figures, same_kind, setting, recompute, computed)
 
 
@@ -215,7 +215,7 @@ def _scaled_to_nearest(
         compiled=setting.compiled if at_end else nearest.compiled,
         loss=nearest.loss,
     )
-    return _scaled(figures, nearest, computed(there, nearest.recompute))
+    return _scaled_figures(figures, nearest, computed(there, nearest.recompute))
 
 
 def of_whole_stages(figures: Figures, factors: tuple[float, float]) -> Figures:
@@ -309,7 +309,7 @@ def _distance(
     )
 
 
-def _measured(figures: Figures, m: LayerMeasurement) -> Figures:
+def _measured_figures(figures: Figures, m: LayerMeasurement) -> Figures:
     """Replace seconds and bytes; measured seconds divide among causes as computed ones do."""
     forward = m.forward_s / figures.whole_forward_s if figures.whole_forward_s else 0.0
     backward = m.backward_s / figures.whole_backward_s if figures.whole_backward_s else 0.0
@@ -357,7 +357,7 @@ def _between(low: Figures, high: Figures, share: float) -> Figures:
     )
 
 
-def _scaled(figures: Figures, m: LayerMeasurement, there: Figures) -> Figures:
+def _scaled_figures(figures: Figures, m: LayerMeasurement, there: Figures) -> Figures:
     """Scale the arithmetic by measured over computed at the nearest measured setting."""
 
     def ratio(measured: float, computed: float) -> float:

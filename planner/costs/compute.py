@@ -135,13 +135,13 @@ def device(
         eight_bit_flops=_narrow_flops(accelerator, precision, stack) if eight else None,
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
-        sustained=sustained(accelerator, stack),
+        sustained=sustained_share(accelerator, stack),
         slowest=1.0 if accelerator.kind == "cpu" else slowest(devices),
         attention=attention_share(
             accelerator, stack.kernels.attention, seq_len=seq_len, head_dim=head_dim
         )
         if stack.kernels.attention != "module"
-        else sustained(accelerator, stack),
+        else sustained_share(accelerator, stack),
         every_product=casts.products == "all",
         every_launch=stack.kernels.launches == "every",
         cast_bytes=casts.cast_bytes,
@@ -154,7 +154,7 @@ def device(
     )
 
 
-def compiled(on: DeviceRates) -> DeviceRates:
+def compiled_rates(on: DeviceRates) -> DeviceRates:
     """Return a device whose kernels a compiler made: it fuses casts with what lies around them."""
     return replace(on, cast_bytes=0.0, cast_kernels=0) if on.cast_kernels else on
 
@@ -164,7 +164,7 @@ def recipe_of(stack: Stack, precision: str, scales: str) -> Recipe | None:
     return stack.eight_bit.recipes.get(scales if precision == "fp8" else precision)
 
 
-def scaled(on: DeviceRates, recipe: Recipe) -> DeviceRates:
+def rates_with_scales(on: DeviceRates, recipe: Recipe) -> DeviceRates:
     """Return a device whose products in 8 bits have other scales than the stack's usual ones."""
     if on.eight_bit_flops is None:
         return on
@@ -184,7 +184,7 @@ def with_narrow_weights(on: DeviceRates, stack: Stack) -> DeviceRates:
     return replace(on, narrow_weights=True, weight_bytes=stack.eight_bit.arrived_bytes)
 
 
-def sustained(accelerator: Accelerator, stack: Stack) -> float:
+def sustained_share(accelerator: Accelerator, stack: Stack) -> float:
     """Return the share of a single kernel's rate that products sustain in a stack's step.
 
     A curve measured on the machine itself contains it, and CPUs' curves are always of long runs.
@@ -192,14 +192,14 @@ def sustained(accelerator: Accelerator, stack: Stack) -> float:
     kernels, rule = accelerator.kernels, stack.kernels
     if rule.tuned:
         generation = rule.architecture_products.get(accelerator.architecture or "", 1.0)
-        share = min(kernels.sustained_tuned, powered(accelerator))
+        share = min(kernels.sustained_tuned, power_share(accelerator))
         return share * rule.products * generation
     if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
         return 1.0
-    return min(kernels.sustained, powered(accelerator))
+    return min(kernels.sustained, power_share(accelerator))
 
 
-def powered(accelerator: Accelerator) -> float:
+def power_share(accelerator: Accelerator) -> float:
     """Return the share of a single kernel's rate for which a board has power, 1 or more if it has.
 
         η P / (f F)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.planner.costs.calibration import Figures, joined, taken
+from meshwright.planner.costs.calibration import Figures, figures_at, join_figures
 from meshwright.planner.costs.hardware_rates import Rates
 from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
 from meshwright.planner.documents.model import ModelGraph
@@ -35,7 +35,7 @@ class FigureBasis:
     devices_per_node: int
 
     @classmethod
-    def of(
+    def of_cluster(
         cls,
         model: ModelGraph,
         cluster: ClusterSpec,
@@ -60,7 +60,7 @@ class Rows:
     """The row of each."""
     figures: KindFigures = field(default_factory=dict)
 
-    def of(
+    def figures_of(
         self, keys: Sequence[Hashable], computed: Callable[[list[int]], KindFigures]
     ) -> KindFigures:
         """Return arrays [key]; `computed` are those of keys, by their index, that are not known."""
@@ -69,7 +69,7 @@ class Rows:
             self._add(list(new), computed(list(new.values())))
         rows = np.array([self.places[key] for key in keys], dtype=np.intp)
         return {
-            kind: tuple(taken(choice, rows) for choice in choices)
+            kind: tuple(figures_at(choice, rows) for choice in choices)
             for kind, choices in self.figures.items()
         }
 
@@ -79,13 +79,13 @@ class Rows:
         self.places.update(zip(keys, added, strict=True))
         if not size:
             self.figures = {
-                kind: tuple(joined([(added, choice)], len(keys)) for choice in choices)
+                kind: tuple(join_figures([(added, choice)], len(keys)) for choice in choices)
                 for kind, choices in figures.items()
             }
             return
         self.figures = {
             kind: tuple(
-                joined([(before, old), (added, new)], size + len(keys))
+                join_figures([(before, old), (added, new)], size + len(keys))
                 for old, new in zip(self.figures[kind], choices, strict=True)
             )
             for kind, choices in figures.items()

@@ -56,17 +56,17 @@ def in_order(model: ModelGraph, order: Sequence[str] | None = None) -> ModelGrap
         name=model.name,
         source=model.source,
         architecture=model.architecture,
-        layers=tuple(_alone(name, single[name]) for name in order),
+        layers=tuple(_standalone_layer(name, single[name]) for name in order),
         edges=model.edges,
         colocated=model.colocated,
     )
 
 
-def _alone(name: str, layer: Layer) -> Layer:
+def _standalone_layer(name: str, layer: Layer) -> Layer:
     return layer.model_copy(update={"name": name, "repeat": 1})
 
 
-def colocated(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
+def colocated_places(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
     """Return the places in the chain of the layers of each group."""
     place = {name: at for at, (name, _) in enumerate(model.chain)}
     groups = (model.colocated or {}).values()

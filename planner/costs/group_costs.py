@@ -15,8 +15,8 @@ from meshwright.planner.costs.collectives import Level, group_levels
 from meshwright.planner.costs.cut_tensors import crossings
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
 from meshwright.planner.costs.memory.host_memory import host_room_bytes
-from meshwright.planner.costs.memory.rank_memory import Passing
-from meshwright.planner.costs.stage_placement import Seat, Seats, passed_on
+from meshwright.planner.costs.memory.rank_memory import StageTraffic
+from meshwright.planner.costs.stage_placement import StagePlacement, StagePlacements, passed_on
 from meshwright.planner.documents.plan import Activations, Layout
 from meshwright.planner.requests.request import Request
 
@@ -34,7 +34,7 @@ class GroupCosts:
         self.model = request.model
         self.cluster = request.cluster
         self.tables = tables or {
-            group.name: CostTables(request.on((group,)), activations)
+            group.name: CostTables(request.on_groups((group,)), activations)
             for group in request.cluster.groups
         }
 
@@ -49,7 +49,7 @@ class GroupCosts:
 
     def costs(self, layout: Layout) -> dict[str, LayoutCosts]:
         """Return each group's costs of a layout, in the order of the groups."""
-        return {name: tables.of(layout) for name, tables in self.tables.items()}
+        return {name: tables.costs_of(layout) for name, tables in self.tables.items()}
 
     def crossing_s(
         self, layout: Layout, before: str, after: str, size_bytes: float | None = None
@@ -59,7 +59,7 @@ class GroupCosts:
         It has `size_bytes`, or what crosses every boundary of a chain.
         """
         if size_bytes is None:
-            size_bytes = self.tables[before].of(layout).boundary_bytes
+            size_bytes = self.tables[before].costs_of(layout).boundary_bytes
         if before != after:
             joined = Level(self.cluster.tiers[-1], 2)
             return self.tables[before].rates.link_s("send_recv", size_bytes, (joined,))
@@ -69,22 +69,22 @@ class GroupCosts:
 
     def seats(
         self, layout: Layout, groups: Sequence[str], stages: Sequence[Sequence[str]] | None = None
-    ) -> Seats:
+    ) -> StagePlacements:
         """Return the seats of stages that run on these groups.
 
         `stages` are their layers' names, where layers form a graph.
         """
         costs = self.costs(layout)
         held = {group.name: group for group in self.cluster.groups}
-        passings: Sequence[Passing | None] = [None] * len(groups)
+        passings: Sequence[StageTraffic | None] = [None] * len(groups)
         crossing: Sequence[Sequence[float | None]] = [[None]] * (len(groups) - 1)
         if stages is not None:
             sizes = self.tables[groups[0]].output_sizes(layout)
             passings = passed_on(self.model, sizes, stages)
             crossing = [[sizes[name] for name in names] for names in crossings(self.model, stages)]
-        return Seats(
+        return StagePlacements(
             stages=tuple(
-                Seat(
+                StagePlacement(
                     costs=costs[g],
                     accelerator=held[g].accelerator,
                     passing=passing,

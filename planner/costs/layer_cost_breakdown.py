@@ -11,7 +11,7 @@ from typing import NamedTuple, assert_never, cast
 
 import numpy as np
 
-from meshwright.planner.costs.activations import Treated, treated
+from meshwright.planner.costs.activations import ActivationCost, activation_cost
 from meshwright.planner.costs.calibration import Figures
 from meshwright.planner.costs.collectives import Level, group_steps, levels, same_experts_steps
 from meshwright.planner.costs.hardware_rates import Rates
@@ -19,8 +19,8 @@ from meshwright.planner.costs.layer_costs import LayerFigures
 from meshwright.planner.costs.layer_seconds import ENDS
 from meshwright.planner.costs.layer_strategy import StrategyParts
 from meshwright.planner.costs.memory.resident_states import (
-    HeldStates,
     ResidentParameters,
+    ResidentStates,
     loss_gradients,
     matrices_bytes,
     weight_versions,
@@ -53,7 +53,7 @@ class LayerParts:
         cluster: ClusterSpec,
         figures: LayerFigures,
         rates: Rates,
-        holding: HeldStates,
+        holding: ResidentStates,
         *,
         setting: Callable[[Layout], Setting],
         activations: tuple[Activations, ...],
@@ -76,12 +76,12 @@ class LayerParts:
         self._known_links: dict[tuple[object, ...], Links] = {}
         self._known_parts: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
 
-    def of(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
+    def parts_of(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
         """[choice] One kind's parts, with the seconds of sharing only if `linked`."""
         key = (kind, linked, *parts_key(layout))
         parts = self._known_parts.get(key)
         if parts is None:
-            figures = self._figures.of(self._setting(layout), layout)[kind]
+            figures = self._figures.figures_of(self._setting(layout), layout)[kind]
             parts = self._put_parts(self._layers[kind], layout, figures, linked=linked)
             self._known_parts[key] = parts
         return parts
@@ -91,7 +91,7 @@ class LayerParts:
 
         `moved` is that of layouts that compute as the first does (`moved_together`).
         """
-        figures = self._figures.of(self._setting(first), first)[kind]
+        figures = self._figures.figures_of(self._setting(first), first)[kind]
         return self._put_together(self._layers[kind], first, figures, moved)
 
     def moved_together(self, kind: str, layouts: Sequence[Layout]) -> Moved:
@@ -99,7 +99,7 @@ class LayerParts:
 
         The layouts differ in how widely one ZeRO level divides states and where the axes lie.
         """
-        each = [self._moved(self._layers[kind], layout) for layout in layouts]
+        each = [self._states_and_traffic(self._layers[kind], layout) for layout in layouts]
         moving = ShardingTraffic(
             **{
                 name: _column([getattr(layer.traffic, name) for layer in each])
@@ -116,23 +116,27 @@ class LayerParts:
     ) -> tuple[StrategyParts, ...]:
         """Add the states, and over links the sharding communication, to a layer's figures."""
         if linked:
-            return self._put_together(layer, layout, figures, self._moved(layer, layout))
-        held = self._holding.held(layer, layout, self._holding.sharing(layout))
+            return self._put_together(
+                layer, layout, figures, self._states_and_traffic(layer, layout)
+            )
+        held = self._holding.resident_parameters(layer, layout, self._holding.sharing(layout))
         return self._put_together(layer, layout, figures, Moved(held, None, 0.0))
 
-    def moved(self, kind: str, layout: Layout) -> tuple[ResidentParameters, ShardingTraffic, float]:
+    def resident_and_traffic(
+        self, kind: str, layout: Layout
+    ) -> tuple[ResidentParameters, ShardingTraffic, float]:
         """Return a rank's bytes of a kind, what its sharing takes, and a tied weight's sums."""
-        held, moving, tied_s = self._moved(self._layers[kind], layout)
+        held, moving, tied_s = self._states_and_traffic(self._layers[kind], layout)
         assert moving is not None
         return held, moving, tied_s
 
-    def _moved(self, layer: Layer, layout: Layout) -> Moved:
+    def _states_and_traffic(self, layer: Layer, layout: Layout) -> Moved:
         """Return what a layer's states are and what their sharing takes, whatever the passes."""
         key = layer.kind, *_sharing_key(layout)
         moved = self._known_moved.get(key)
         if moved is None:
             sharing, links = self._holding.sharing(layout), self.links(layout)
-            held = self._holding.held(layer, layout, sharing)
+            held = self._holding.resident_parameters(layer, layout, sharing)
             narrow = (self._narrow or sharing.narrow) and layer.kind not in ENDS
             moving = self._moving(held, sharing, links, narrow=narrow)
             once_s = self._tied_s(layer, layout, links)
@@ -193,7 +197,7 @@ class LayerParts:
                 sharing,
                 activations=activations,
                 states=held.states,
-                treated=treated(
+                treated=activation_cost(
                     activations,
                     choice,
                     self._rates,
@@ -202,7 +206,7 @@ class LayerParts:
                 sync_s=sync_s + once.shard_s,
                 stream_s=stream_s + once.host_s,
                 optimizer_s=optimizer_s,
-                left_bytes=self._left(layer, recompute, choice, held, sharing),
+                left_bytes=self._leftover_bytes(layer, recompute, choice, held, sharing),
             )
             for recompute, choice in zip(self._recomputes, figures, strict=True)
             for activations in self._activations
@@ -263,7 +267,7 @@ class LayerParts:
         *,
         activations: Activations,
         states: States,
-        treated: Treated,
+        treated: ActivationCost,
         sync_s: float,
         stream_s: float,
         optimizer_s: float,
@@ -298,7 +302,7 @@ class LayerParts:
             forward_waits_s=figures.forward_waits_s,
         )
         hooks_s = 0.0
-        if sharing.wrapped:
+        if sharing.is_wrapped:
             hooks_s = self._rates.hooks_s
             gather_s += self._rates.unit_s(figures.forward_ahead_s)
             backward_s += self._rates.unit_s(figures.backward_ahead_s)
@@ -319,7 +323,7 @@ class LayerParts:
             hooks_s=hooks_s,
         )
 
-    def _left(
+    def _leftover_bytes(
         self,
         layer: Layer,
         recompute: Recompute,
@@ -334,7 +338,7 @@ class LayerParts:
         distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook).
         """
         keeps = self._rates.stack.recompute.reentrant and held.frozen and recompute == "full"
-        if not (keeps and sharing.wrapped and layer.kind not in self._holding.end_kinds):
+        if not (keeps and sharing.is_wrapped and layer.kind not in self._holding.end_kinds):
             return 0.0
         return 2 * figures.stored_bytes
 
@@ -357,7 +361,7 @@ class LayerParts:
         (runtime/optim/sharded_optimizer.py).
         """
         group = links.shard
-        if not sharing.sharded:
+        if not sharing.is_sharded:
             steps = group_steps(layout, ("tensor",))
             group = levels(self._cluster.tiers, steps, devices=layout.devices)
         return sum(

@@ -20,9 +20,9 @@ from meshwright.planner.costs import collectives, compute, layer_seconds
 from meshwright.planner.costs.calibration import (
     Computed,
     Figures,
-    calibrated,
+    calibrated_figures,
     corrects,
-    joined,
+    join_figures,
     of_whole_stages,
     one_of,
     stage_factors,
@@ -93,10 +93,10 @@ class LayerFigures:
         self._together: dict[tuple[object, ...], tuple[KindFigures, int]] = {}
         """Figures of many settings, and the place of one among them."""
         store = FigureStore() if store is None else store
-        self._rows = store.rows(FigureBasis.of(model, cluster, rates, recomputes))
+        self._rows = store.rows(FigureBasis.of_cluster(model, cluster, rates, recomputes))
         self._groups: dict[tuple[object, ...], Levels] = {}
 
-    def of(self, setting: Setting, layout: Layout) -> KindFigures:
+    def figures_of(self, setting: Setting, layout: Layout) -> KindFigures:
         """Return every kind's figures, in a setting whose groups lie as the layout says."""
         return self._entry(setting, layout)[0]
 
@@ -117,12 +117,12 @@ class LayerFigures:
             if self.profile is None or not corrects(self.profile.layers, setting):
                 alike.setdefault(setting.branches, []).append(index)
             else:
-                apart.append(([index], self.of(setting, layout)))
+                apart.append(([index], self.figures_of(setting, layout)))
         for indices in alike.values():
             apart.append((indices, self._many([places[index] for index in indices])))
         return {
             kind: tuple(
-                joined(
+                join_figures(
                     [(indices, figures[kind][choice]) for indices, figures in apart], len(places)
                 )
                 for choice in range(len(self._recomputes))
@@ -173,21 +173,21 @@ class LayerFigures:
         for names in (others, [self._loss] if self._loss in kinds else []):
             if names:
                 rows = self._rows.setdefault((alike, names == [self._loss]), Rows())
-                figures |= rows.of(keys, partial(worked_out, names))
+                figures |= rows.figures_of(keys, partial(worked_out, names))
         return figures
 
     def _worked_out(
         self, kinds: Sequence[str], each: Sequence[Setting], groups: Sequence[Groups]
     ) -> KindFigures:
         """Return figures that are arrays [setting], of groups that lie in these places."""
-        settings = ManySettings.of(each)
+        settings = ManySettings.stack(each)
         link_s = self._links_s(groups)
         figures = {}
         for kind in kinds:
             layer = self._layers[kind]
             table = arithmetic.table(self.model, layer, settings)
             figures[kind] = tuple(
-                self._computed(layer, settings, table, choice, link_s)
+                self._computed_figures(layer, settings, table, choice, link_s)
                 for choice in self._recomputes
             )
         return figures
@@ -236,22 +236,22 @@ class LayerFigures:
         def computed_in(place: Groups) -> Computed:
             link_s = self._link_s(place)
 
-            def computed(at: Setting, recompute: Recompute) -> Figures:
+            def computed_figures(at: Setting, recompute: Recompute) -> Figures:
                 if at not in tables:
                     tables[at] = arithmetic.table(self.model, layer, at)
-                return self._computed(layer, at, tables[at], recompute, link_s)
+                return self._computed_figures(layer, at, tables[at], recompute, link_s)
 
-            return computed
+            return computed_figures
 
         here = computed_in(near if measurements else groups)
         result = tuple(
-            calibrated(measurements, layer.kind, setting, recompute, here)
+            calibrated_figures(measurements, layer.kind, setting, recompute, here)
             for recompute in self._recomputes
         )
         if measurements and _spans(near[0]) != _spans(groups[0]):
             there = computed_in(groups)
             result = tuple(
-                _moved(figures, here(setting, recompute), there(setting, recompute))
+                _moved_figures(figures, here(setting, recompute), there(setting, recompute))
                 for figures, recompute in zip(result, self._recomputes, strict=True)
             )
         if self.profile is None or not self.profile.stages or not measurements:
@@ -275,7 +275,7 @@ class LayerFigures:
             return measured
         return [m for m in measured if m.context == 1]
 
-    def _computed(
+    def _computed_figures(
         self,
         layer: Layer,
         setting: Setting,
@@ -288,14 +288,14 @@ class LayerFigures:
         A pass takes what the device needs or what the host needs to start its kernels, whichever is
         more; how far the device is behind tells what else the host may do unseen.
         """
-        again, on = table.recomputed(recompute), self._rates.device
+        again, on = table.recomputed_operators(recompute), self._rates.device
         recipe = compute.recipe_of(self._rates.stack, setting.precision, setting.scales)
         if recipe is not None:
-            on = compute.scaled(on, recipe)
+            on = compute.rates_with_scales(on, recipe)
         if setting.narrow_weights:
             on = compute.with_narrow_weights(on, self._rates.stack)
         if setting.compiled:
-            on = compute.compiled(on)
+            on = compute.compiled_rates(on)
         kernel_s = layer_seconds.passes(table, recompute, on)
         if setting.overlaps_tensors:
             kernel_s = layer_seconds.in_pieces(table, again, setting.tensor, kernel_s)
@@ -354,7 +354,7 @@ class LayerFigures:
             late_bytes=late_bytes - working_bytes,
             returned_bytes=table.returned_bytes,
             returned_anew_bytes=table.returned_anew_bytes(recompute),
-            stores_input="x" in table.stored(recompute),
+            stores_input="x" in table.stored_tensors(recompute),
             provenance=on.curve.provenance,
             spread=on.curve.spread,
             weight_share=share(weight_s, backward_s),
@@ -451,7 +451,7 @@ class LayerFigures:
         )
 
 
-def _moved(figures: Figures, here: Figures, there: Figures) -> Figures:
+def _moved_figures(figures: Figures, here: Figures, there: Figures) -> Figures:
     """Return figures of a tensor group elsewhere than the neighbours that were measured.
 
     What they send takes longer by what arithmetic says that it takes longer: most of what is

@@ -135,7 +135,7 @@ def shown_s(communication_s: float, window_s: float, overlap: float) -> float:
 
 def passes(table: OperatorTable, recompute: Recompute, on: DeviceRates) -> KernelSeconds:
     """Return the seconds of a layer's kernels."""
-    operators, again = table.operators, table.recomputed(recompute)
+    operators, again = table.operators, table.recomputed_operators(recompute)
     end = table.kind in ENDS
     core = [op for op in operators if op.kind == "attention" or op.in_core]
     shared = [op for op in operators if op.name.startswith("shared") and op.name != "shared_sum"]
@@ -234,7 +234,7 @@ def collectives(
             continue
         size = operator.moved_bytes
         back = operator.backward_moved_bytes if operator.kind == "all_to_all" else size
-        seen = 1.0 if operator.waits else _seen(operator.axis, rule, end=end)
+        seen = 1.0 if operator.waits else _exposed_s(operator.axis, rule, end=end)
         back_s = one_s(BACKWARD_OF[operator.kind], back, operator)
         there_s = one_s(cast(Collective, operator.kind), size, operator)
         if operator.only == "forward":
@@ -253,7 +253,7 @@ def collectives(
     for operator in again:
         if operator.communicates and operator.only != "backward":
             back_s = one_s(cast(Collective, operator.kind), operator.moved_bytes, operator)
-            seen = 1.0 if operator.waits else _seen(operator.axis, rule, end=end)
+            seen = 1.0 if operator.waits else _exposed_s(operator.axis, rule, end=end)
             if rule.beside and operator.axis == "tensor" and not (end or operator.waits):
                 back_s = _left_s(back_s, _beside_s(operator, again, on)[0], rule)
             yield operator, 0.0, seen * back_s
@@ -269,9 +269,9 @@ def in_pieces(
 
     def more(operators: Sequence[Operator]) -> float:
         products = [
-            len(_beside(op, operators))
+            len(_neighbouring_products(op, operators))
             for op in operators
-            if op.axis == "tensor" and not op.waits and _beside(op, operators)
+            if op.axis == "tensor" and not op.waits and _neighbouring_products(op, operators)
         ]
         return (ranks - 1) * sum(products) + ranks * len(products)
 
@@ -284,7 +284,9 @@ def in_pieces(
     )
 
 
-def _beside(collective: Operator, operators: Iterable[Operator]) -> list[tuple[Operator, str]]:
+def _neighbouring_products(
+    collective: Operator, operators: Iterable[Operator]
+) -> list[tuple[Operator, str]]:
     """Return the products in front of which a collective gathers, or behind which it scatters.
 
     An operator that stands for several has each of them, by what it makes.
@@ -309,7 +311,7 @@ def _beside_s(
     with the product only where there is a single one (torch, _inductor/fx_passes,
     micro_pipeline_tp.py).  None: there is no such product.
     """
-    beside = _beside(collective, operators)
+    beside = _neighbouring_products(collective, operators)
     if not beside:
         return None, None
     each = {op.name: op for op, _ in beside}.values()
@@ -360,7 +362,7 @@ def seen_links(
     return forward_s, backward_s
 
 
-def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
+def _exposed_s(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
     return rule.tensor if axis == "tensor" and not end else 1.0
 
 

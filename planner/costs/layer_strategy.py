@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.planner.costs.activations import Treated
+from meshwright.planner.costs.activations import ActivationCost
 from meshwright.planner.costs.calibration import Figures
 from meshwright.planner.costs.memory.state_bytes import States
 from meshwright.planner.documents.plan import Activations
@@ -103,7 +103,7 @@ class StrategyParts:
     activations: Activations
     figures: Figures
     states: States
-    treated: Treated
+    treated: ActivationCost
     gather_s: float
     """Exposed gathering of parameters in each micro-batch's forward."""
     backward_shard_s: float

@@ -41,8 +41,8 @@ from meshwright.planner.costs.layer_strategy import (
 )
 from meshwright.planner.costs.memory.host_memory import usable_share
 from meshwright.planner.costs.memory.resident_states import (
-    HeldStates,
     ResidentParameters,
+    ResidentStates,
     loss_gradients,
 )
 from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
@@ -168,7 +168,7 @@ class CostTables:
         )
         self._layers = {layer.kind: layer for layer in model.layers}
         self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes, store)
-        self._holding = HeldStates(model, job, self._rates.stack)
+        self._holding = ResidentStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
             model,
@@ -197,20 +197,20 @@ class CostTables:
         architecture = cluster.groups[0].accelerator.architecture or ""
         self._workspace_bytes = spaces.get(architecture, spaces.get("other", 0.0))
 
-    def of(self, layout: Layout) -> LayoutCosts:
+    def costs_of(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout.
 
         Where layers form a graph, transfers are the least and buffers the most that any boundary
         has.
         """
-        return self._of(layout, linked=True)
+        return self._layout_costs(layout, linked=True)
 
     def of_any_loss(self, layout: Layout, losses: Sequence[ChunkedLoss | None]) -> LayoutCosts:
         """Return the costs of layouts that differ in how they compute the loss alone, as of one.
 
         The model's last layer has the options of all of them, way by way.
         """
-        first, *others = (self.of(replace(layout, loss=loss)) for loss in losses)
+        first, *others = (self.costs_of(replace(layout, loss=loss)) for loss in losses)
         head = self.model.chain_kinds[-1]
         return replace(
             first,
@@ -224,11 +224,11 @@ class CostTables:
             },
         )
 
-    def unlinked(self, layout: Layout) -> LayoutCosts:
+    def costs_without_links(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout but the seconds of sharing and of the pipeline's links."""
-        return self._of(layout, linked=False)
+        return self._layout_costs(layout, linked=False)
 
-    def _of(self, layout: Layout, *, linked: bool) -> LayoutCosts:
+    def _layout_costs(self, layout: Layout, *, linked: bool) -> LayoutCosts:
         key = linked, self._rates.action_share(layout.virtual_stages), *parts_key(layout)
         shared = self._layouts.get(key)
         if shared is None:
@@ -312,9 +312,11 @@ class CostTables:
         """Return among how many ranks a layout divides states."""
         return self._holding.sharing(layout)
 
-    def moved(self, kind: str, layout: Layout) -> tuple[ResidentParameters, ShardingTraffic, float]:
+    def resident_and_traffic(
+        self, kind: str, layout: Layout
+    ) -> tuple[ResidentParameters, ShardingTraffic, float]:
         """Return a rank's bytes of a kind, what its sharing takes, and a tied weight's sums."""
-        return self._parts.moved(kind, layout)
+        return self._parts.resident_and_traffic(kind, layout)
 
     def states(self, layout: Layout) -> tuple[States, ...]:
         """[kind] A rank's bytes of one layer's parameters, gradients and optimizer."""
@@ -327,7 +329,10 @@ class CostTables:
         )
         states = self._known_states.get(key)
         if states is None:
-            held = (self._holding.held(layer, layout, sharing) for layer in self._layers.values())
+            held = (
+                self._holding.resident_parameters(layer, layout, sharing)
+                for layer in self._layers.values()
+            )
             states = self._known_states[key] = tuple(layer.states for layer in held)
         return states
 
@@ -441,7 +446,7 @@ class CostTables:
 
     def parts(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
         """[choice] One kind's parts, with the seconds of sharing only if `linked`."""
-        return self._parts.of(kind, layout, linked=linked)
+        return self._parts.parts_of(kind, layout, linked=linked)
 
     def parts_together(self, kind: str, first: Layout, moved: Moved) -> tuple[StrategyParts, ...]:
         """[choice] One kind's parts as arrays [layout]; see `LayerParts.together`."""
@@ -540,4 +545,4 @@ class _ScheduleFreeCosts:
 
 def counted_by_rank(layout: Layout) -> bool:
     """Whether rank_memory tells memory: several stages a rank, or split backwards."""
-    return layout.virtual_stages > 1 or layout.executed.splits_backward
+    return layout.virtual_stages > 1 or layout.executed_schedule.splits_backward

@@ -31,7 +31,7 @@ from meshwright.planner.costs.memory.rank_memory import (
     whole_room_bytes,
     widest,
 )
-from meshwright.planner.costs.stage_placement import Seats, alike, branching
+from meshwright.planner.costs.stage_placement import StagePlacements, alike, branching
 from meshwright.planner.costs.uncertainty import fit_probability, memory_range, step_range
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.model import ModelGraph, is_script
@@ -121,7 +121,7 @@ def predict(
     if plan.shares is not None:
         prediction = _shared_prediction(plan, request, placements)
     else:
-        tables, seats = seated(plan, request)
+        tables, seats = place_stages(plan, request)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
     prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
     return prediction.model_copy(update={"plan_digest": plan.digest})
@@ -174,11 +174,11 @@ def plan_timeline(
 ) -> Timeline:
     """Return when each stage of a plan does which action."""
     placements = placements_of(plan, model)
-    _, seats = seated(plan, Request.of_plan(plan, model, cluster, profile))
+    _, seats = place_stages(plan, Request.of_plan(plan, model, cluster, profile))
     times = _stage_times(seats, plan.layout, _seconds(seats, placements))
     return timeline(
         orders(
-            plan.layout.executed.name,
+            plan.layout.executed_schedule.name,
             stages=plan.layout.stages,
             micro_batches=plan.layout.micro_batches,
             virtual_stages=plan.layout.virtual_stages,
@@ -191,7 +191,7 @@ def plan_timeline(
     )
 
 
-def seated(plan: Plan, request: Request) -> tuple[CostTables, Seats]:
+def place_stages(plan: Plan, request: Request) -> tuple[CostTables, StagePlacements]:
     """Return the costs under each stage of a plan; tables are those of the first stage."""
     held = branches_of(plan, request.model)
     if plan.groups is not None:
@@ -250,7 +250,7 @@ def layout_prediction(
     model, cluster = request.model, request.cluster
     recompute = request.pins.recompute or "none"
     activations = request.pins.activations or "keep"
-    if cluster.mixed:
+    if cluster.is_mixed:
         raise DocumentError(
             "cluster",
             "has devices that differ, and a layout does not say what runs where; plan with "
@@ -258,7 +258,7 @@ def layout_prediction(
         )
     model = in_order(model) if model.edges else model
     tables = tables or CostTables(replace(request, model=model), (activations,))
-    costs = tables.of(layout)
+    costs = tables.costs_of(layout)
     chain = [layer.kind for _, layer in model.chain]
     chosen = {
         kind: next(
@@ -288,7 +288,7 @@ def placement_prediction(
     tables: CostTables,
     layout: Layout,
     placements: Sequence[Placement],
-    seats: Seats | None = None,
+    seats: StagePlacements | None = None,
     *,
     assumed: Sequence[str] = (),
 ) -> Prediction:
@@ -308,7 +308,7 @@ def placement_prediction(
         for seat, of_stage in zip(seats.stages, layers, strict=True)
     ]
     run = rank_times(
-        layout.executed.name,
+        layout.executed_schedule.name,
         _stage_times(seats, layout, stages),
         micro_batches=layout.micro_batches,
         virtual_stages=layout.virtual_stages,
@@ -417,7 +417,7 @@ def _slow_host_s(
 def _hosts_fit(
     tables: CostTables,
     layout: Layout,
-    seats: Seats,
+    seats: StagePlacements,
     home: Sequence[int],
     on_host: Sequence[float],
 ) -> bool:
@@ -432,7 +432,7 @@ def _hosts_fit(
     return overfull(tables.cluster, layout, on_host, seats.stages[0].costs.host_share) is None
 
 
-def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds]:
+def _seconds(seats: StagePlacements, placements: Sequence[Placement]) -> list[StageSeconds]:
     return [
         stage_seconds(seat.costs, placement)
         for seat, placement in zip(seats.stages, placements, strict=True)
@@ -440,7 +440,7 @@ def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds
 
 
 def _rank_memory(
-    seats: Seats, layout: Layout, rank: int, held: Mapping[int, Sequence[StrategyParts]]
+    seats: StagePlacements, layout: Layout, rank: int, held: Mapping[int, Sequence[StrategyParts]]
 ) -> dict[str, float]:
     costs = seats.stages[next(iter(held))].costs
     parts = {id(part): part for of_stage in held.values() for part in of_stage}
@@ -528,7 +528,8 @@ def step_parts(
         within_layers(layout): m * (stage.forward_tensor_s + stage.backward_tensor_s),
         "data communication": m * (stage.forward_shard_s + stage.backward_shard_s) + stage.sync_s,
         "optimizer": last.optimizer_s,
-        "fixed": costs.step_s + (3 if layout.executed.splits_backward else 2) * m * stage.action_s,
+        "fixed": costs.step_s
+        + (3 if layout.executed_schedule.splits_backward else 2) * m * stage.action_s,
     }
     more = {
         "offload": m * (stage.forward_host_s + stage.backward_host_s) + last.stream_s,
@@ -571,10 +572,10 @@ def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
             "pipeline", f"{stages} stages need as many layers; the model has {count}"
         )
     low, high = max(seconds), sum(seconds)
-    best = _filled(seconds, stages, high)
+    best = _fill_stages(seconds, stages, high)
     for _ in range(60):
         middle = (low + high) / 2
-        cuts = _filled(seconds, stages, middle)
+        cuts = _fill_stages(seconds, stages, middle)
         if cuts is None:
             low = middle
         else:
@@ -583,7 +584,7 @@ def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     return best
 
 
-def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, ...] | None:
+def _fill_stages(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, ...] | None:
     """Fill stages from the last to `limit` seconds each; None if layers are left over."""
     cuts = [len(seconds)]
     at = len(seconds)
@@ -596,9 +597,11 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
     return None if at > 0 else tuple(reversed(cuts))
 
 
-def _stage_times(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> StageTimes:
+def _stage_times(
+    seats: StagePlacements, layout: Layout, stages: Sequence[StageSeconds]
+) -> StageTimes:
     """Return what stages of these seconds take under the schedule of a layout."""
-    splits, waits = layout.executed.splits_backward, seats.stages[0].costs.waits
+    splits, waits = layout.executed_schedule.splits_backward, seats.stages[0].costs.waits
     return StageTimes(
         forward_s=[stage.whole_forward_s for stage in stages],
         # W is an action of its own, and costs one.
@@ -620,7 +623,7 @@ def _on_host(
     ]
     every: Sequence[Order] = ((),) * layout.pipeline
     if any(layer.treated.host_bytes for of_stage in layers for layer in of_stage):
-        name, count = layout.executed.name, layout.micro_batches
+        name, count = layout.executed_schedule.name, layout.micro_batches
         if schedule_of(name).repeats:
             count = min(count, 2 * layout.pipeline)
         every = orders(

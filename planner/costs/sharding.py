@@ -129,7 +129,7 @@ def traffic(
     added_s = 0.0
     if types.unit == "buffer" or (sharing.accumulated and not sharing.reduces_each_micro_batch):
         added_s = rates.adding_s(accumulated_bytes(types, rule.accumulation) * trained)
-    if not (sharing.wrapped or sharing.data > 1):
+    if not (sharing.is_wrapped or sharing.data > 1):
         return ShardingTraffic(backward_copies_s=added_s)
     working = types.working * trained
     if types.unit != "buffer" or sharing.zero == 3:  # else whole copies stay as they are
@@ -145,7 +145,7 @@ def traffic(
             pass
         case "around_collectives":
             # The whole parameters of a replica in fp32 are those that its optimizer holds.
-            copied = sharing.sharded or types.working != types.stored
+            copied = sharing.is_sharded or types.working != types.stored_bytes
             unpack_s = rates.gather_copy_s(working) if copied else 0.0
             apart = rates.stack.eight_bit.cast_kernels > 0
             if narrow and apart and sharing.gathers_again:
@@ -158,8 +158,8 @@ def traffic(
     host_gather_s = host_reduce_s = 0.0
     again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
     if sharing.offload == "parameters":
-        d = sharing.shard if sharing.sharded else 1
-        host_reduce_s = rates.host_copy_s(types.stored * trained / d)
+        d = sharing.shard if sharing.is_sharded else 1
+        host_reduce_s = rates.host_copy_s(types.stored_bytes * trained / d)
         host_gather_s = host_reduce_s
         if frozen:
             host_gather_s += rates.host_copy_s(types.frozen * frozen / d)
@@ -200,7 +200,7 @@ def _collectives_s(
     """Return the seconds of one gather, of one reduction, and of factoring gradients for it."""
     rule, both = rates.stack.sharding, links.shard + links.replicate
     reduced, calls = sharing.wire_bytes * trained, rule.collectives_per_layer
-    if sharing.sharded:
+    if sharing.is_sharded:
         listed_s = calls * rule.listed_s * ranks_of(links.shard)
         gather_s = calls * rates.link_s("all_gather", working_bytes / calls, links.shard)
         if rule.reduces_whole and sharing.zero == 1:
@@ -213,7 +213,7 @@ def _collectives_s(
     if sharing.data == 1:
         return 0.0, 0.0, 0.0
     if sharing.wire == "powersgd":
-        reduced = min(sharing.types.stored * trained, FP32 * POWERSGD_RANK * sides)
+        reduced = min(sharing.types.stored_bytes * trained, FP32 * POWERSGD_RANK * sides)
         factoring_s = compute.seconds(
             rates.device,
             kind="matmul",
@@ -254,13 +254,13 @@ def seen_in_passes(
     anew = again and not sharing.pipelined_units
     by_the_way = moving.implicit * (forward_waits_s > 0)
     window_s = either(by_the_way > 0, forward_waits_s, forward_s)
-    gather = _seen(
+    gather = _exposed_sharding(
         moving.forward_gather_s, moving.host_gather_s if anew else 0.0, window_s, rates, "units"
     )
     returned_s = (moving.host_gather_s if again else 0.0) + (
         moving.host_reduce_s if each or anew else 0.0
     )
-    reduce = _seen(moving.backward_s, returned_s, backward_s, rates, "units")
+    reduce = _exposed_sharding(moving.backward_s, returned_s, backward_s, rates, "units")
     return (
         ExposedSharding(gather.shard_s + moving.forward_copies_s, gather.host_s),
         ExposedSharding(
@@ -283,18 +283,18 @@ def seen_once(
     """
     anew = sharing.gathers_again and not sharing.pipelined_units
     fetched_s = 0.0 if anew else moving.host_gather_s
-    gather = _seen(moving.gather_per_step_s, fetched_s, forward_s, rates, "gather")
+    gather = _exposed_sharding(moving.gather_per_step_s, fetched_s, forward_s, rates, "gather")
     late = not (anew or sharing.reduces_each_micro_batch)
     returned_s = moving.host_reduce_s if late else 0.0
     window_s = 0.0 if sharing.pipelined_units else backward_s
-    reduce = _seen(moving.reduce_per_step_s, returned_s, window_s, rates, "reduce")
+    reduce = _exposed_sharding(moving.reduce_per_step_s, returned_s, window_s, rates, "reduce")
     copies_s = moving.copies_per_step_s
     return ExposedSharding(
         copies_s + gather.shard_s + reduce.shard_s, gather.host_s + reduce.host_s
     )
 
 
-def _seen(
+def _exposed_sharding(
     links_s: float, host_s: float, window_s: float, rates: Rates, hidden: Hidden
 ) -> ExposedSharding:
     """Return what a window leaves of a collective, and what a copy of the host adds to it."""

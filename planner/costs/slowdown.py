@@ -1,7 +1,7 @@
 """A machine on which everything takes several times as long as predicted: its pace.
 
 Runs tell the pace (`Calibration.pace`), whatever a prediction rests on.  Rates of a data sheet are
-divided by it in `planner.calibration.fitting.fitted_constants.calibrated`; measured layers,
+divided by it in `planner.calibration.fitting.fitted_constants`; measured layers,
 collectives and seconds of the host under a stack are multiplied by it here.
 """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.costs.cut_tensors import crossings
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
-from meshwright.planner.costs.memory.rank_memory import Passing
+from meshwright.planner.costs.memory.rank_memory import StageTraffic
 from meshwright.planner.documents.cluster import Accelerator
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout
@@ -20,21 +20,21 @@ from meshwright.planner.documents.prediction import Assumption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class StagePlacement:
     """One stage's costs and devices; `passing` is None for one activation of the stream."""
 
     costs: LayoutCosts
     accelerator: Accelerator
-    passing: Passing | None = None
+    passing: StageTraffic | None = None
     host_room_bytes: float | None = None
     """Of the host's memory, what each of its devices may fill; None leaves it to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seats:
+class StagePlacements:
     """All stages in order, and the seconds from each but the last to the next."""
 
-    stages: tuple[Seat, ...]
+    stages: tuple[StagePlacement, ...]
     transfer_s: tuple[float, ...]
 
     def assumptions(self, on_host: Sequence[bool]) -> tuple[Assumption, ...]:
@@ -49,23 +49,25 @@ class Seats:
         return tuple(every)
 
 
-def alike(tables: CostTables, layout: Layout) -> Seats:
+def alike(tables: CostTables, layout: Layout) -> StagePlacements:
     """Return the seats of a chain's stages on devices that are alike."""
-    costs = tables.of(layout)
-    seat = Seat(costs=costs, accelerator=tables.cluster.groups[0].accelerator)
-    return Seats(
+    costs = tables.costs_of(layout)
+    seat = StagePlacement(costs=costs, accelerator=tables.cluster.groups[0].accelerator)
+    return StagePlacements(
         stages=(seat,) * layout.stages, transfer_s=(costs.transfer_s,) * (layout.stages - 1)
     )
 
 
-def branching(tables: CostTables, layout: Layout, stages: Sequence[Sequence[str]]) -> Seats:
+def branching(
+    tables: CostTables, layout: Layout, stages: Sequence[Sequence[str]]
+) -> StagePlacements:
     """Return the seats of stages that hold these layers of a graph, on devices that are alike."""
-    costs = tables.of(layout)
+    costs = tables.costs_of(layout)
     size_bytes = tables.output_sizes(layout)
     accelerator = tables.cluster.groups[0].accelerator
-    return Seats(
+    return StagePlacements(
         stages=tuple(
-            Seat(costs=costs, accelerator=accelerator, passing=passing)
+            StagePlacement(costs=costs, accelerator=accelerator, passing=passing)
             for passing in passed_on(tables.model, size_bytes, stages)
         ),
         transfer_s=tuple(
@@ -77,7 +79,7 @@ def branching(tables: CostTables, layout: Layout, stages: Sequence[Sequence[str]
 
 def passed_on(
     model: ModelGraph, size_bytes: Mapping[str, float], stages: Sequence[Sequence[str]]
-) -> list[Passing]:
+) -> list[StageTraffic]:
     """[stage] What crosses its ends; `size_bytes` are of each layer's output."""
     crossing = crossings(model, stages)
     placements = []
@@ -85,7 +87,7 @@ def passed_on(
         received = crossing[s - 1] if s else ()
         sent = crossing[s] if s < len(crossing) else ()
         placements.append(
-            Passing(
+            StageTraffic(
                 received_bytes=sum(size_bytes[name] for name in received),
                 made_bytes=sum(size_bytes[name] for name in sent if name in held),
                 sent_bytes=sum(size_bytes[name] for name in sent),

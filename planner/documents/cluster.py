@@ -233,7 +233,7 @@ class ClusterSpec(Document):
         return sum(group.devices for group in self.groups)
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether devices differ between groups."""
         return any(group.accelerator != self.groups[0].accelerator for group in self.groups)
 

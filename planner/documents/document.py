@@ -34,8 +34,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import one_line
-from meshwright.planner.system.safe_files import opened as opened_to_write
-from meshwright.planner.system.safe_files import replaced
+from meshwright.planner.system.safe_files import open_below as opened_to_write
+from meshwright.planner.system.safe_files import replace_file
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
@@ -78,7 +78,7 @@ class Part(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
-                    hint = f"did you mean '{near[0]}'?" if near else _known(cls)
+                    hint = f"did you mean '{near[0]}'?" if near else _known_fields(cls)
                     raise PydanticCustomError(
                         "unknown_key",
                         "unknown key; {known}",
@@ -115,14 +115,15 @@ class Document(Part):
         """Validate plain data (dicts, lists, scalars)."""
         if not isinstance(data, dict):
             raise DocumentError(
-                "", f"is {_shown(data)}; a {cls.kind_of_document} is a mapping of keys to values"
+                "",
+                f"is {_shown_value(data)}; a {cls.kind_of_document} is a mapping of keys to values",
             )
         read, given = cls.model_fields["format"].default, data.get("format")
         if isinstance(given, int) and given != read:
             raise DocumentError(
                 "format",
-                f"is {_shown(given)}, and this version of Meshwright reads {read}; install the "
-                "version that wrote the file",
+                f"is {_shown_value(given)}, and this version of Meshwright reads {read}; install "
+                "the version that wrote the file",
             )
         try:
             return cls.model_validate(data)
@@ -189,7 +190,7 @@ def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
     All that a user names is read here.
     """
     try:
-        with opened(path) as file:
+        with open_regular_file(path) as file:
             data = file.read(most + 1)
     except (OSError, ValueError) as error:
         raise unreadable(error, path) from error
@@ -198,7 +199,7 @@ def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
     return data
 
 
-def opened(path: str | os.PathLike[str]) -> BufferedReader:
+def open_regular_file(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or what a link to one leads to; OSError if it cannot be read.
 
     DocumentError for a pipe or device: it may never end, and opening one may wait for ever.
@@ -282,7 +283,7 @@ def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False
 
     Only its owner reads a file that is `private`.
     """
-    replaced(text, Path(path), private=private)
+    replace_file(text, Path(path), private=private)
 
 
 def json_line(part: Part) -> str:
@@ -388,7 +389,7 @@ class _SafeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {_shown(key)} is not a word", key_node.start_mark
+                    None, None, f"key {_shown_value(key)} is not a word", key_node.start_mark
                 )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -497,7 +498,7 @@ def _refuse_harm(text: str) -> None:
             )
 
 
-def _known(cls: type[BaseModel]) -> str:
+def _known_fields(cls: type[BaseModel]) -> str:
     return "known keys: " + ", ".join(cls.model_fields)
 
 
@@ -518,13 +519,13 @@ def first_error(error: ValidationError) -> DocumentError:
     elif first["type"] in ("value_error", "assertion_error"):
         message = str(context.get("error", first["msg"]))
     else:
-        message = f"is {_shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
+        message = f"is {_shown_value(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
     if len(findings) > 1:
         message += f" (and {len(findings) - 1} more)"
     return DocumentError(path_text(location), one_line(message))
 
 
-def _shown(value: object) -> str:
+def _shown_value(value: object) -> str:
     try:
         text = json.dumps(value, default=repr)
     except (TypeError, ValueError, RecursionError):  # keys that JSON has not, or no end

@@ -302,7 +302,7 @@ class Layer(Part):
     """Sizes of the parameters whose optimizer looks at the whole of each (Muon, Adafactor): where
     they are divided, one rank gathers each, updates it and hands it out."""
 
-    def at(self, tensor: int) -> DividedLayer | None:
+    def divided_among(self, tensor: int) -> DividedLayer | None:
         """Return what a rank of `tensor` ranks has, None where the layer is whole on each."""
         return next((shard for shard in self.divided or () if shard.tensor == tensor), None)
 

@@ -170,7 +170,7 @@ class Layout:
         return self.pipeline * self.virtual_stages
 
     @property
-    def executed(self) -> Schedule:
+    def executed_schedule(self) -> Schedule:
         """The schedule that runs; without a pipeline forwards and backwards alternate."""
         return SCHEDULES[self.schedule if self.pipeline > 1 else PLAIN]
 

@@ -69,10 +69,10 @@ def plugins(kind: str) -> Mapping[str, Plugin]:
     return entries
 
 
-def loaded(kind: str, name: str) -> Any:
+def load_plugin(kind: str, name: str) -> Any:
     """Return the object that a plugin names; DocumentError names its package if it cannot be had.
 
-    >>> loaded("loggers", "absent")
+    >>> load_plugin("loggers", "absent")
     Traceback (most recent call last):
     planner.errors.DocumentError: loggers: no installed package adds 'absent'; none adds any
     """
@@ -87,7 +87,7 @@ def loaded(kind: str, name: str) -> Any:
         raise _unusable(plugin, f"{type(error).__name__}: {error}") from error
 
 
-def installed(
+def installed_entries(
     kind: str, catalogue: Mapping[str, E], build: Callable[[str, dict[str, Any]], E]
 ) -> dict[str, E]:
     """Return what plugins that are YAML files add to the `catalogue`; `build` makes each of data.
@@ -96,7 +96,7 @@ def installed(
     """
     result: dict[str, E] = {}
     for name, plugin in plugins(kind).items():
-        file = loaded(kind, name)
+        file = load_plugin(kind, name)
         try:
             data = plain(file.read_text(encoding="utf-8"))
             if not isinstance(data, dict):

@@ -150,7 +150,7 @@ class Prediction(Document):
             return values[0]
         return values[-1] if rank == "last" else max(values)
 
-    def noted(self, *notes: str) -> Self:
+    def with_notes(self, *notes: str) -> Self:
         """Return the prediction with more notes."""
         return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
 
@@ -160,7 +160,7 @@ class Prediction(Document):
         if idle <= 0:
             return self
         verb = "is" if idle == 1 else "are"
-        return self.model_copy(update={"idle_devices": idle}).noted(
+        return self.model_copy(update={"idle_devices": idle}).with_notes(
             f"{idle} of {devices} devices {verb} idle"
         )
 

@@ -545,7 +545,7 @@ class Basis(Part):
     """The mechanism, in a sentence."""
 
     @model_validator(mode="after")
-    def _told(self) -> Self:
+    def _check_basis(self) -> Self:
         if self.provenance == "fitted" and self.runs is None:
             raise ValueError("is fitted and does not say to how many runs; add it")
         return self
@@ -841,7 +841,7 @@ def without_basis(stack: Stack) -> list[str]:
     ]
 
 
-def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+def merge_stack_data(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     """Return a stack's data with what a patch gives in its place, group by group.
 
     The patch's bases come first; those of the base stay for figures that the patch leaves alone.
@@ -876,7 +876,7 @@ def stack_of(data: dict[str, Any], stacks_data: dict[str, dict[str, Any]]) -> St
     if stacks_data[base].get("extends") is not None:
         raise DocumentError("extends", f"is '{base}', which extends another; name that one")
     whole = {key: value for key, value in stacks_data[base].items() if key not in NOT_INHERITED}
-    return Stack.of(merged(whole, data))
+    return Stack.of(merge_stack_data(whole, data))
 
 
 NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy", "releases")

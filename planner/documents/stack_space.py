@@ -114,7 +114,9 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     ),
     "layers_form": lambda facts: "graph" if facts.model.edges else "chain",
     "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
-    "backward": lambda facts: "split" if facts.layout.executed.splits_backward else "whole",
+    "backward": lambda facts: (
+        "split" if facts.layout.executed_schedule.splits_backward else "whole"
+    ),
     "idle_ranks": lambda facts: max(0, facts.layout.pipeline - facts.layout.micro_batches),
     "devices_per_node": _devices_per_node,
 }
@@ -151,7 +153,7 @@ class Product(NamedTuple):
     number: int
     names: tuple[str, ...]
 
-    def of(self, facts: Facts) -> Value:
+    def value_of(self, facts: Facts) -> Value:
         """Return its value."""
         if self.number == 1 and len(self.names) == 1:
             return FACTS[self.names[0]](facts)
@@ -187,9 +189,9 @@ class Compared(NamedTuple):
     sign: str
     values: tuple[str, ...]
 
-    def holds(self, facts: Facts) -> bool:
+    def is_fulfilled(self, facts: Facts) -> bool:
         """Whether it is so."""
-        places = self.product.of(facts)
+        places = self.product.value_of(facts)
         if self.sign in ("=", "!="):
             return (str(places) in self.values) == (self.sign == "=")
         return _COMPARED[self.sign](int(places), int(self.values[0]))
@@ -319,7 +321,7 @@ class Space(Part):
         narrow = precision == "fp8" and scales == "tensorwise" and "fp8" in self.weight_wires
         return "fp8" if narrow else "full"
 
-    def most(self, axis: Axis, devices_per_node: int) -> int | None:
+    def most_ranks(self, axis: Axis, devices_per_node: int) -> int | None:
         """Return the most ranks of an axis; None: any number."""
         most: int | None = getattr(self, axis, None)
         if axis not in self.within_node:
@@ -343,8 +345,8 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
     for rule in space.divisible:
         if of_degrees and _of_layouts((rule.what, rule.by), rule.when):
             continue
-        if all(condition_of(text).holds(facts) for text in rule.when):
-            what, by = product_of(rule.what).of(facts), product_of(rule.by).of(facts)
+        if all(condition_of(text).is_fulfilled(facts) for text in rule.when):
+            what, by = product_of(rule.what).value_of(facts), product_of(rule.by).value_of(facts)
             if int(what) % (int(by) or 1):
                 yield f"{rule.by} does not divide {rule.what}: {rule.why}"
     for conflict in conflicts(space, facts, of_degrees=of_degrees):
@@ -356,8 +358,9 @@ def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
     for conflict in _possible(space, facts):
         if of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)):
             continue
-        if all(condition_of(text).holds(facts) for text in conflict.when) and not (
-            conflict.needs and all(condition_of(text).holds(facts) for text in conflict.needs)
+        if all(condition_of(text).is_fulfilled(facts) for text in conflict.when) and not (
+            conflict.needs
+            and all(condition_of(text).is_fulfilled(facts) for text in conflict.needs)
         ):
             yield conflict
 
@@ -390,7 +393,7 @@ def _may_hold(conflict: Conflict, facts: Facts) -> bool:
     """Whether what a conflict says of model and job is so."""
     each = (condition_of(text) for text in conflict.when)
     return all(
-        conflict.holds(facts)
+        conflict.is_fulfilled(facts)
         for conflict in each
         if _OF_MODEL_AND_JOB.issuperset(conflict.product.names)
     )
@@ -400,7 +403,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
     """Yield what of a layout is not in the lists and limits of a space."""
     layout, in_node = facts.layout, int(_devices_per_node(facts))
     for axis in ("tensor", "context", "pipeline"):
-        most, degree = space.most(axis, in_node), getattr(layout, axis)
+        most, degree = space.most_ranks(axis, in_node), getattr(layout, axis)
         if most is not None and degree > most:
             yield f"{axis} degree {degree}"
     if space.expert is not None and layout.expert > space.expert:

@@ -131,10 +131,10 @@ class Training(Part):
                 del fields[name]
         return fields
 
-    def changed(self, settings: Sequence[str]) -> Training:
+    def with_settings(self, settings: Sequence[str]) -> Training:
         """Return these settings with some changed, each written `name=value`.
 
-        >>> Training().changed(["learning_rate=0.001", "clip_norm=0"]).learning_rate
+        >>> Training().with_settings(["learning_rate=0.001", "clip_norm=0"]).learning_rate
         0.001
         """
         values = self.model_dump()

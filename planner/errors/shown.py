@@ -53,15 +53,15 @@ def html_table(
     """
 
     def row(cells: Sequence[str], tag: str) -> str:
-        return "".join(f"<{tag}>{_escaped(text)}</{tag}>" for text in cells)
+        return "".join(f"<{tag}>{_escape(text)}</{tag}>" for text in cells)
 
     body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
-    paragraphs = "".join(f"<p>{_escaped(note)}</p>" for note in notes)
+    paragraphs = "".join(f"<p>{_escape(note)}</p>" for note in notes)
     table = f"<table><tr>{row(head, 'th')}</tr>{body}</table>"
-    return f"<p><b>{_escaped(title)}</b></p>{table}{paragraphs}"
+    return f"<p><b>{_escape(title)}</b></p>{table}{paragraphs}"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return html.escape(one_line(text))
 
 

@@ -16,7 +16,7 @@ from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import nearest
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.documents.plugins import loaded, plugins
+from meshwright.planner.documents.plugins import load_plugin, plugins
 from meshwright.planner.documents.stack import base_of
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs import (
@@ -72,7 +72,7 @@ def _writer(to: str) -> Written:
     """Return how plans are written for a framework; our own go before those of packages."""
     if to in FRAMEWORKS:
         return FRAMEWORKS[to]
-    exporters = loaded("exporters", to)
+    exporters = load_plugin("exporters", to)
     if not isinstance(exporters, Written):
         raise DocumentError(
             "to",

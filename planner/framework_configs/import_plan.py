@@ -34,14 +34,14 @@ from meshwright.planner.framework_configs.readers import (
     transformers,
 )
 from meshwright.planner.framework_configs.readers import batch_script as script
-from meshwright.planner.framework_configs.readers.parsed_config import Told
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
 from meshwright.planner.framework_configs.torchtitan import REGISTERED
 from meshwright.planner.frameworks.stage_rules import by_products, ends_of
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import PLAIN
 from meshwright.planner.schedules.schedule import obstacle
 
-READERS: dict[str, Callable[[str], Told]] = {
+READERS: dict[str, Callable[[str], ParsedConfig]] = {
     "megatron": megatron.read,
     "megatron-bridge": megatron_bridge.read,
     "torchtitan": torchtitan.read,
@@ -68,7 +68,7 @@ class Imported:
     """Keys that were not understood, or that say nothing of how the model is trained."""
 
 
-def imported(
+def import_plan(
     text: str,
     of: str,
     cluster: ClusterSpec,
@@ -88,7 +88,7 @@ def imported(
     assumed = list(config.assumed)
     graph = model if model is not None else _model(config, assumed)
     _check_figures(config, graph)
-    request = Request.of(
+    request = Request.create(
         graph,
         cluster,
         seq_len=seq_len or config.seq_len,
@@ -146,7 +146,7 @@ def imported(
     return Imported(plan=plan, assumed=tuple(assumed), unknown=tuple(dict.fromkeys(config.unknown)))
 
 
-def _model(config: Told, assumed: list[str]) -> ModelGraph:
+def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
     """Return the model of the catalogue that a configuration means, by its name or its figures."""
     name = str(config.model.get("registered", ""))
     by_function = [name_ for name_, (_, function) in REGISTERED.items() if function == name]
@@ -186,7 +186,7 @@ def _figure(a: Architecture, name: str) -> int:
     return figure
 
 
-def _other(a: Architecture, name: str, value: int) -> bool:
+def _differs(a: Architecture, name: str, value: int) -> bool:
     """Whether a figure is another model's; vocabularies are padded, experts have their own MLP."""
     have = _figure(a, name)
     if name == "vocab_size":
@@ -201,18 +201,18 @@ def _differences(figures: dict[str, Any], graph: ModelGraph) -> list[str]:
     return [
         f"{name} {value}, and {graph.name} has {_figure(a, name)}"
         for name, value in figures.items()
-        if _other(a, name, value)
+        if _differs(a, name, value)
     ]
 
 
-def _check_figures(config: Told, graph: ModelGraph) -> None:
+def _check_figures(config: ParsedConfig, graph: ModelGraph) -> None:
     figures = {key: config.model[key] for key in _FIGURES if key in config.model}
     differing = _differences(figures, graph)
     if differing:
         raise DocumentError("model", f"has {'; '.join(differing)}; name its own with --model")
 
 
-def _data(config: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, int, int]:
+def _data(config: ParsedConfig, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, int, int]:
     """Return data-parallel groups, ranks of each that shard, and the ZeRO stage."""
     devices = config.devices or cluster.devices
     others = config.tensor * config.pipeline * config.context
@@ -257,7 +257,7 @@ def _data(config: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, 
 
 
 def _batches(
-    config: Told, data: int, wanted: int | None, request: Request, assumed: list[str]
+    config: ParsedConfig, data: int, wanted: int | None, request: Request, assumed: list[str]
 ) -> tuple[int, int]:
     """Return samples of a forward, and forwards of a rank and step."""
     micro_batch, count = config.micro_batch, config.micro_batches
@@ -293,7 +293,7 @@ def _batches(
     return micro_batch, accumulation
 
 
-def _stages(config: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, ...]:
+def _stages(config: ParsedConfig, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, ...]:
     """Return the stages with their layers, and which of those are recomputed."""
     before, blocks, behind = ends_of(graph)
     names = [name for name, _ in graph.chain]
@@ -328,7 +328,7 @@ def _stages(config: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage,
     return tuple(stages)
 
 
-def _blocks(config: Told, graph: ModelGraph, blocks: int) -> list[int]:
+def _blocks(config: ParsedConfig, graph: ModelGraph, blocks: int) -> list[int]:
     """Return blocks of each stage, as the framework divides them."""
     if config.pipeline == 1:
         return [blocks]
@@ -360,7 +360,7 @@ def _blocks(config: Told, graph: ModelGraph, blocks: int) -> list[int]:
     return counts
 
 
-def _with_ends(config: Told, blocks: int, stages: int) -> list[int]:
+def _with_ends(config: ParsedConfig, blocks: int, stages: int) -> list[int]:
     """Return blocks of stages where the first or the last has its own number."""
     first, last = config.ends
     inner = stages - (first is not None) - (last is not None)
@@ -375,7 +375,7 @@ def _with_ends(config: Told, blocks: int, stages: int) -> list[int]:
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 
-def _training(config: Told) -> Training:
+def _training(config: ParsedConfig) -> Training:
     """Return the optimizer's settings; what is not said is as plans have it."""
     values: Sequence[tuple[str, Any]] = list(config.training.items())
     try:

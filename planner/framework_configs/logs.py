@@ -102,7 +102,7 @@ def torchtitan(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
         before = now
 
 
-def deepspeed(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
+def deepspeed_throughput(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read DeepSpeed's log: samples per second of the whole job, of the newest step.
 
     Releases before 0.8 count steps as `0/40`, and those before 0.7 tell the mean rate alone.
@@ -111,7 +111,7 @@ def deepspeed(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     >>> work = LoggedWork(job=Job(seq_len=2048, global_batch=64), devices=8)
     >>> line = ("epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=31.0, "
     ...         "CurrSamplesPerSec=32.0, MemAllocated=4.32GB, MaxMemAllocated=38.5GB")
-    >>> next(deepspeed([line], work)).step_s
+    >>> next(deepspeed_throughput([line], work)).step_s
     2.0
     """
     before = 0
@@ -168,7 +168,7 @@ READERS: dict[str, Reader] = {
     "megatron": megatron,
     "megatron-deepspeed": megatron,
     "torchtitan": torchtitan,
-    "deepspeed": deepspeed,
+    "deepspeed": deepspeed_throughput,
     "accelerate": accelerate,
     "fsdp": accelerate,
 }

@@ -88,17 +88,17 @@ SCRIPT: Mapping[str, Claim] = {
 """By field: what meshwright.runtime.engine.user_stage does with a module of the user's own."""
 
 
-def unexecuted(claims: Mapping[str, Claim], layout: Layout) -> Iterator[tuple[str, str]]:
+def unexecuted_fields(claims: Mapping[str, Claim], layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield (place in a plan, text) of each field with a value that is not executed.
 
-    >>> list(unexecuted(LAUNCH, Layout(tensor=2, sequence_parallel=False)))[0][0]
+    >>> list(unexecuted_fields(LAUNCH, Layout(tensor=2, sequence_parallel=False)))[0][0]
     'mesh.sequence_parallel'
     """
     for name, default in _DEFAULTS:
         value = getattr(layout, name)
         claim = claims.get(name, UNCLAIMED)
         if value != default and not claim.executes(layout):
-            yield _place_of(name), f"is {_shown(value)}, {claim.otherwise}"
+            yield _place_of(name), f"is {_shown_value(value)}, {claim.otherwise}"
 
 
 _DEFAULTS = tuple((field.name, field.default) for field in fields(Layout))
@@ -108,7 +108,7 @@ def _place_of(name: str) -> str:
     return f"mesh.{name}" if name in Mesh.model_fields else name
 
 
-def _shown(value: object) -> str:
+def _shown_value(value: object) -> str:
     match value:
         case bool():
             return str(value).lower()

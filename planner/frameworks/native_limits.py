@@ -26,7 +26,7 @@ from meshwright.planner.documents.plan import Activations, Job, Layout
 from meshwright.planner.documents.prediction import Assumption
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
-from meshwright.planner.frameworks.executed_fields import LAUNCH, SCRIPT, unexecuted
+from meshwright.planner.frameworks.executed_fields import LAUNCH, SCRIPT, unexecuted_fields
 from meshwright.planner.schedules import SCHEDULES, schedule, schedule_of
 
 FAMILIES = (
@@ -99,7 +99,7 @@ def script_obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | N
     return next(
         itertools.chain(
             _foreign_choices(job),
-            (Obstacle(*reason) for reason in unexecuted(SCRIPT, layout)),
+            (Obstacle(*reason) for reason in unexecuted_fields(SCRIPT, layout)),
             _conflicts(model, job, layout),
             _unit_obstacles(layout),
             _place_obstacles(layout),
@@ -116,7 +116,7 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     Models without an adapter can be planned all the same, with a `caveat`.
     """
     reason = next(_cluster_obstacles(cluster, job, layout), None)
-    reason = reason or next(_unplanned(model, job, layout, FAMILIES), None)
+    reason = reason or next(_unplanned_obstacles(model, job, layout, FAMILIES), None)
     reason = reason or next(_obstacles(model, job, layout), None)
     return str(reason) if reason else None
 
@@ -133,7 +133,7 @@ def limit(
     A `space` says whether its framework pads vocabularies and shares heads of keys.
     """
     reason = next(_cluster_obstacles(cluster, job, layout), None)
-    reason = reason or next(_unplanned(model, job, layout), None)
+    reason = reason or next(_unplanned_obstacles(model, job, layout), None)
     reason = reason or next(_limits(model, job, layout, space), None)
     return str(reason) if reason else None
 
@@ -171,7 +171,7 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
     return None
 
 
-def _unplanned(
+def _unplanned_obstacles(
     model: ModelGraph, job: Job, layout: Layout, families: tuple[str, ...] = ()
 ) -> Iterator[Obstacle]:
     """Yield what is not priced; the runtime may train it all the same."""
@@ -215,7 +215,7 @@ def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterat
         yield Obstacle(
             "mesh", f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
         )
-    if cluster.mixed:
+    if cluster.is_mixed:
         yield from _group_obstacles(cluster, layout)
     if job.precision in EIGHT_BITS:
         yield from _narrow_obstacles(cluster, job)
@@ -285,7 +285,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     a = model.architecture
     yield from _foreign_choices(job)
     claims = SCRIPT if is_own(model.source or "") else LAUNCH
-    yield from (Obstacle(*reason) for reason in unexecuted(claims, layout))
+    yield from (Obstacle(*reason) for reason in unexecuted_fields(claims, layout))
     yield from _conflicts(model, job, layout)
     yield from _unit_obstacles(layout)
     if layout.relay is not None:
@@ -409,7 +409,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     if layout.loss is not None:
-        if layout.pipeline > 1 and layout.executed.stale:
+        if layout.pipeline > 1 and layout.executed_schedule.stale:
             yield Obstacle(
                 "loss", f"is in chunks, which {layout.schedule} does not compute; leave it out"
             )

@@ -43,12 +43,12 @@ def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int)
             each, left = divmod(blocks + front + back, ranks)
             if not left and each % virtual_stages == 0:
                 sizes = [each - front, *[each] * (ranks - 2), each - back]
-                reasons.append(_fixed(sizes, before, behind))
+                reasons.append(_fixed_bounds(sizes, before, behind))
         return tuple(reasons) or None
     match rule:
         case "even":
             each, left = divmod(blocks, ranks)
-            return None if left else (_fixed([each] * ranks, before, behind),)
+            return None if left else (_fixed_bounds([each] * ranks, before, behind),)
         case "even_but_ends":
             most = (blocks - 2) // (ranks - 2) if ranks > 2 else 1
             mean = blocks / ranks
@@ -66,7 +66,7 @@ def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int)
         case "by_products":
             assert model.architecture is not None, "stacks train language models"
             sizes = by_products(model.architecture, ranks)
-            return (_fixed(sizes, before, behind),) if min(sizes) else None
+            return (_fixed_bounds(sizes, before, behind),) if min(sizes) else None
         case _:
             assert_never(rule)
 
@@ -82,7 +82,7 @@ def ends_of(model: ModelGraph) -> tuple[int, int, int]:
     return before, count, len(kinds) - before - count
 
 
-def _fixed(blocks: Sequence[int], before: int, behind: int) -> tuple[tuple[int, int], ...]:
+def _fixed_bounds(blocks: Sequence[int], before: int, behind: int) -> tuple[tuple[int, int], ...]:
     sizes = list(blocks)
     sizes[0] += before
     sizes[-1] += behind

@@ -12,7 +12,7 @@ from meshwright.planner.operators.kernels import KernelSettings
 from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger, smaller
 from meshwright.planner.operators.operators import (
     elementwise,
-    gathered,
+    gather_sequence,
     linear,
     matmul,
     norm,
@@ -61,7 +61,7 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     key_width = kv_heads * a.head_dim
     query, key = tokens * query_width * e, tokens * key_width * e
     width = query_width + 2 * a.kv_heads * a.head_dim / t
-    operators, whole = gathered(setting, source, "attention_gather", full)
+    operators, whole = gather_sequence(setting, source, "attention_gather", full)
     apart = a.family not in ONE_PROJECTION and not kernels.fused_projections
     outputs = {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key}
     q, k, v = ("q_linear", "k_linear", "v") if apart else ("qkv", "qkv", "qkv")
@@ -127,7 +127,7 @@ def _latent_attention(
     query, value = tokens * query_width * e, tokens * value_width * e
     up_width = heads * (latent.nope_head_dim + latent.value_head_dim)
     down_width = latent.kv_rank + latent.rope_head_dim
-    operators, whole = gathered(setting, source, "attention_gather", full)
+    operators, whole = gather_sequence(setting, source, "attention_gather", full)
 
     def product(name: str, tensor: str, rows: float, columns: float) -> list[Operator]:
         scores = matmul(
@@ -265,10 +265,10 @@ def _core(
     """Attention between its projections, of these bytes of queries, keys, values and results."""
     if setting.kernels.scores == "written":
         return _written(a, setting, inputs, **sizes)
-    return _fused(a, kind, setting, inputs, **sizes)
+    return _fused_attention(a, kind, setting, inputs, **sizes)
 
 
-def _fused(
+def _fused_attention(
     a: Architecture,
     kind: str,
     setting: Setting,
@@ -287,7 +287,7 @@ def _fused(
     q, k, v = inputs
     operators = []
     saved: tuple[str, ...] = ("log_sum",)
-    attended, kernels, workspace, scores = _attended(a, setting.attended_len), 1, 0.0, 0.0
+    attended, kernels, workspace, scores = _keys_per_query(a, setting.attended_len), 1, 0.0, 0.0
     divided = setting.divides_sequence and setting.kernels.context
     if divided == "ring":
         operators.append(_ring(setting, (k, v), key + value))
@@ -295,7 +295,7 @@ def _fused(
         # A rank sends all but its part of its heads; of keys that fewer heads have, each needs one.
         fewer = larger(1.0, setting.context / larger(1.0, a.kv_heads / setting.tensor))
         sent = query + (key + value) * fewer
-        operators.append(_exchanged("qkv_exchange", (q, k, v), {"qkv_heads": sent}, sent))
+        operators.append(_all_to_all("qkv_exchange", (q, k, v), {"qkv_heads": sent}, sent))
         q = k = v = "qkv_heads"
         key, value = key * fewer, value * fewer
     elif divided:
@@ -316,9 +316,9 @@ def _fused(
         # A block computes its last query's keys for all of its queries.
         attended = span - span**2 / (2.0 * setting.seq_len)
         attended += rows * (1 - span / (2.0 * setting.seq_len))
-        kernels, workspace = _capped(a, setting, span)
+        kernels, workspace = _softcap_costs(a, setting, span)
         scores = setting.tokens * a.heads / setting.tensor * attended
-    elif setting.kernels.scores == "module" and _masked(a, kind, setting):
+    elif setting.kernels.scores == "module" and _is_masked(a, kind, setting):
         kernels, workspace = 1, 0.0
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
@@ -338,14 +338,14 @@ def _fused(
         if a.heads > a.kv_heads:
             shared = a.heads / a.kv_heads
             key, value = key * shared, value * shared
-            operators.append(_repeated((k, v), key, value))
+            operators.append(_repeat_heads((k, v), key, value))
             k, v = "k_heads", "v_heads"
     if setting.kernels.scores == "fused":
         attended = _skipping(a, kind, setting)
     core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
     passes = _passes(a, setting)
-    moved = _moved(setting.kernels, query + key + value + out)
+    moved = _fused_traffic(setting.kernels, query + key + value + out)
     operators.append(
         Operator(
             name="core",
@@ -362,11 +362,11 @@ def _fused(
         )
     )
     if divided == "heads":
-        operators.append(_exchanged("out_exchange", (core,), {"core": out}, out))
+        operators.append(_all_to_all("out_exchange", (core,), {"core": out}, out))
     return operators
 
 
-def _moved(kernels: KernelSettings, tensors: float) -> tuple[float, float]:
+def _fused_traffic(kernels: KernelSettings, tensors: float) -> tuple[float, float]:
     """Return the traffic of fused attention whose tensors have these bytes, in both passes.
 
     In 8 bits they are cast before it, and what it makes is cast back; backward their gradients.
@@ -376,7 +376,7 @@ def _moved(kernels: KernelSettings, tensors: float) -> tuple[float, float]:
     return tensor_bytes + casts, 2 * tensor_bytes + casts
 
 
-def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:
+def _repeat_heads(inputs: tuple[str, str], key: float, value: float) -> Operator:
     """Keys and values of a group, copied to each of its heads."""
     return Operator(
         name="repeat_heads",
@@ -501,7 +501,7 @@ def _passes(a: Architecture, setting: Setting) -> tuple[float, float]:
     return (there, back) if capped else (there - CAP_PASSES[0], back - CAP_PASSES[1])
 
 
-def _exchanged(
+def _all_to_all(
     name: str, inputs: tuple[str, ...], outputs: dict[str, float], size: float
 ) -> Operator:
     """All-to-all among context-parallel ranks: parts of the sequence for heads, or back.
@@ -528,7 +528,7 @@ def _core_product(
     return replace(matmul(name, inputs, outputs, flops=flops, moved_bytes=moved), in_core=True)
 
 
-def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
+def _softcap_costs(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
     """Return kernels and working memory of attention that writes a block's scores.
 
     Scores stand twice in fp32, and half as much in 16 bits; beside them the products that are added
@@ -557,7 +557,7 @@ def window(a: Architecture, kind: str, seq_len: int) -> int:
     return min(seq_len, a.sliding_window) if slides(kind) else seq_len
 
 
-def _masked(a: Architecture, kind: str, setting: Setting) -> bool:
+def _is_masked(a: Architecture, kind: str, setting: Setting) -> bool:
     """Whether keys are hidden by a mask: those outside a window, and other documents' where no
     kernel knows where they end (runtime/parallel/document_attention.py).
     """
@@ -567,7 +567,7 @@ def _masked(a: Architecture, kind: str, setting: Setting) -> bool:
     return setting.document_len is not None and apart
 
 
-def _attended(a: Architecture, seq_len: int) -> float:
+def _keys_per_query(a: Architecture, seq_len: int) -> float:
     """Mean number of keys per query: half the sequence under a causal mask."""
     return seq_len / 2.0 if a.causal else float(seq_len)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from meshwright.planner.documents.model import Architecture
 from meshwright.planner.operators.operator_table import FP32, Operator, Setting
-from meshwright.planner.operators.operators import gathered, matmul, projections, row_wise
+from meshwright.planner.operators.operators import gather_sequence, matmul, projections, row_wise
 
 FAMILIES = ("bloom", "gptj", "mpt")
 
@@ -32,7 +32,7 @@ def attention(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     query, key = tokens * width * e, tokens * key_width * e
     apart = a.family == "gptj"
     columns = width + 2 * key_width
-    operators, whole = gathered(setting, source, "attention_gather", full)
+    operators, whole = gather_sequence(setting, source, "attention_gather", full)
     projected = {"q_linear": query, "k_linear": key, "v_linear": key}
     outputs = projected if apart else {"qkv": query + 2 * key}
     operators += projections(a, setting, source, whole, outputs, width=columns)

@@ -16,7 +16,7 @@ from meshwright.planner.operators.operator_table import (
     larger,
     smaller,
 )
-from meshwright.planner.operators.operators import gathered, matmul, norm, summed
+from meshwright.planner.operators.operators import gather_sequence, matmul, norm, reduce_activation
 
 INDEX = 8
 """Bytes of a token id."""
@@ -67,7 +67,7 @@ def embedding(a: Architecture, setting: Setting) -> OperatorTable:
     ]
     tensor = "looked_up"
     if setting.divides_tensors:
-        whole = summed(setting, tensor, "embedded", looked_up)
+        whole = reduce_activation(setting, tensor, "embedded", looked_up)
         only: Pass | None = None if setting.sequence_parallel else "forward"
         operators.append(replace(whole, only=only, copied_bytes=0.0, workspace_bytes=0.0))
         tensor = "embedded"
@@ -169,7 +169,7 @@ def head(a: Architecture, setting: Setting) -> OperatorTable:
     if a.classes:
         rows, t = 1.0 * setting.micro_batch, 1
     else:
-        gather, tensor = gathered(setting, source, "head_gather", tokens * width * e)
+        gather, tensor = gather_sequence(setting, source, "head_gather", tokens * width * e)
         operators += gather
         if setting.divides_tensors and not setting.sequence_parallel:
             operators.append(_summed_gradient(tensor, tokens * width * e))
@@ -204,7 +204,7 @@ def head(a: Architecture, setting: Setting) -> OperatorTable:
             output="loss",
             outside=1,
         )
-    changed = _scaled(a, logits * e)
+    changed = _logits_operators(a, logits * e)
     operators += changed
     tensor = held = next(iter(changed[-1].outputs)) if changed else "logits"
     if e != FP32:
@@ -239,7 +239,7 @@ LOSS_BYTES, LOSS_BACKWARD_BYTES = 16, 12
 """Traffic per logit of a loss that is one operator."""
 
 
-def _scaled(a: Architecture, size: float) -> list[Operator]:
+def _logits_operators(a: Architecture, size: float) -> list[Operator]:
     """What a family does to `size` bytes of logits before the loss."""
     if a.family == "gemma2":  # divided by the cap, tanh, times the cap
         return [

@@ -83,11 +83,13 @@ def _distinct(routing: Routing, units: int) -> float:
             if chosen - some <= groups - whole
         }
         size = routing.experts / groups
-    hit = sum(share * (1 - _missed(among, some * size, k)) for some, share in each.items())
+    hit = sum(
+        share * (1 - _miss_probability(among, some * size, k)) for some, share in each.items()
+    )
     return units * hit
 
 
-def _missed(experts: float, share: float, chosen: int) -> float:
+def _miss_probability(experts: float, share: float, chosen: int) -> float:
     """Return the chance that none of the chosen experts is of a share."""
     result = 1.0
     for drawn in range(chosen):

@@ -11,14 +11,14 @@ from meshwright.planner.operators.operator_table import FP32, GroupAxis, Operato
 from meshwright.planner.operators.operators import (
     elementwise,
     exchange,
-    gathered,
+    gather_sequence,
     linear,
     matmul,
     narrow_copy,
     of_whole,
+    reduce_activation,
     row_wise,
-    summed,
-    undivided,
+    undivided_side,
 )
 
 INDEX_BYTES = 8
@@ -31,7 +31,7 @@ def mlp(
     """Up projection (with a gate), activation, down projection."""
     tokens, width = setting.tokens, ffn_size / setting.tensor
     full = tokens * a.hidden_size * setting.element_bytes
-    operators, whole = gathered(setting, source, f"{name}_gather", full, adapted=False)
+    operators, whole = gather_sequence(setting, source, f"{name}_gather", full, adapted=False)
     operators += _feed_forward(a, setting, source, whole, name, tokens=tokens, width=width)
     return [
         *operators,
@@ -58,7 +58,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators: list[Operator] = []
     whole = source
     if not spread:
-        operators, whole = gathered(setting, source, "mlp_gather", full, adapted=False)
+        operators, whole = gather_sequence(setting, source, "mlp_gather", full, adapted=False)
     operators += _router(a, setting, source, whole, tokens=tokens)
     operators.append(_routing(experts, kernels, tokens))
     width = experts.ffn_size / divided
@@ -67,15 +67,17 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
     combined = "routed_out" if shared else routed
     if spread and setting.dispatch == "allgather":
-        beside = _shared(a, setting, source, whole, routed, tokens=tokens, width=shared / divided)
+        beside = _shared_experts(
+            a, setting, source, whole, routed, tokens=tokens, width=shared / divided
+        )
         gathered_experts = _of_gathered_tokens(a, setting, whole, combined, tokens=tokens)
         return [*operators, *gathered_experts, *(beside if shared else ())]
     skew = kernels.expert_skew if spread else 1.0
     sent = experts.per_token * full
     if spread and setting.relays:
-        there, arrived, back = _relayed(a, setting, whole, combined, full)
+        there, arrived, back = _hierarchical_dispatch(a, setting, whole, combined, full)
     else:
-        there, arrived, back = _sent(a, setting, whole, combined, full)
+        there, arrived, back = _dispatch_and_combine(a, setting, whole, combined, full)
     operators += there
     count = tokens * experts.per_token * skew
     # Tiles are half empty at the end of each expert's tokens, on average.
@@ -104,11 +106,11 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators += linear(setting, down, size=count * width * e, adapted=False)
     operators += back
     if shared:
-        operators += _shared(
+        operators += _shared_experts(
             a, setting, source, whole, routed, tokens=tokens, width=shared / divided
         )
     if partial:
-        whole_sum = summed(setting, "mlp_out_partial", "mlp_out", full)
+        whole_sum = reduce_activation(setting, "mlp_out_partial", "mlp_out", full)
         operators.append(replace(whole_sum, copied_bytes=0.0, workspace_bytes=0.0))
     return operators
 
@@ -223,7 +225,7 @@ def _goes_beside_shared(a: Architecture) -> bool:
     return a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
 
 
-def _sent(
+def _dispatch_and_combine(
     a: Architecture, setting: Setting, whole: str, combined: str, full: float
 ) -> tuple[list[Operator], str, list[Operator]]:
     """Each token to each of its experts, what has arrived there, and what is made of it, back.
@@ -266,7 +268,7 @@ def _sent(
     return there, arrived, [*back, combine]
 
 
-def _relayed(
+def _hierarchical_dispatch(
     a: Architecture, setting: Setting, whole: str, combined: str, full: float
 ) -> tuple[list[Operator], str, list[Operator]]:
     """The same of tokens sent once to nodes and handed on there (expert_hierarchical_a2a.py).
@@ -282,7 +284,7 @@ def _relayed(
     choices = full / (a.hidden_size * setting.element_bytes) * experts.per_token
     across, inside, each = nodes * full * skew, ranks * full * skew, experts.per_token * full * skew
 
-    def copied(name: str, source: str, tensor: str, size: float, kinds: int) -> Operator:
+    def copy_of(name: str, source: str, tensor: str, size: float, kinds: int) -> Operator:
         return Operator(
             name=name,
             kind="memory",
@@ -293,7 +295,7 @@ def _relayed(
             kernels=kinds,
         )
 
-    def sent(
+    def all_to_all(
         source: str, tensor: str, size: float, axis: GroupAxis, copies: float | None = None
     ) -> Operator:
         received = 0.0 if copies is None else copies * choices
@@ -308,7 +310,7 @@ def _relayed(
             beside_shared=source == "leaving" and _goes_beside_shared(a),
         )
 
-    def added(name: str, source: str, tensor: str, of: float, size: float) -> Operator:
+    def sum_of(name: str, source: str, tensor: str, of: float, size: float) -> Operator:
         return Operator(
             name=name,
             kind="memory",
@@ -320,11 +322,11 @@ def _relayed(
         )
 
     there = [
-        copied("dispatch", whole, "leaving", across, 18),
-        sent("leaving", "at_nodes", across, "experts_across", nodes),
-        copied("relay", "at_nodes", "handed_on", inside, 18),
-        sent("handed_on", "at_ranks", inside, "experts_inside", ranks),
-        copied("by_expert", "at_ranks", "arrived", each, 8),
+        copy_of("dispatch", whole, "leaving", across, 18),
+        all_to_all("leaving", "at_nodes", across, "experts_across", nodes),
+        copy_of("relay", "at_nodes", "handed_on", inside, 18),
+        all_to_all("handed_on", "at_ranks", inside, "experts_inside", ranks),
+        copy_of("by_expert", "at_ranks", "arrived", each, 8),
     ]
     weighed = Operator(
         name="weigh",
@@ -339,10 +341,10 @@ def _relayed(
     )
     back = [
         weighed,
-        sent("of_ranks", "ranks_back", inside, "experts_inside"),
-        added("relay_sum", "ranks_back", "of_nodes", inside, across),
-        sent("of_nodes", "nodes_back", across, "experts_across"),
-        added("combine", "nodes_back", combined, across, full),
+        all_to_all("of_ranks", "ranks_back", inside, "experts_inside"),
+        sum_of("relay_sum", "ranks_back", "of_nodes", inside, across),
+        all_to_all("of_nodes", "nodes_back", across, "experts_across"),
+        sum_of("combine", "nodes_back", combined, across, full),
     ]
     return there, "arrived", back
 
@@ -413,7 +415,7 @@ def _router(
     return [*operators, *linear(setting, router, source=before, size=full)]
 
 
-def _shared(
+def _shared_experts(
     a: Architecture,
     setting: Setting,
     source: str,
@@ -500,15 +502,15 @@ def _feed_forward(
         share=share,
         sides=(a.hidden_size, width),
     )
-    up = of_whole(setting, up, a.hidden_size, undivided(setting, width))
+    up = of_whole(setting, up, a.hidden_size, undivided_side(setting, width))
     gate, gated, product = f"{name}_gate", f"{name}_gated", f"{name}_product"
 
-    def made(operator: Operator) -> list[Operator]:
+    def on_tokens(operator: Operator) -> list[Operator]:
         full = tokens * a.hidden_size * e
         return linear(setting, operator, source=source, size=full, adapted=False)
 
     if not a.gated_mlp:
-        return [*made(up), *_activation(a, kernels, name, size)]
+        return [*on_tokens(up), *_activation(a, kernels, name, size)]
     clamped = a.family == "gpt_oss" and not kernels.fused_gate
     if kernels.fused_projections or clamped:
         both = tokens * (a.hidden_size + 2 * width) + 2 * weights
@@ -522,9 +524,11 @@ def _feed_forward(
             weights=2 * weights,
             share=up.share,
         )
-        operators = made(of_whole(setting, together, a.hidden_size, 2 * undivided(setting, width)))
+        operators = on_tokens(
+            of_whole(setting, together, a.hidden_size, 2 * undivided_side(setting, width))
+        )
     else:
-        operators = made(replace(up, name=gate, outputs={gate: size}))
+        operators = on_tokens(replace(up, name=gate, outputs={gate: size}))
     if clamped:
         return [*operators, *_clamped_gate(kernels, name, size)]
     kept_gate, kept_up = gate, up.name
@@ -535,7 +539,7 @@ def _feed_forward(
     else:
         operators.append(elementwise(kernels, gated, (gate,), size, saved=(kept_gate,)))
     if not kernels.fused_projections:
-        operators += made(up)
+        operators += on_tokens(up)
     if kernels.narrow:
         operators.append(narrow_copy(kept_up, (gate, up.name), 2 * tokens * width))
     kept = tuple(dict.fromkeys((kept_gate if gated == gate else gated, kept_up)))

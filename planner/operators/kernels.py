@@ -99,7 +99,7 @@ MODULES = KernelSettings()
 
 
 @cache
-def compiled(kernels: KernelSettings) -> KernelSettings:
+def compiled_kernels(kernels: KernelSettings) -> KernelSettings:
     """Return the kernels of a block that is compiled: what lies between products is fused."""
     return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
 

@@ -44,7 +44,7 @@ from meshwright.planner.operators.embedding_and_head import (
 )
 from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.feed_forward import experts, mlp
-from meshwright.planner.operators.kernels import MODULES, compiled
+from meshwright.planner.operators.kernels import MODULES, compiled_kernels
 from meshwright.planner.operators.operator_table import (
     FP32,
     GroupAxis,
@@ -63,13 +63,13 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> OperatorTable:
     """Return the operators of a layer; a traced layer becomes one operator."""
     architecture = model.architecture
     if architecture is None or layer.trace is not None:
-        return traced(layer, setting)
+        return traced_layer(layer, setting)
     if layer.kind == "embedding":
         return embedding(architecture, setting)
     if layer.kind == "head":
         return head(architecture, setting)
     if setting.compiled:
-        setting = replace(setting, kernels=compiled(setting.kernels))
+        setting = replace(setting, kernels=compiled_kernels(setting.kernels))
     kernels = setting.kernels
     block = _block(architecture, layer.kind, setting)
     if kernels is MODULES:
@@ -152,7 +152,7 @@ def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float
     """Return the parameters of a layer's largest matrix on a rank."""
     a = model.architecture
     if a is None or layer.trace is not None:
-        divided = layer.at(tensor)
+        divided = layer.divided_among(tensor)
         largest = divided.largest if divided else layer.largest
         return _traced_parameters(layer, tensor) if largest is None else float(largest)
     if layer.kind in ("embedding", "head"):
@@ -315,11 +315,11 @@ def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -
 
 
 def _traced_parameters(layer: Layer, tensor: int) -> float:
-    divided = layer.at(tensor)
+    divided = layer.divided_among(tensor)
     return float(divided.parameters if divided else layer.parameters)
 
 
-def traced(layer: Layer, setting: Setting) -> OperatorTable:
+def traced_layer(layer: Layer, setting: Setting) -> OperatorTable:
     """One operator of a layer that was traced in fp32; times its samples, in the job's type.
 
     A tensor axis that divides the layer adds its sums: of activations in forward, of gradients in
@@ -410,7 +410,7 @@ def _to_experts(
     sent = experts.exchanged_bytes * scale
     tokens = sent / experts.per_token
 
-    def moved(
+    def collective(
         source: str,
         size: float,
         axis: GroupAxis,
@@ -443,19 +443,25 @@ def _to_experts(
             moved_bytes=6 * rows + every,
             backward_moved_bytes=6 * rows + every,
         )
-        gathered = moved("gathered", every, "expert", "all_gather")
+        gathered = collective("gathered", every, "expert", "all_gather")
         scattered = replace(
-            moved("scattered", every, "expert", "reduce_scatter", stores=False),
+            collective("scattered", every, "expert", "reduce_scatter", stores=False),
             outputs={"scattered": tokens},
         )
         return [gathered, held], [scattered]
     if not setting.relays:
-        out, home = (moved(way, sent, "expert", stores=False) for way in ("sent", "returned"))
+        out, home = (collective(way, sent, "expert", stores=False) for way in ("sent", "returned"))
         return [out], [home]
     routing = Routing(experts.count, experts.per_token)
     nodes, ranks = (copies * tokens for copies in routing.hops(setting.expert, setting.relay))
-    there = moved("at_nodes", nodes, "experts_across"), moved("at_ranks", ranks, "experts_inside")
-    back = moved("of_ranks", ranks, "experts_inside"), moved("of_nodes", nodes, "experts_across")
+    there = (
+        collective("at_nodes", nodes, "experts_across"),
+        collective("at_ranks", ranks, "experts_inside"),
+    )
+    back = (
+        collective("of_ranks", ranks, "experts_inside"),
+        collective("of_nodes", nodes, "experts_across"),
+    )
     return [*there], [*back]
 
 

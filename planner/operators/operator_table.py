@@ -123,7 +123,7 @@ class Setting:
             self.divides_tensors,
             self.divides_sequence,
             self.spreads_experts,
-            self.batched,
+            self.is_batched,
             self.sequence_parallel,
             self.loss is not None,
             self.loss is not None and self.loss.gradients == "recomputed",
@@ -163,7 +163,7 @@ class Setting:
         return self.relay > 0
 
     @property
-    def batched(self) -> bool:
+    def is_batched(self) -> bool:
         """Whether a micro-batch has several samples."""
         return self.micro_batch > 1
 
@@ -179,7 +179,7 @@ class ManySettings(Setting):
     taken: tuple[bool | str, ...]
 
     @classmethod
-    def of(cls, settings: Sequence[Setting]) -> ManySettings:
+    def stack(cls, settings: Sequence[Setting]) -> ManySettings:
         """Return settings of one sequence, one precision and the same branches as one."""
         some = settings[0]
         assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
@@ -235,7 +235,7 @@ class ManySettings(Setting):
         return bool(self.taken[-2])
 
     @property
-    def batched(self) -> bool:
+    def is_batched(self) -> bool:
         """Whether a micro-batch has several samples."""
         return bool(self.taken[3])
 
@@ -347,7 +347,7 @@ class OperatorTable:
         """Bytes of what the layer's own operators return that backward does not keep anyway."""
         if self.backward_peak is not None:
             return self.output_bytes
-        stored = self.stored(recompute)
+        stored = self.stored_tensors(recompute)
         returned = self._inside[-1].outputs.items()
         return sum((size for name, size in returned if name not in stored), 0.0)
 
@@ -356,7 +356,7 @@ class OperatorTable:
         """FLOPs of one forward pass."""
         return sum(operator.flops for operator in self.operators)
 
-    def recomputed(self, recompute: Recompute) -> tuple[Operator, ...]:
+    def recomputed_operators(self, recompute: Recompute) -> tuple[Operator, ...]:
         """Return the operators that run a second time in backward."""
         match recompute:
             case "none":
@@ -374,20 +374,20 @@ class OperatorTable:
             case _:
                 assert_never(recompute)
 
-    def stored(self, recompute: Recompute) -> dict[str, float]:
+    def stored_tensors(self, recompute: Recompute) -> dict[str, float]:
         """Return name and bytes of the tensors saved for backward."""
         match recompute:
             case "none":
-                names = _saved(self.operators)
+                names = _saved_tensors(self.operators)
             case "full" | "selective":
-                names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
+                names = {"x"} | (_saved_tensors(self._outside) - _outputs(self._inside))
                 if recompute == "selective" and self.selective == "cheap":
                     outputs = _outputs(self._cheap)
                     needed = {name for op in self._cheap for name in op.saved or op.inputs}
-                    names = (_saved(self.operators) | needed) - outputs
+                    names = (_saved_tensors(self.operators) | needed) - outputs
                 elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
-                    names = _saved(self.operators) - (_outputs(core[:-1]))
+                    names = _saved_tensors(self.operators) - (_outputs(core[:-1]))
                 elif recompute == "selective":
                     kept = self._kept_outputs
                     kept_outputs = _outputs(op for op in self._inside if op.name in kept)
@@ -403,20 +403,20 @@ class OperatorTable:
 
     def stored_bytes(self, recompute: Recompute) -> float:
         """Bytes saved for backward by one micro-batch in flight."""
-        return sum(self.stored(recompute).values())
+        return sum(self.stored_tensors(recompute).values())
 
     def own_bytes(self, recompute: Recompute) -> float:
         """Bytes saved by the layer's own operators; what the loss saves stays where it is."""
-        return sum(self._own(recompute).values())
+        return sum(self._stored_by_layer(recompute).values())
 
-    def _own(self, recompute: Recompute) -> dict[str, float]:
-        beside = _saved(self._outside) - _saved(self._inside)
-        return {n: size for n, size in self.stored(recompute).items() if n not in beside}
+    def _stored_by_layer(self, recompute: Recompute) -> dict[str, float]:
+        beside = _saved_tensors(self._outside) - _saved_tensors(self._inside)
+        return {n: size for n, size in self.stored_tensors(recompute).items() if n not in beside}
 
     def packable(self, recompute: Recompute, element_bytes: int) -> tuple[float, float]:
         """Return bytes and elements of the layer's own floating tensors; token ids are not."""
         wide = {name for operator in self.operators for name in operator.fp32}
-        sizes = self._own(recompute)
+        sizes = self._stored_by_layer(recompute)
         if self.kind == "embedding":
             sizes.pop("x", None)
         elements = sum(
@@ -426,7 +426,7 @@ class OperatorTable:
 
     def forward_transient_bytes(self, recompute: Recompute) -> float:
         """Peak inside forward above what is stored at its end, beyond the layer's output."""
-        stored = self.stored(recompute)
+        stored = self.stored_tensors(recompute)
         last_use = {n: i for i, op in enumerate(self.operators) for n in (*op.inputs, *op.holds)}
         dying: list[list[str]] = [[] for _ in self.operators]
         for index, operator in enumerate(self.operators):
@@ -500,8 +500,8 @@ class OperatorTable:
         """
         if recompute == "none":
             return 0.0
-        kept = self.stored(recompute)
-        needed = _saved(self.operators) | {"x"}
+        kept = self.stored_tensors(recompute)
+        needed = _saved_tensors(self.operators) | {"x"}
         passed = _outputs(self._inside[: self._needed_again]) - needed
         again = sum(self.sizes[name] for name in sorted(needed - kept.keys()))
         return again - sum(size for name, size in kept.items() if name in passed)
@@ -538,7 +538,7 @@ class OperatorTable:
         None is looked for behind one of `kept`.
         """
         names: set[str] = set()
-        waiting = _saved(self._inside)
+        waiting = _saved_tensors(self._inside)
         made_by = {name: op for op in self._inside for name in op.outputs}
         while waiting:
             name = waiting.pop()
@@ -557,7 +557,7 @@ class OperatorTable:
         """
         if not self.early_stop:
             return len(self._inside)
-        needed = _saved(self._inside)
+        needed = _saved_tensors(self._inside)
         indices = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
         return max(indices, default=-1) + 1
 
@@ -598,7 +598,7 @@ def share(part: float, whole: float) -> float:
     return cast(float, np.divide(part, whole, out=np.zeros(whole.shape), where=whole != 0))
 
 
-def _saved(operators: Iterable[Operator]) -> set[str]:
+def _saved_tensors(operators: Iterable[Operator]) -> set[str]:
     return {name for operator in operators for name in operator.saved}
 
 

@@ -165,11 +165,11 @@ def matmul(
         weights=weights,
         kernels=kernels,
         share=share,
-        aligned=_aligned(sides),
+        aligned=_is_aligned(sides),
     )
 
 
-def _aligned(sides: tuple[float, ...]) -> bool:
+def _is_aligned(sides: tuple[float, ...]) -> bool:
     """Whether 8-bit kernels take a matrix of these sides; an array where they are arrays."""
     return reduce(and_, (side % NARROW_MULTIPLE == 0 for side in sides), True)
 
@@ -191,7 +191,7 @@ def of_whole(setting: Setting, product: Operator, rows: float, columns: float) -
     return replace(product, aligned=False) if small else product
 
 
-def undivided(setting: Setting, side: float) -> float:
+def undivided_side(setting: Setting, side: float) -> float:
     """Return the side of a matrix of which each tensor rank has a part."""
     return float(np.max(np.round(side * setting.tensor)))
 
@@ -228,7 +228,7 @@ def linear(
         else:
             after.append(_adapter(product, whole_bytes))
             if kernels.adapters_drop:
-                operators.append(_dropped(setting, product, kept, whole_bytes))
+                operators.append(_dropout_of_input(setting, product, kept, whole_bytes))
                 saved = tuple(operators[-1].outputs)
         product = replace(product, frozen=True, backward_moved_bytes=product.moved_bytes)
     if kernels.restored_bytes:
@@ -243,11 +243,11 @@ def linear(
                 backward_moved_bytes=moved,
             )
         )
-        product = replace(product, workspace_bytes=_restored(setting, product))
+        product = replace(product, workspace_bytes=_restored_bytes(setting, product))
     return [*operators, replace(product, saved=saved), *after]
 
 
-def _restored(setting: Setting, product: Operator) -> float:
+def _restored_bytes(setting: Setting, product: Operator) -> float:
     """Bytes of a weight brought back from 4 bits, there while it is multiplied in either pass.
 
     With it come its blocks' scales, rounded ones brought back to fp32 (bitsandbytes,
@@ -258,7 +258,9 @@ def _restored(setting: Setting, product: Operator) -> float:
     return (setting.element_bytes + FP32 / SCALED_TOGETHER) * share * product.weights
 
 
-def _dropped(setting: Setting, product: Operator, source: str, whole_bytes: float) -> Operator:
+def _dropout_of_input(
+    setting: Setting, product: Operator, source: str, whole_bytes: float
+) -> Operator:
     """What adapters keep of their inputs where these are dropped at random: a copy and a mask each.
 
     Its traffic counts as the adapter's.  Source: peft, tuners/lora/layer.py (Linear.forward).
@@ -292,7 +294,7 @@ def narrow_copy(name: str, beside: tuple[str, ...], size: float) -> Operator:
     return Operator(name=name, kind="memory", inputs=beside, outputs={name: size}, kernels=0)
 
 
-def gathered(
+def gather_sequence(
     setting: Setting, source: str, name: str, size: float, *, adapted: bool = True
 ) -> tuple[list[Operator], str]:
     """Gather the sequence before a tensor-parallel region; nothing to do on one rank.
@@ -308,8 +310,8 @@ def gathered(
         inputs=(source,),
         outputs={name: size},
         moved_bytes=size,
-        copied_bytes=2 * _reordered(setting, size),
-        workspace_bytes=_reordered(setting, size),
+        copied_bytes=2 * _reorder_bytes(setting, size),
+        workspace_bytes=_reorder_bytes(setting, size),
         wide=setting.kernels.adapts(adapted=adapted),
     )
     return [gather], name
@@ -345,7 +347,7 @@ def projections(
         apart: dict[bool, list[str]] = {}
         for name, made_bytes in outputs.items():
             shape = product({name: made_bytes}, made_bytes / (tokens * e))
-            columns = undivided(setting, made_bytes / (tokens * e))
+            columns = undivided_side(setting, made_bytes / (tokens * e))
             small = of_whole(setting, shape, a.hidden_size, columns) is not shape
             apart.setdefault(small, []).append(name)
         products = []
@@ -380,14 +382,14 @@ def row_wise(
         weights=width * a.hidden_size,
         sides=(width, a.hidden_size),
     )
-    product = of_whole(setting, product, undivided(setting, width), a.hidden_size)
+    product = of_whole(setting, product, undivided_side(setting, width), a.hidden_size)
     result = linear(setting, product, size=tokens * width * e, adapted=adapted)
     if setting.divides_tensors:
-        result.append(summed(setting, partial, name, out_bytes))
+        result.append(reduce_activation(setting, partial, name, out_bytes))
     return result
 
 
-def summed(setting: Setting, partial: str, name: str, size: float) -> Operator:
+def reduce_activation(setting: Setting, partial: str, name: str, size: float) -> Operator:
     """Add what tensor-parallel ranks have of an activation: each gets its part, or all of it."""
     if not setting.sequence_parallel:
         return Operator(
@@ -403,8 +405,8 @@ def summed(setting: Setting, partial: str, name: str, size: float) -> Operator:
         inputs=(partial,),
         outputs={name: size / setting.tensor},
         moved_bytes=size,
-        copied_bytes=2 * _reordered(setting, size),
-        workspace_bytes=_reordered(setting, size),
+        copied_bytes=2 * _reorder_bytes(setting, size),
+        workspace_bytes=_reorder_bytes(setting, size),
     )
 
 
@@ -442,7 +444,7 @@ def exchange(
     )
 
 
-def _reordered(setting: Setting, size: float) -> float:
+def _reorder_bytes(setting: Setting, size: float) -> float:
     """Bytes of the copies that bring positions to the front and back; one sample needs none."""
-    copied = setting.batched and setting.kernels.reorders
+    copied = setting.is_batched and setting.kernels.reorders
     return size * (1 + 1 / setting.tensor) if copied else 0.0

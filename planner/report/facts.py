@@ -56,9 +56,11 @@ class Summary:
         width = options.max_width
         head = []
         if self.head:
-            head = _wrapped(console, self.head, width, style="bold", most=None if self.whole else 2)
+            head = _wrap_text(
+                console, self.head, width, style="bold", most=None if self.whole else 2
+            )
         blocks = [
-            _wrapped(
+            _wrap_text(
                 console,
                 fact.text,
                 width - INDENT,
@@ -84,7 +86,7 @@ def _lines(blocks: list[list[Text]], shown: set[int]) -> int:
     return sum(len(blocks[at]) for at in shown)
 
 
-def _wrapped(
+def _wrap_text(
     console: Console, text: str, width: int, *, style: str, most: int | None, fold: bool = True
 ) -> list[Text]:
     """Return text as lines of a width, at most `most`; the last says if it is cut."""

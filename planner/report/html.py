@@ -99,7 +99,7 @@ def memory_chart(rows: Sequence[tuple[str, StagePrediction]]) -> str:
         (rank, {name: size / GIB for name, size in stage.memory_parts.items()})
         for rank, stage in rows
     ]
-    return svg.stacked("Memory by pipeline rank", parts, "GiB", limit=("capacity", capacity))
+    return svg.stacked_bars("Memory by pipeline rank", parts, "GiB", limit=("capacity", capacity))
 
 
 def time_chart(prediction: Prediction) -> str:
@@ -107,7 +107,7 @@ def time_chart(prediction: Prediction) -> str:
     longest_s = sum(prediction.step_parts.values())
     scale, unit = (1.0, "s") if longest_s >= 1 else (1e3, "ms")
     parts = {name: scale * size for name, size in prediction.step_parts.items() if size > 0}
-    return svg.stacked("Step time by cause", [("step", parts)], unit)
+    return svg.stacked_bars("Step time by cause", [("step", parts)], unit)
 
 
 def resident_gib(

@@ -19,14 +19,14 @@ _PORT = re.compile(r"\b[A-Za-z][\w-]*(?:\.[\w-]+)*(?=:\d{2,5}\b)")
 _DOMAIN = re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|internal|lan|com|net|org|io|edu|cloud)\b")
 
 
-def shared(text: str, names: Iterable[str] = ()) -> str:
+def redact(text: str, names: Iterable[str] = ()) -> str:
     r"""Return text without hosts, addresses and paths; of code the file's name stays.
 
     `names` are further words that must not stand in it.
 
-    >>> shared('rank 1 at node7.cluster.local:29500, File "/home/ann/my/train.py", line 3')
+    >>> redact('rank 1 at node7.cluster.local:29500, File "/home/ann/my/train.py", line 3')
     'rank 1 at <host>:29500, File "train.py", line 3'
-    >>> shared("10.1.2.3 wrote /data/secret/run-1; see ~/runs/a on fe80::1", ["run"])
+    >>> redact("10.1.2.3 wrote /data/secret/run-1; see ~/runs/a on fe80::1", ["run"])
     '<host> wrote <path>; see <path> on <host>'
     """
     text = _CODE.sub(lambda found: found[1], text)

@@ -12,7 +12,7 @@ from meshwright.planner.documents.units import bytes_text, percent_text, seconds
 from meshwright.planner.report.facts import plain_table
 from meshwright.planner.solver.graph_instance import GraphSolution
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Unfinished,
@@ -51,7 +51,7 @@ def solution_text(
         marked = "*" if row["seconds"] == slowest_s else ""
         table.add_row(
             str(row["stage"]),
-            _spans(_held(result)[row["stage"]]),
+            _spans(_layers_of_stages(result)[row["stage"]]),
             options_text(problem, result, row["stage"]),
             marked + seconds_text(row["seconds"]),
             seconds_text(row["sync_s"]),
@@ -68,7 +68,7 @@ def solution_text(
     return Group(*lines)
 
 
-def _held(solution: GraphSolution) -> list[list[int]]:
+def _layers_of_stages(solution: GraphSolution) -> list[list[int]]:
     """[stage] Numbers of its layers, rising."""
     cuts = itertools.pairwise(solution.split.cuts)
     return [sorted(solution.order[first:end]) for first, end in cuts]
@@ -90,7 +90,7 @@ def stages_of(problem: Problem, result: GraphSolution) -> list[dict[str, Any]]:
             "bytes": solution.stage_bytes[s],
             "capacity_bytes": instance.stages[s].capacity_bytes,
         }
-        for s, held in enumerate(_held(result))
+        for s, held in enumerate(_layers_of_stages(result))
     ]
 
 
@@ -99,7 +99,11 @@ def options_text(problem: Problem, solution: GraphSolution, stage: int) -> str:
 
     `embedding: keep; 3 x block: recompute; 2 x block: keep`
     """
-    instance, kinds, held = problem.instance(), list(problem.kinds), _held(solution)[stage]
+    instance, kinds, held = (
+        problem.instance(),
+        list(problem.kinds),
+        _layers_of_stages(solution)[stage],
+    )
     chosen = zip(
         (kinds[instance.layers[layer]] for layer in held),
         _names(instance, solution, held),
@@ -137,7 +141,7 @@ def _span(run: Sequence[int]) -> str:
 
 
 def solution_json(
-    problem: Problem, result: GraphSolution | Infeasible | Fathomed | Unfinished
+    problem: Problem, result: GraphSolution | Infeasible | CutOff | Unfinished
 ) -> dict[str, Any]:
     """Return what `solve --json` prints."""
     if isinstance(result, GraphSolution):

@@ -56,7 +56,7 @@ class _ChartAxis:
     end: float
     log: bool
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         low, high, value = self.low, self.high, max(value, self.low) if self.log else value
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)
@@ -144,7 +144,7 @@ def _columns(across: _ChartAxis, top: float, bottom: float) -> list[str]:
     """Return a line of the grid for each tick, its number below."""
     body = []
     for tick in across.ticks():
-        x = across.at(tick)
+        x = across.position(tick)
         body += [
             _stroke(x, top, x, bottom, "grid"),
             _text(x, bottom + 16, number(tick), "middle"),
@@ -155,7 +155,7 @@ def _columns(across: _ChartAxis, top: float, bottom: float) -> list[str]:
 def _frame(across: _ChartAxis, up: _ChartAxis, x_title: str, y_title: str) -> list[str]:
     body = _columns(across, up.end, up.start)
     for tick in up.ticks():
-        y = up.at(tick)
+        y = up.position(tick)
         body += [
             _stroke(across.start, y, across.end, y, "grid"),
             _text(LEFT - 6, y + 4, number(tick), "end"),
@@ -198,9 +198,13 @@ def scatter(title: str, points: Sequence[Point], x_title: str, y_title: str) -> 
     up = _axis(ends, HEIGHT - BOTTOM, TOP, log=True, zero=False)
     body = _frame(across, up, x_title, y_title)
     low, high = min(ends), max(ends)
-    body.append(_stroke(across.at(low), up.at(low), across.at(high), up.at(high), "mark"))
+    body.append(
+        _stroke(
+            across.position(low), up.position(low), across.position(high), up.position(high), "mark"
+        )
+    )
     body += [
-        f'<circle cx="{across.at(point.x):.1f}" cy="{up.at(point.y):.1f}" r="3" '
+        f'<circle cx="{across.position(point.x):.1f}" cy="{up.position(point.y):.1f}" r="3" '
         f'fill="{COLOURS[0]}" fill-opacity="0.6"><title>{escape(point.label)}</title></circle>'
         for point in points
     ]
@@ -217,8 +221,8 @@ def steps(title: str, curves: Sequence[StepCurve], x_title: str, y_title: str) -
     body = _frame(across, up, x_title, y_title)
     for place, curve in enumerate(curves):
         (x, y), *rest = curve.points
-        path = f"M{across.at(x):.1f} {up.at(y):.1f}" + "".join(
-            f"H{across.at(x):.1f}V{up.at(y):.1f}" for x, y in rest
+        path = f"M{across.position(x):.1f} {up.position(y):.1f}" + "".join(
+            f"H{across.position(x):.1f}V{up.position(y):.1f}" for x, y in rest
         )
         body.append(
             f'<path d="{path}" fill="none" stroke="{COLOURS[place % len(COLOURS)]}" '
@@ -242,12 +246,14 @@ def ranges(title: str, rows: Sequence[RangeRow], unit: str) -> str:
         body.append(_text(RANGE_LABEL_WIDTH - 8, y + 15, short(row.name), "end"))
         for index, (middle, low, high) in enumerate((row.before, row.after)):
             tip = f"{row.name}, {names[index]}: {middle:,.4g} {unit} ({low:,.4g} to {high:,.4g})"
-            x, top = across.at(low), y + 3 + 8 * index
-            body.append(_rect(x, top, across.at(high) - x, 6, COLOURS[index], tip))
-            body.append(_stroke(across.at(middle), top, across.at(middle), top + 6, "middle"))
+            x, top = across.position(low), y + 3 + 8 * index
+            body.append(_rect(x, top, across.position(high) - x, 6, COLOURS[index], tip))
+            body.append(
+                _stroke(across.position(middle), top, across.position(middle), top + 6, "middle")
+            )
         if row.measured:
             body.append(
-                f'<circle cx="{across.at(row.measured):.1f}" cy="{y + 14}" r="4" '
+                f'<circle cx="{across.position(row.measured):.1f}" cy="{y + 14}" r="4" '
                 f'fill="{COLOURS[2]}"><title>{escape(row.name)}, measured: '
                 f"{row.measured:,.4g} {unit}</title></circle>"
             )
@@ -256,7 +262,7 @@ def ranges(title: str, rows: Sequence[RangeRow], unit: str) -> str:
     return _svg(title, [*body, *key], bottom + BOTTOM + height)
 
 
-def stacked(
+def stacked_bars(
     title: str,
     rows: Sequence[tuple[str, Mapping[str, float]]],
     unit: str,
@@ -283,7 +289,7 @@ def stacked(
         for index, name in enumerate(names):
             size = max(0.0, parts.get(name, 0.0))
             if size:
-                x, end = across.at(begin), across.at(begin + size)
+                x, end = across.position(begin), across.position(begin + size)
                 body.append(
                     _rect(
                         x,
@@ -296,7 +302,7 @@ def stacked(
                 )
             begin += size
     if limit is not None:
-        x = across.at(limit[1])
+        x = across.position(limit[1])
         body += [_stroke(x, TOP - 4, x, bottom, "mark"), _text(x - 4, TOP - 3, limit[0], "end")]
     body.append(_text((across.start + across.end) / 2, bottom + 34, unit, "middle"))
     key, height = _legend(names, bottom + BOTTOM)

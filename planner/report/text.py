@@ -129,7 +129,7 @@ def choices_table(choices: Sequence[Alternative]) -> Table:
     A plan that is several of them has one row with all its names.
     """
     table = plain_table("", "step", cost_word(choices), "memory", "plan and why", right=(1, 2, 3))
-    for names, choice in _named(choices):
+    for names, choice in _named_choices(choices):
         if choice.prediction is None:
             table.add_row(names, "", "", "", choice.why)
             continue
@@ -157,7 +157,7 @@ def cost_word(choices: Sequence[Alternative]) -> str:
     return "cost" if len(devices) <= 1 else "time"
 
 
-def _named(choices: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
+def _named_choices(choices: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
     rest = list(choices)
     while rest:
         first, *rest = rest

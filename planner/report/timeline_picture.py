@@ -68,7 +68,7 @@ def timeline_picture(timeline: Timeline) -> str:
         name, opacity = SHADES[kind]
         colour = f'fill="{COLOURS[turn % len(COLOURS)]}" fill-opacity="{opacity:g}"'
         if titled:
-            body += [_titled(span, name, colour, scale) for span in of_kind]
+            body += [_with_title(span, name, colour, scale) for span in of_kind]
             continue
         path = "".join(_rectangle(span, scale) for span in of_kind)
         title = f"{name}, stage {turn + 1} of the rank" if turn or _turns(spans) > 1 else name
@@ -144,7 +144,7 @@ def _rectangle(span: _TimelineSpan, scale: float) -> str:
     return f"M{left} {top}h{width}v{ROW - 40}h-{width}z"
 
 
-def _titled(span: _TimelineSpan, name: str, colour: str, scale: float) -> str:
+def _with_title(span: _TimelineSpan, name: str, colour: str, scale: float) -> str:
     left, top, width = _place(span, scale)
     took = seconds_text(span.end_s - span.start_s)
     title = f"{name}, stage {span.action.stage}, micro-batch {span.action.micro_batch}: {took}"

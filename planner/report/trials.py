@@ -52,26 +52,26 @@ def page(
         plans=rows,
         left_out=len(names) - len(rows),
         trials=trials,
-        constants=moved(tuner),
+        constants=moved_constants(tuner),
         seconds=seconds_text,
     )
 
 
 def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
     """Yield what is known of plans, the fastest believed first."""
-    measured = {option: tuner.measured(option).step_s for option in tuner.ran}
+    measured = {option: tuner.measured_step(option).step_s for option in tuner.ran}
     mean = tuner.posterior.mean
     order = sorted(range(len(names)), key=lambda at: (at not in measured, mean[at]))[:MOST_PLANS]
     for at in sorted(order, key=lambda at: float(mean[at])):
         yield svg.RangeRow(
             name=names[at],
-            before=tuner.before.posterior.seconds(at),
+            before=tuner.without_outcomes.posterior.seconds(at),
             after=tuner.posterior.seconds(at),
             measured=measured.get(at),
         )
 
 
-def moved(tuner: Tuner) -> list[MovedConstant]:
+def moved_constants(tuner: Tuner) -> list[MovedConstant]:
     """Return the constants that trials changed, the one learnt most first."""
     changes = []
     for constant in tuner.posterior.constants:

@@ -94,13 +94,13 @@ def script_text() -> str:
     arithmetic = resources.files("meshwright.planner.whatif")
     parts = {name: arithmetic.joinpath(f"{name}.mjs").read_text("utf-8") for name in ARITHMETIC}
     parts |= {name: _report_file(f"page/{name}.mjs") for name in VIEW}
-    return "\n".join(_scoped(name, text) for name, text in parts.items())
+    return "\n".join(_module_scope(name, text) for name, text in parts.items())
 
 
-def _scoped(name: str, text: str) -> str:
+def _module_scope(name: str, text: str) -> str:
     """Return a module as a function that returns what it exports, called at once.
 
-    >>> print(_scoped("b", 'import { x } from "./a.mjs";\\nexport const y = 2 * x;\\n'))
+    >>> print(_module_scope("b", 'import { x } from "./a.mjs";\\nexport const y = 2 * x;\\n'))
     const $b = (() => {
     const { x } = $a;
     const y = 2 * x;

@@ -13,7 +13,7 @@ from meshwright.planner.documents.units import bytes_text, count_text, seconds_t
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.whatif.conclusions import verdicts
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts, slack_days
-from meshwright.planner.whatif.formatting import days_text, listed, price_ages, range_text
+from meshwright.planner.whatif.formatting import days_text, names_text, price_ages, range_text
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.break_even import BreakEven
 from meshwright.planner.whatif.ranking import Rank, measured_first
@@ -112,7 +112,7 @@ def result_text(result: Result, *, whole: bool = True) -> RenderableType:
     if result.flips:
         parts.append(
             "first if its figure were 15 % less and the first candidate's 15 % more: "
-            f"{listed(result.flips)}"
+            f"{names_text(result.flips)}"
         )
     if result.break_even:
         parts.append(break_even_table(result.break_even))
@@ -153,7 +153,7 @@ def candidate_text(result: Result, rank: Rank) -> Summary:
     outcome = rank.outcome
     facts = [
         ("plan", f"{outcome.stack}: {outcome.layout}"),
-        ("step", ", ".join(_speed(outcome))),
+        ("step", ", ".join(_speed_texts(outcome))),
         ("time", ", ".join(_time(result, outcome))),
         ("cost", ", ".join([*_money(outcome), *_tie(rank)])),
         ("energy", ", ".join(_energy(outcome))),
@@ -176,7 +176,7 @@ def limits(outcome: CandidateOutcome) -> list[str]:
     return [*sold, *outcome.misses, *kept]
 
 
-def _speed(outcome: CandidateOutcome) -> Iterator[str]:
+def _speed_texts(outcome: CandidateOutcome) -> Iterator[str]:
     if outcome.step_s is not None and outcome.tokens_per_s is not None:
         step, rate, mfu = outcome.step_s, outcome.tokens_per_s, outcome.utilisation
         if not outcome.jobs:
@@ -256,7 +256,7 @@ def break_even_table(curves: Iterable[BreakEven]) -> Table:
         title="USD per useful device hour, by share of hours used",
     )
     for curve in curves:
-        table.add_row(curve.name, *(f"{curve.at(share):.2f}" for share in SHOWN_SHARES))
+        table.add_row(curve.name, *(f"{curve.price_at(share):.2f}" for share in SHOWN_SHARES))
     return table
 
 

@@ -163,7 +163,7 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
             raise DocumentError("fix", f"'{item}': {name} is given twice; leave one out")
         values[field] = _pin_value(field, value, item)
     pins = Pins(**values, allowed=read_allowances(allow))  # type: ignore[arg-type]
-    for needed, word in _needed(pins):
+    for needed, word in _needed_allowances(pins):
         if word not in pins.allowed:
             raise DocumentError("fix", f"{needed} changes training: add --allow {word}")
     return pins
@@ -218,7 +218,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
     """Yield the pins, as they are written, that no layout of a space keeps, and what there is."""
     short = {field: name for name, field in SHORT_NAMES.items()}
     for field in ("tensor", "context", "expert", "pipeline"):
-        pinned, most = getattr(pins, field), space.most(field, devices_per_node)  # type: ignore[arg-type]
+        pinned, most = getattr(pins, field), space.most_ranks(field, devices_per_node)  # type: ignore[arg-type]
         if pinned is not None and most is not None and pinned > most:
             yield (
                 f"{short[field]}={pinned}",
@@ -229,7 +229,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("zero", sorted({0, *space.zero})),
         ("recompute", space.recompute),
         ("activations", space.activations),
-        *((axis.name, getattr(space, axis.space)) for axis in LAYOUT_AXES if _listed(axis)),
+        *((axis.name, getattr(space, axis.space)) for axis in LAYOUT_AXES if _has_values(axis)),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )
     for field, word in words:
@@ -242,12 +242,12 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         yield f"v={pins.virtual_stages}", f"has at most {space.virtual_stages} stages on a rank"
 
 
-def _listed(axis: LayoutAxis) -> bool:
+def _has_values(axis: LayoutAxis) -> bool:
     """Whether a space lists the values that it has, and does not say yes or no."""
     return axis.usual is not None
 
 
-def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
+def _needed_allowances(pins: Pins) -> Iterator[tuple[str, Allowance]]:
     """Yield pins that need an allowance, as they are written, and which."""
     if pins.schedule is not None and schedule_of(pins.schedule).stale:
         yield f"schedule={pins.schedule}", "stale"

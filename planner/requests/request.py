@@ -1,6 +1,6 @@
 """What is asked of the planner: one immutable request, and every default of it.
 
-`Request.of` fills in what is left open, alike for every command.  What is published of pretraining
+`Request.create` fills in what is left open, alike for every command.  What is published of pretraining
 decides: most models of the catalogue were trained on 4,096 tokens a sample first and on longer ones
 in a late phase, and on about 4 million tokens a step (Llama 2: both; GPT-3 3.2 million; Llama 3
 began with 4 million).  Devices change the arithmetic of training as little as can be: the batch is
@@ -68,7 +68,7 @@ class Request:
             )
 
     @classmethod
-    def of(
+    def create(
         cls,
         model: ModelGraph,
         cluster: ClusterSpec,
@@ -118,7 +118,7 @@ class Request:
             seq_len=seq_len,
             global_batch=global_batch,
             precision=cluster.precision_for(precision),
-            lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
+            lora=Training().with_settings([f"lora.{setting}" for setting in lora]).lora,
             document_len=document_len,
         )
         stack_ = stack_called(stack)
@@ -189,7 +189,7 @@ class Request:
         space = self.stack.space or EVERYTHING
         return self.pins.scales or space.usual_scales(self.job.precision)
 
-    def on(self, groups: tuple[DeviceGroup, ...]) -> Request:
+    def on_groups(self, groups: tuple[DeviceGroup, ...]) -> Request:
         """Return the same of some device groups alone, under the whole cluster's name."""
         profiles = self.profiles
         of_groups = {group.name: profiles[group.name] for group in groups if group.name in profiles}

@@ -62,12 +62,12 @@ class InFlightCounts:
     waiting: int
 
 
-def held(
+def in_flight_counts(
     name: str, rank: int, *, ranks: int, micro_batches: int, virtual_stages: int = 1
 ) -> InFlightCounts:
     """Return a rank's micro-batches in flight under a schedule; tests count those of its order.
 
-    >>> [held("zb-h1", rank, ranks=4, micro_batches=8).waiting for rank in range(4)]
+    >>> [in_flight_counts("zb-h1", rank, ranks=4, micro_batches=8).waiting for rank in range(4)]
     [1, 2, 3, 4]
     """
     counts = schedule_of(name).counts(rank, Shape(ranks, micro_batches, virtual_stages))

@@ -29,7 +29,7 @@ from meshwright.planner.schedules.schedule_record import (
 Counts = NDArray[np.intp]
 
 
-def interleaved(rank: int, shape: Shape) -> Order:
+def interleaved_order(rank: int, shape: Shape) -> Order:
     """Interleaved 1F1B (Narayanan et al., 2021, as in Megatron-LM).
 
     Warms up with 2 (P - 1 - rank) + (V - 1) P forwards, so that each rank's first backward finds
@@ -110,10 +110,10 @@ def _fullest(shape: Shape, warm_up: Counts, late: Counts, deferred: float) -> Fu
     whole = micro_batches * virtual
     # From when on backwards repeat, or end.
     number, chunks = np.arange(min(ranks * virtual, whole)), np.arange(virtual)
-    begun = _done(np.minimum(warm_up[:, None] + number + 1, whole), chunks, ranks)
-    ended = _done(number[None], chunks[::-1], ranks)
+    begun = _passes_done(np.minimum(warm_up[:, None] + number + 1, whole), chunks, ranks)
+    ended = _passes_done(number[None], chunks[::-1], ranks)
     alive = begun - ended
-    waiting = ended - _done(np.maximum(number - late[:, None], 0), chunks[::-1], ranks)
+    waiting = ended - _passes_done(np.maximum(number - late[:, None], 0), chunks[::-1], ranks)
     weight = alive @ (1 + LATE * chunks) + deferred * waiting.sum(axis=2)
     best = weight.argmax(axis=1)
     at = np.arange(ranks)
@@ -124,7 +124,7 @@ def _fullest(shape: Shape, warm_up: Counts, late: Counts, deferred: float) -> Fu
     )
 
 
-def _done(number: Counts, chunks: Counts, ranks: int) -> Counts:
+def _passes_done(number: Counts, chunks: Counts, ranks: int) -> Counts:
     """[rank, pass, stage] Of a number of passes of a rank, those of each stage in its turn."""
     cycles, rest = np.divmod(number[..., None], ranks * len(chunks))
     done: Counts = cycles * ranks + np.clip(rest - chunks * ranks, 0, ranks)
@@ -145,7 +145,7 @@ def _fullest_split(shape: Shape, deferred: float) -> Fullest:
 
 INTERLEAVED = Schedule(
     name="interleaved",
-    order=interleaved,
+    order=interleaved_order,
     coefficients=Coefficients(
         lambda ranks, micro_batches, largest: (micro_batches - largest, largest),
         "m-p and p interleaved, p being the largest stage's part of a rank",

@@ -156,7 +156,7 @@ class Schedule:
     def counts(self, rank: int, shape: Shape) -> InFlight:
         """Return the most micro-batches that a rank has at once."""
         if self.in_flight is None:
-            return _counted(self, rank, shape)
+            return _count_in_flight(self, rank, shape)
         most = shape.micro_batches * shape.virtual_stages
         whole, alive, deferred = self.in_flight(rank, shape)
         return InFlight(min(whole, most), min(alive, most), min(deferred, most))
@@ -169,7 +169,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=1 << 10)
-def _counted(schedule: Schedule, rank: int, shape: Shape) -> InFlight:
+def _count_in_flight(schedule: Schedule, rank: int, shape: Shape) -> InFlight:
     """Count what a rank has, action by action.
 
     Of `alive` every stage counts as much as the fullest: the last j of V stages are within j / V.

@@ -210,7 +210,7 @@ def cut_of(schedule: str, ranks: int, virtual_stages: int) -> Cut | None:
             == (*two[: x + n], *_later(two[x : x + n], period), *_later(two[x + n :], period))
             for first, two, three, x, n in zip(once, twice, thrice, places, sizes, strict=True)
         ):
-            return _compiled(once, twice, places, count, period, home)
+            return _compile_cut(once, twice, places, count, period, home)
     return None
 
 
@@ -290,7 +290,7 @@ def in_order(
     return result
 
 
-def _compiled(
+def _compile_cut(
     once: Sequence[Order],
     twice: Sequence[Order],
     places: Sequence[int],
@@ -397,7 +397,7 @@ def extrapolated_s(
             now = max(now, began[source] + delays[boundary])
         began.append(now + costs[cost])
     rows = [[began[at] if at >= 0 else 0 for at in row] for row in reversed(cut.before)]
-    rows = _Layers(cut, costs, delays, rows).after(count)
+    rows = _Layers(cut, costs, delays, rows).rows_after(count)
     ended: list[int] = []
     for cost, offset, own_lag, source, lag, boundary in cut.ends:
         now = (rows[-own_lag] if own_lag else ended)[offset]
@@ -447,7 +447,7 @@ class _Layers:
         self._arcs = (row, own_lag, none), (source, lag, sent)
         """Both arcs of every action: [action] place, layers before, delay."""
 
-    def after(self, count: int) -> list[list[int]]:
+    def rows_after(self, count: int) -> list[list[int]]:
         """Return the last rows behind a number of layers."""
         while count:
             self._advance()

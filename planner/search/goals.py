@@ -25,9 +25,9 @@ from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
 from meshwright.planner.search.proof_budget import GOAL, Effort, GapProgress
-from meshwright.planner.search.queue import Layouts, Lost, QueueEntry, SearchGoal
+from meshwright.planner.search.queue import Pruned, QueueEntry, SearchGoal, SearchSpace
 from meshwright.planner.search.space import complexity, kind
-from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Unfinished
+from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
 
 ALIKE = 2
 """Layouts near the optimum of one schedule and one number of stages a rank."""
@@ -64,7 +64,7 @@ class ClosedFormGoal(SearchGoal):
 
     def __init__(self, *, top: int = 1, below_s: float = math.inf) -> None:
         self.solved = 0
-        self.found: list[tuple[Layouts, SplitSolution[Any]]] = []
+        self.found: list[tuple[SearchSpace, SplitSolution[Any]]] = []
         """What was solved, each with its space."""
         self._top, self._below_s = top, below_s
         self._best: dict[tuple[int, ...], SplitSolution[Any]] = {}
@@ -73,20 +73,20 @@ class ClosedFormGoal(SearchGoal):
         self._last: SplitSolution[Any] | None = None
         """The last of the `top` best, if there are as many."""
 
-    def over(self, bound_s: float) -> bool:
+    def exceeds(self, bound_s: float) -> bool:
         """Whether no layout with at least this bound can be among the best."""
         last = self._last
         if bound_s >= self._below_s or bound_s == math.inf:
             return True
         return last is not None and bound_s > last.objective_s * (1 + EQUAL)
 
-    def drops(self, bound_s: float, space: Layouts) -> bool:
+    def drops(self, bound_s: float, space: SearchSpace) -> bool:
         """Whether what has a bound need not be kept, not even for what is near the optimum."""
         if space.keeps_ties:
             return bound_s >= self._below_s or bound_s == math.inf
-        return self.over(bound_s)
+        return self.exceeds(bound_s)
 
-    def wants(self, entry: QueueEntry) -> bool:
+    def accepts(self, entry: QueueEntry) -> bool:
         """Whether an entry can beat what it has to beat, or tie and be simpler."""
         layout = entry.layout
         rival = self._rival(entry.space, layout)
@@ -95,7 +95,7 @@ class ClosedFormGoal(SearchGoal):
         tied = entry.bound_s <= rival.objective_s * (1 + EQUAL)
         return tied and complexity(layout) < complexity(rival.layout)
 
-    def complete(self, entry: QueueEntry) -> Lost | None:
+    def complete(self, entry: QueueEntry) -> Pruned | None:
         """Solve the problem of a layout whose bounds do not decide; it has to beat its rival."""
         space, layout, cutoff_s = entry.space, entry.layout, self._below_s
         rival = self._rival(space, layout)
@@ -105,7 +105,7 @@ class ClosedFormGoal(SearchGoal):
             cutoff_s = min(cutoff_s, rival.objective_s * (1 + hair))
         self.solved += 1
         answer = space.solve(layout, cutoff_s)
-        if isinstance(answer, Lost):
+        if isinstance(answer, Pruned):
             if answer.outcome == UNFINISHED:
                 self._open_s = min(self._open_s, max(answer.bound_s or 0.0, entry.bound_s))
             return answer
@@ -123,14 +123,14 @@ class ClosedFormGoal(SearchGoal):
             ranking = sorted(self._best.values(), key=lambda found: found.rank)
             self._last = ranking[self._top - 1] if len(ranking) >= self._top else None
 
-    def _rival(self, space: Layouts, layout: Layout) -> SplitSolution[Any] | None:
+    def _rival(self, space: SearchSpace, layout: Layout) -> SplitSolution[Any] | None:
         """Return the best that a layout has to beat to be among the `top`, if any."""
         best, last = self._best.get(kind(layout)), self._last
         if best is None or last is None or space.keeps_ties:
             return best or last
         return best if wins(best, last) else last
 
-    def home(self, solution: SplitSolution[Any]) -> Layouts:
+    def home(self, solution: SplitSolution[Any]) -> SearchSpace:
         """Return the space that a layout was found in."""
         return next(space for space, split in self.found if split is solution)
 
@@ -147,7 +147,7 @@ class ClosedFormGoal(SearchGoal):
         return min([self._open_s, *(solution.objective_s for solution in self.ranking()[:1])])
 
 
-class Near(SearchGoal):
+class NearOptimumGoal(SearchGoal):
     """Splits within a limit of the closed form, of up to `most` layouts of each space.
 
     Of a schedule with one number of stages a rank there are `ALIKE`, those with the least bounds:
@@ -158,21 +158,21 @@ class Near(SearchGoal):
         self._limit_s, self._most = limit_s, most
         self.found = [entry for entry in closed_form.found if entry[1].objective_s <= limit_s]
         self._alike = Counter((space, timetable(solution.layout)) for space, solution in self.found)
-        self._tried: Counter[Layouts] = Counter()
+        self._tried: Counter[SearchSpace] = Counter()
 
-    def over(self, bound_s: float) -> bool:
+    def exceeds(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
         return bound_s > self._limit_s
 
-    def wants(self, entry: QueueEntry) -> bool:
+    def accepts(self, entry: QueueEntry) -> bool:
         """Whether another layout of a space may be solved."""
         return self._tried[entry.space] < self._most
 
-    def complete(self, entry: QueueEntry) -> Lost | None:
+    def complete(self, entry: QueueEntry) -> Pruned | None:
         """Solve the problem of a layout, unless there are enough like it."""
         space, layout = entry.space, entry.layout
         key = space, timetable(layout)
-        if self._alike[key] >= ALIKE or not self.wants(entry):
+        if self._alike[key] >= ALIKE or not self.accepts(entry):
             return None
         self._alike[key] += 1
         self._tried[space] += 1
@@ -182,7 +182,7 @@ class Near(SearchGoal):
         return None
 
 
-class Simulated(SearchGoal):
+class SimulatedStepGoal(SearchGoal):
     """The fastest plan in the simulator, and how close a bound of all comes to it."""
 
     def __init__(
@@ -220,11 +220,11 @@ class Simulated(SearchGoal):
         most = self._started + self.effort.seconds
         return min(most, time.process_time() + self.effort.program_s)
 
-    def over(self, bound_s: float) -> bool:
+    def exceeds(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
         return bound_s >= self.limit_s
 
-    def wants(self, entry: QueueEntry) -> bool:
+    def accepts(self, entry: QueueEntry) -> bool:
         """Whether an entry may be faster than the best."""
         return entry.bound_s < self.limit_s
 
@@ -234,7 +234,7 @@ class Simulated(SearchGoal):
         self.blocked = False
         for effort in self._efforts if gap > GOAL else self._efforts[1:]:
             self.effort = effort
-            self.blocked = not entry.space.may(entry.level)
+            self.blocked = not entry.space.may_refine(entry.level)
             if not self.blocked:
                 break
         if self._gap_progress is not None:
@@ -255,20 +255,20 @@ def timetable(layout: Layout) -> tuple[str, int, bool]:
     return layout.schedule, layout.virtual_stages, layout.pipeline > 1
 
 
-def judged(
+def split_or_pruned(
     answer: Any, layout: Layout, cutoff_s: float, step_s: float, known_s: float = 0.0
-) -> SplitSolution[Any] | Lost:
+) -> SplitSolution[Any] | Pruned:
     """Return what a solver's answer to a layout's problem below a cutoff says of the layout.
 
     `step_s` of its seconds are not in the problem; `known_s` is a bound that is known before.
     """
     if isinstance(answer, Infeasible):
-        return Lost(OUT_OF_MEMORY, reason=answer.reason)
-    if isinstance(answer, Fathomed | Unfinished):
+        return Pruned(OUT_OF_MEMORY, reason=answer.reason)
+    if isinstance(answer, CutOff | Unfinished):
         beaten = answer.lower_bound_s >= cutoff_s - step_s or known_s >= cutoff_s
-        beaten = beaten and isinstance(answer, Fathomed)
+        beaten = beaten and isinstance(answer, CutOff)
         bound_s = max(known_s, answer.lower_bound_s + step_s)
-        return Lost(NO_FASTER if beaten else UNFINISHED, bound_s=bound_s)
+        return Pruned(NO_FASTER if beaten else UNFINISHED, bound_s=bound_s)
     split = getattr(answer, "split", answer)
     return SplitSolution(split.objective_s + step_s, split.lower_bound_s + step_s, layout, answer)
 

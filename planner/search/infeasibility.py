@@ -21,7 +21,7 @@ from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.requests.pins import SHORT_NAMES, Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.plan_candidate import Ranked
-from meshwright.planner.search.queue import Layouts, Lost
+from meshwright.planner.search.queue import Pruned, SearchSpace
 from meshwright.planner.search.remedies import dividing, ways_out
 
 LOOKED_AT = 8
@@ -33,7 +33,7 @@ MOST_MEMORY = 1024.0
 HAIR = 1e-3
 """The least memory is found to this share of it."""
 
-Build = Callable[[Request], Iterable[Layouts]]
+Build = Callable[[Request], Iterable[SearchSpace]]
 """The spaces of a request."""
 
 
@@ -42,7 +42,7 @@ def why_nothing(request: Request, reasons: Iterable[str], build: Build) -> str:
     if request.pins.require:
         asked = "; ".join(map(str, request.pins.require))
         refused = _all_refused(build(request))
-        left_out = f". Not tried: {_listed(refused)}" if refused else ""
+        left_out = f". Not tried: {_commonest_reasons(refused)}" if refused else ""
         return f"no plan that fits the devices keeps all of this: {asked}{left_out}"
     return closest_miss(request, reasons, build)
 
@@ -73,11 +73,11 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
         return f"no layout of {model.name} {divides}"
     return (
         f"the {request.stack.name} backend can run none of {sum(refused.values())} layouts: "
-        f"{_listed(refused)}. Nothing else {divides}"
+        f"{_commonest_reasons(refused)}. Nothing else {divides}"
     )
 
 
-def _all_refused(spaces: Iterable[Layouts]) -> Counter[str]:
+def _all_refused(spaces: Iterable[SearchSpace]) -> Counter[str]:
     """Count the refusals of all layouts, by reason."""
     refused: Counter[str] = Counter()
     for space in spaces:
@@ -86,7 +86,7 @@ def _all_refused(spaces: Iterable[Layouts]) -> Counter[str]:
     return refused
 
 
-def _listed(refused: Counter[str]) -> str:
+def _commonest_reasons(refused: Counter[str]) -> str:
     """Return the commonest reasons, each with the number of layouts."""
     return "; ".join(f"{reason} ({count})" for reason, count in refused.most_common(3))
 
@@ -152,7 +152,7 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     )
 
 
-Lean = list[tuple[int, Layouts, Layout]]
+Lean = list[tuple[int, SearchSpace, Layout]]
 """The number of a space among those of its request, the space, and one of its layouts."""
 
 
@@ -164,14 +164,14 @@ def _leanest(request: Request, build: Build, count: int) -> Lean:
         for layout in _lean_layouts(space)
     )
 
-    def mean_bytes(miss: tuple[int, Layouts, Layout]) -> float:
+    def mean_bytes(miss: tuple[int, SearchSpace, Layout]) -> float:
         _, space, layout = miss
         return mean_stage_bytes(request.model, space.costs_of(layout)[0], layout)
 
     return heapq.nsmallest(count, every, key=mean_bytes)
 
 
-def _lean_layouts(space: Layouts) -> Iterator[Layout]:
+def _lean_layouts(space: SearchSpace) -> Iterator[Layout]:
     """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees and
     ways to compute the loss that a group has.
 
@@ -207,7 +207,7 @@ def mean_stage_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> f
 
 def _fitting(build: Build, request: Request) -> Layout | None:
     """Return a layout that fits, of those that hold least."""
-    slow = request.cluster.mixed or request.model.edges
+    slow = request.cluster.is_mixed or request.model.edges
     lean = _leanest(request, build, LOOKED_AT if slow else TRIED)
     return next((layout for _, space, layout in lean if space.fits(layout)), None)
 
@@ -224,7 +224,7 @@ def _memory_needed(
     pinned = {name: getattr(layout, name) for name in names}
     pins = replace(request.pins, **(pinned | {"loss": layout.loss or "plain"}))
 
-    def within(factor: float) -> tuple[Layouts, Any] | None:
+    def solution_with(factor: float) -> tuple[SearchSpace, Any] | None:
         groups = []
         for group in request.cluster.groups:
             size = int(factor * group.accelerator.memory_bytes)
@@ -234,22 +234,22 @@ def _memory_needed(
         cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
         space = list(build(replace(request, cluster=cluster, pins=pins)))[number]
         answer = space.solve(layout, float("inf"))
-        return None if isinstance(answer, Lost) else (space, answer)
+        return None if isinstance(answer, Pruned) else (space, answer)
 
     lower, upper = 1.0, 1.0 if below is None else max(1.0, below * (1 - HAIR))
     if below is not None and upper == below:
         return None
-    while (solution := within(upper)) is None:
+    while (solution := solution_with(upper)) is None:
         if below is not None or upper >= MOST_MEMORY:
             return None
         lower, upper = upper, 2 * upper
-    if below is not None and lower < upper and (enough := within(lower)) is not None:
+    if below is not None and lower < upper and (enough := solution_with(lower)) is not None:
         upper, solution = lower, enough
     while upper - lower > HAIR * lower:
         middle = (lower + upper) / 2
-        better = within(middle)
+        better = solution_with(middle)
         lower, upper, solution = (
             (middle, upper, solution) if better is None else (lower, middle, better)
         )
     space, answer = solution
-    return upper, space.ranked(answer)
+    return upper, space.candidate_of(answer)

@@ -26,12 +26,12 @@ class Saving(NamedTuple):
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
 
-    def on(self, layout: Layout) -> Layout:
+    def applied_to(self, layout: Layout) -> Layout:
         """Return a layout that saves this."""
         return replace(layout, **self._asdict())
 
     @classmethod
-    def of(cls, layout: Layout) -> Saving:
+    def of_layout(cls, layout: Layout) -> Saving:
         """Return what a layout saves."""
         return cls(layout.offload, layout.gradient_wire)
 
@@ -55,7 +55,7 @@ def savings_of(
     """Return what layouts like a plain one may save; `refusal` tells why one does not run."""
 
     def runs(saving: Saving) -> bool:
-        return refusal(saving.on(plain)) is None
+        return refusal(saving.applied_to(plain)) is None
 
     return savings(request.cluster, request.pins, runs, space=request.space)
 

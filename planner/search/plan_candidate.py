@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.predict import placement_prediction, placements_of
-from meshwright.planner.costs.stage_placement import Seats
+from meshwright.planner.costs.stage_placement import StagePlacements
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
@@ -30,20 +30,20 @@ def proven(certificate: Certificate, chosen: Ranked) -> Certificate:
     return of_plan(certificate, layout=chosen.plan.layout, step_s=chosen.prediction.step_time_s)
 
 
-def ranked(candidates: Candidates, layout: Layout, solution: Solution) -> Ranked:
+def candidate_of(candidates: Candidates, layout: Layout, solution: Solution) -> Ranked:
     """Return the plan of a solved configuration, and what it should do."""
     costs = candidates.costs(layout)
     plan = plan_of(candidates.request, layout, costs, solution, candidates.recompute)
     objective_s = solution.objective_s + costs.step_s
-    return predicted(plan, objective_s, candidates.model, candidates.tables)
+    return predict_candidate(plan, objective_s, candidates.model, candidates.tables)
 
 
-def predicted(
+def predict_candidate(
     plan: Plan,
     objective_s: float,
     model: ModelGraph,
     tables: CostTables,
-    seats: Seats | None = None,
+    seats: StagePlacements | None = None,
 ) -> Ranked:
     """Return a plan with what it should do; without `seats` its stages sit alike."""
     placements = placements_of(plan, model)

@@ -105,7 +105,7 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     used = [plan.mesh.devices for plan in (mine, best)]
     if used[0] != used[1]:
         yield "devices", f"devices {used[0]} -> {used[1]}"
-    if (a.zero, _sharded(a)) != (b.zero, _sharded(b)):
+    if (a.zero, _sharding_ranks(a)) != (b.zero, _sharding_ranks(b)):
         yield "zero", f"{_sharding(a)} -> {_sharding(b)}"
     if a.pipeline > 1 and b.pipeline > 1:
         schedules = [_schedule(layout) for layout in (a, b)]
@@ -114,7 +114,7 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     if a.micro_batch != b.micro_batch:
         yield "micro_batch", f"micro-batch {a.micro_batch} -> {b.micro_batch}"
     for name in ("recompute", "activations"):
-        changed = _changed(_choices(mine, name), _choices(best, name))
+        changed = _changed_layers(_choices(mine, name), _choices(best, name))
         if changed:
             yield name, f"{name} {changed}"
     yield from _plain_differences(mine, best)
@@ -165,11 +165,11 @@ def _word(value: object) -> str:
 
 
 def _sharding(layout: Any) -> str:
-    hybrid = f" in groups of {layout.data_shard}" if _sharded(layout) else ""
+    hybrid = f" in groups of {layout.data_shard}" if _sharding_ranks(layout) else ""
     return f"ZeRO-{layout.zero}{hybrid}"
 
 
-def _sharded(layout: Any) -> int | None:
+def _sharding_ranks(layout: Any) -> int | None:
     """Return ranks that shard where replicas of them exist."""
     return layout.data_shard if layout.zero and layout.data_replicate > 1 else None
 
@@ -183,7 +183,7 @@ def _choices(plan: Plan, field: str) -> dict[str, str]:
     return {item.layer: getattr(item, field) for stage in plan.stages for item in stage.layers}
 
 
-def _changed(mine: dict[str, str], best: dict[str, str]) -> str:
+def _changed_layers(mine: dict[str, str], best: dict[str, str]) -> str:
     """Return how many layers are treated otherwise, and how."""
     pairs = Counter((mine[layer], best[layer]) for layer in mine if mine[layer] != best[layer])
     return ", ".join(f"{label} -> {other} in {n} layers" for (label, other), n in pairs.items())
@@ -196,26 +196,26 @@ def _between(
     if changes >= {name for name, _ in _differences(mine, best)}:
         return best
 
-    def of(name: str) -> Plan:
+    def side_of(name: str) -> Plan:
         return best if name in changes else mine
 
-    axes = {name: getattr(of(name).mesh, name) for name in _AXES}
-    devices = of("devices").mesh.devices
+    axes = {name: getattr(side_of(name).mesh, name) for name in _AXES}
+    devices = side_of("devices").mesh.devices
     others = axes["tensor"] * axes["context"] * axes["pipeline"]
     data, rest = divmod(devices, others)
-    micro_batch = of("micro_batch").micro_batch
+    micro_batch = side_of("micro_batch").micro_batch
     if rest or mine.global_batch % (data * micro_batch or 1) or not data:
         return None
-    sharding = of("zero")
-    shard = _sharded(sharding.layout) or data
+    sharding = side_of("zero")
+    shard = _sharding_ranks(sharding.layout) or data
     zero = sharding.zero if data > 1 or axes["context"] > 1 else 0
     if zero and data % shard:
         return None
-    scheduled = of("schedule")
+    scheduled = side_of("schedule")
     pipelined = axes["pipeline"] > 1
     if pipelined and scheduled.mesh.pipeline == 1:
         scheduled = best if mine.mesh.pipeline == 1 else mine
-    dividing = of("sequence_parallel")
+    dividing = side_of("sequence_parallel")
     if dividing.mesh.tensor == 1:
         dividing = best if mine.mesh.tensor == 1 else mine
     virtual = scheduled.virtual_stages if pipelined else 1
@@ -223,14 +223,14 @@ def _between(
         plan = Plan.model_validate(
             {
                 **{name: getattr(mine, name) for name in _KEPT},
-                **{name: getattr(of(name), name) for name in _PLAIN if name not in _OF_MESH},
-                "backend": of("backend").backend,
+                **{name: getattr(side_of(name), name) for name in _PLAIN if name not in _OF_MESH},
+                "backend": side_of("backend").backend,
                 "mesh": Mesh(
                     **axes,
                     data_shard=shard if zero else 1,
                     data_replicate=data // shard if zero else data,
-                    expert_tensor=of("expert_tensor").mesh.expert_tensor,
-                    order=of("order").mesh.order,
+                    expert_tensor=side_of("expert_tensor").mesh.expert_tensor,
+                    order=side_of("order").mesh.order,
                     sequence_parallel=dividing.mesh.sequence_parallel,
                 ),
                 "zero": zero,

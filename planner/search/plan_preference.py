@@ -147,7 +147,7 @@ TENSOR_PIPELINE = "tensor + pipeline"
 def _quick(request: Request) -> bool:
     """Whether a search with some choices fixed takes a fraction of the search."""
     model = request.model
-    return not (request.cluster.mixed or model.edges) and run_of(model) is not None
+    return not (request.cluster.is_mixed or model.edges) and run_of(model) is not None
 
 
 def _usual(request: Request, answer: Answer) -> Iterator[tuple[str, Ranked | None]]:
@@ -229,12 +229,12 @@ def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
 
 def _row(request: Request, what: str, plan: Ranked | None, fastest: Ranked) -> Alternative:
     if plan is None:
-        reason = _undivided(request) if what == TENSOR_PIPELINE else None
+        reason = _division_obstacle(request) if what == TENSOR_PIPELINE else None
         return Alternative(what=what, why=reason or "does not fit, or is not executed")
-    return compared(what, plan.plan, plan.prediction, fastest.prediction)
+    return alternative_row(what, plan.plan, plan.prediction, fastest.prediction)
 
 
-def _undivided(request: Request) -> str | None:
+def _division_obstacle(request: Request) -> str | None:
     """Return why the stack divides no layers of the model among two ranks, or None if it does."""
     stack = request.stack
     layout = Layout(tensor=2, sequence_parallel=stack.tensor.sequence_parallel)
@@ -245,7 +245,7 @@ def _undivided(request: Request) -> str | None:
     return f"{stack.name} cannot: {cause}; other stacks may (--backend)"
 
 
-def compared(
+def alternative_row(
     what: str, plan: Plan, prediction: Prediction, fastest: Prediction, *, same: float = 1.0
 ) -> Alternative:
     """Return the row of a plan beside the fastest: what it needs, and where it takes longer.

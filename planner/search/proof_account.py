@@ -72,19 +72,19 @@ LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 
 
 @dataclass(slots=True)
-class Account:
+class PruningStatistics:
     """What became of configurations, by outcome."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     backend: str = "native"
 
-    def refused(self, reason: str, count: int = 1) -> None:
+    def count_refused(self, reason: str, count: int = 1) -> None:
         """Count what the backend does not run; what the data of its space say, by reason."""
         stack, separator, why = reason.partition(": ")
         outcome = f"{REFUSED}: {why}" if separator and stack == self.backend else REFUSED
-        self.settled(outcome, count)
+        self.count_settled(outcome, count)
 
-    def settled(self, outcome: str, count: int) -> None:
+    def count_settled(self, outcome: str, count: int) -> None:
         """Count configurations of which nothing more is said."""
         self.counts[outcome] = self.counts.get(outcome, 0) + count
 
@@ -105,7 +105,7 @@ def space_text(stack: Stack) -> str:
 
 
 def certificate_of(
-    account: Account,
+    account: PruningStatistics,
     stack: Stack,
     *,
     solver: str,

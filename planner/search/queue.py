@@ -24,12 +24,17 @@ from meshwright.planner.costs.layout_costs import LayoutCosts
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.answer import Progress
 from meshwright.planner.search.plan_candidate import Ranked
-from meshwright.planner.search.proof_account import DOMINATED, OUT_OF_MEMORY, REFUSED, Account
+from meshwright.planner.search.proof_account import (
+    DOMINATED,
+    OUT_OF_MEMORY,
+    REFUSED,
+    PruningStatistics,
+)
 from meshwright.planner.search.space import LayoutFamily, complexity
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Pruned:
     """A layout that needs no further bound: why, and a bound if one is known."""
 
     outcome: str
@@ -38,7 +43,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class LayoutBatch:
     """Layouts that wait as one, the simplest first."""
 
     all: tuple[Layout, ...]
@@ -61,10 +66,10 @@ class Bundle:
     """Those among which is the one that has least on a stage."""
 
 
-Group = LayoutFamily | Bundle
+Group = LayoutFamily | LayoutBatch
 Item = Any
 """A layout or a group."""
-Bound = Callable[[Layout], float | Lost]
+Bound = Callable[[Layout], float | Pruned]
 """Least seconds of a layout, inf if it does not fit; or why it need not be looked at."""
 Next = tuple[float, int, Item]
 """What takes the place of an entry: a bound, the level that is reached, a group or a layout."""
@@ -80,7 +85,7 @@ class QueueEntry(NamedTuple):
     """Tells equals apart."""
     level: int
     item: Item
-    space: Layouts
+    space: SearchSpace
 
     @property
     def layout(self) -> Layout:
@@ -94,7 +99,7 @@ class QueueEntry(NamedTuple):
         return 1 if isinstance(self.item, Layout) else int(self.item.size)
 
 
-class Layouts(ABC):
+class SearchSpace(ABC):
     """A space of layouts with their bounds, and their partition problems in the closed form.
 
     Groups of layouts are opened, and a layout gets one of `bounds` after the other, if a space has
@@ -133,7 +138,7 @@ class Layouts(ABC):
         """Return the best split of a layout; only seconds below the cutoff are of interest."""
         raise NotImplementedError
 
-    def ranked(self, split: Any, /) -> Ranked:
+    def candidate_of(self, split: Any, /) -> Ranked:
         """Return the plan of a split and its prediction."""
         raise NotImplementedError
 
@@ -147,42 +152,42 @@ class Layouts(ABC):
         """Return how many entries of a level are bounded together."""
         return 1
 
-    def may(self, _: int) -> bool:
+    def may_refine(self, _: int) -> bool:
         """Whether an entry of a level may get another bound."""
         return True
 
-    def advance(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next | Lost | None]:
+    def advance(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next | Pruned | None]:
         """Yield what takes the place of entries; None for a layout whose bounds are all known.
 
         No bound is below that of its entry.  None and what is lost are of a single entry.
         """
         if level < self.groups:
-            yield from self.opened(level, some)
+            yield from self.expand(level, some)
             return
         [entry] = some
         if level - self.groups + 1 == len(self.bounds):
             yield None
             return
         better_s = self.bounds[level - self.groups + 1][1](entry.layout)
-        if isinstance(better_s, Lost):
+        if isinstance(better_s, Pruned):
             yield better_s
         else:
             yield max(entry.bound_s, better_s), level + 1, entry.item
 
-    def opened(self, _: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
+    def expand(self, _: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the layouts of groups."""
         for entry in some:
             for layout in entry.item.layouts():
                 yield entry.bound_s, self.groups, layout
 
-    def unwanted(self, level: int, layout: Layout) -> Lost | None:
+    def reject_reason(self, level: int, layout: Layout) -> Pruned | None:
         """Return why a layout is not looked at, which is asked when its turn comes."""
         if level != self.groups:
             return None
         reason = self.refusal(layout)
         if reason is not None:
-            return Lost(REFUSED, reason=reason)
-        return Lost(DOMINATED) if self.repeats(layout) else None
+            return Pruned(REFUSED, reason=reason)
+        return Pruned(DOMINATED) if self.repeats(layout) else None
 
     def repeats(self, _: Layout) -> bool:
         """Whether another layout of the space does the same."""
@@ -190,25 +195,25 @@ class Layouts(ABC):
 
     def fits(self, layout: Layout) -> bool:
         """Whether a layout has a split that fits."""
-        return not isinstance(self.solve(layout, math.inf), Lost)
+        return not isinstance(self.solve(layout, math.inf), Pruned)
 
 
 class SearchGoal(ABC):
     """What a search looks for."""
 
     @abstractmethod
-    def over(self, bound_s: float) -> bool:
+    def exceeds(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
 
     @abstractmethod
-    def wants(self, entry: QueueEntry) -> bool:
+    def accepts(self, entry: QueueEntry) -> bool:
         """Whether an entry is of interest."""
 
-    def drops(self, bound_s: float, _: Layouts) -> bool:
+    def drops(self, bound_s: float, _: SearchSpace) -> bool:
         """Whether what has a bound in a space need not be kept."""
-        return self.over(bound_s)
+        return self.exceeds(bound_s)
 
-    def complete(self, _: QueueEntry) -> Lost | None:
+    def complete(self, _: QueueEntry) -> Pruned | None:
         """Take a layout whose bounds are all known; return why it is lost, if it is."""
         return None
 
@@ -220,10 +225,14 @@ class Queue:
     """What waits of some spaces, and what became of the rest."""
 
     def __init__(
-        self, goal: SearchGoal, *, account: Account | None = None, progress: Progress | None = None
+        self,
+        goal: SearchGoal,
+        *,
+        account: PruningStatistics | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.goal = goal
-        self.account = account or Account()
+        self.account = account or PruningStatistics()
         self.refused: Counter[str] = Counter()
         """Reasons why the backend runs no plan of a layout, and of how many layouts."""
         self.misses: list[str] = []
@@ -235,7 +244,7 @@ class Queue:
         self._wanted: set[int] = set()
         """Numbers of layouts that are known to be looked at."""
 
-    def run(self, *spaces: Layouts) -> None:
+    def run(self, *spaces: SearchSpace) -> None:
         """Look at all layouts of some spaces, as far as needed."""
         count = 0
         for space in spaces:
@@ -252,13 +261,13 @@ class Queue:
     def _count_refused(self, refused: Counter[str]) -> None:
         self.refused += refused
         for reason, count in refused.items():
-            self.account.refused(reason, count)
+            self.account.count_refused(reason, count)
 
-    def _push(self, bound_s: float, level: int, item: Item, space: Layouts) -> None:
+    def _push(self, bound_s: float, level: int, item: Item, space: SearchSpace) -> None:
         """Put an item in its place, or count it if it is of no interest."""
         if self.goal.drops(bound_s, space):
             outcome = OUT_OF_MEMORY if bound_s == math.inf else space.levels[level]
-            self.account.settled(outcome, 1 if isinstance(item, Layout) else item.size)
+            self.account.count_settled(outcome, 1 if isinstance(item, Layout) else item.size)
             return
         while len(self._heaps) <= level:
             self._heaps.append([])
@@ -269,28 +278,28 @@ class Queue:
     def _next_level(self) -> int | None:
         """Return the level of the lowest entry that may get another bound; None if none may."""
         lowest = self.lowest()
-        if lowest is None or self.goal.over(lowest.bound_s):
+        if lowest is None or self.goal.exceeds(lowest.bound_s):
             return None
         self.goal.lowest(lowest)
         for entry in sorted(heap[0] for heap in self._heaps if heap):
-            if entry.space.may(entry.level):
-                return None if self.goal.over(entry.bound_s) else entry.level
+            if entry.space.may_refine(entry.level):
+                return None if self.goal.exceeds(entry.bound_s) else entry.level
         return None
 
     def lowest(self) -> QueueEntry | None:
         """Return the entry with the lowest bound; layouts that are unwanted are left out."""
         while True:
             entry = min((heap[0] for heap in self._heaps if heap), default=None)
-            lost = None if entry is None else self._unwanted(entry)
+            lost = None if entry is None else self._reject_reason(entry)
             if entry is None or lost is None:
                 return entry
             self._lose(lost, heapq.heappop(self._heaps[entry.level]))
 
-    def _unwanted(self, entry: QueueEntry) -> Lost | None:
+    def _reject_reason(self, entry: QueueEntry) -> Pruned | None:
         """Return why an entry is not looked at; nobody asks a second time."""
         if entry.number in self._wanted or not isinstance(entry.item, Layout):
             return None
-        lost = entry.space.unwanted(entry.level, entry.item)
+        lost = entry.space.reject_reason(entry.level, entry.item)
         if lost is None:
             self._wanted.add(entry.number)
         return lost
@@ -304,9 +313,9 @@ class Queue:
             if not heap or heap[0].space is not space:
                 break
             entry = heapq.heappop(heap)
-            if not self.goal.wants(entry):
-                self.account.settled(space.levels[level], entry.size)
-            elif (lost := self._unwanted(entry)) is not None:
+            if not self.goal.accepts(entry):
+                self.account.count_settled(space.levels[level], entry.size)
+            elif (lost := self._reject_reason(entry)) is not None:
                 self._lose(lost, entry)
             else:
                 some.append(entry)
@@ -317,16 +326,16 @@ class Queue:
                 lost = self.goal.complete(some[0])
                 if lost is not None:
                     self._lose(lost, some[0])
-            elif isinstance(node, Lost):
+            elif isinstance(node, Pruned):
                 self._lose(node, some[0])
             else:
                 self._push(node[0], node[1], node[2], space)
 
-    def _lose(self, lost: Lost, entry: QueueEntry) -> None:
+    def _lose(self, lost: Pruned, entry: QueueEntry) -> None:
         if lost.outcome == REFUSED:
             self._count_refused(Counter([lost.reason]))
             return
-        self.account.settled(lost.outcome, entry.size)
+        self.account.count_settled(lost.outcome, entry.size)
         if lost.reason:
             self.misses.append(lost.reason)
 

@@ -141,7 +141,7 @@ def _more_devices(request: Request, fitting: Fitting) -> Iterator[str]:
             groups = [f"{group.devices} x {group.name}" for group in larger.groups]
             yield (
                 f"on {' and '.join(groups)}"
-                if cluster.mixed
+                if cluster.is_mixed
                 else f"on {larger.devices} such devices"
             )
             return

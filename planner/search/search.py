@@ -28,20 +28,25 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import SCHEDULES, schedule_of
 from meshwright.planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from meshwright.planner.search.bounds.layout_bounds import Candidates, candidates_of
-from meshwright.planner.search.goals import ClosedFormGoal, Near, Simulated
+from meshwright.planner.search.goals import ClosedFormGoal, NearOptimumGoal, SimulatedStepGoal
 from meshwright.planner.search.infeasibility import why_nothing
 from meshwright.planner.search.partition.layer_options import recomputes_of
 from meshwright.planner.search.partition.stage_counts import run_of
 from meshwright.planner.search.plan_candidate import Ranked, proven
-from meshwright.planner.search.proof_account import LEFT, RUNNERS_UP, Account, certificate_of
+from meshwright.planner.search.proof_account import (
+    LEFT,
+    RUNNERS_UP,
+    PruningStatistics,
+    certificate_of,
+)
 from meshwright.planner.search.proof_budget import USUAL, Effort, GapProgress, graph_effort
-from meshwright.planner.search.queue import Layouts, Queue
+from meshwright.planner.search.queue import Queue, SearchSpace
 from meshwright.planner.search.space import complexity, kind
 from meshwright.planner.search.spaces import simulated_chain
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 from meshwright.planner.solver.graph_instance import GraphEffort
-from meshwright.planner.system.gc_pause import uncollected
+from meshwright.planner.system.gc_pause import pause_collector
 
 MARGIN = 0.03
 """Of graphs and of devices that differ, plans so far beyond the optimum of the closed form are
@@ -55,7 +60,7 @@ TRIED_FOR_S = 2.0
 SOLVERS = ("exact", "ilp")
 
 
-@uncollected()
+@pause_collector()
 def search(
     request: Request,
     *,
@@ -94,9 +99,9 @@ def search(
         build = partial(spaces_of, rules=rules, store=store, effort=graph_effort(0, 0))
         raise NoPlanFits(why_nothing(request, queue.misses, build))
 
-    every = [goal.home(best).ranked(best) for best in bests]
+    every = [goal.home(best).candidate_of(best) for best in bests]
     chained = all(isinstance(space, ChainSpace) for space in spaces)
-    start = every[:1] if chained else _near(queue, goal, every[0])
+    start = every[:1] if chained else _plans_near_optimum(queue, goal, every[0])
     proof = _prove(request, spaces, goal, start, effort, gap_progress)
     order = proof.finalists()
     chosen = order[0]
@@ -122,7 +127,7 @@ class _Proof:
     """What was simulated, and what no plan simulates below."""
 
     def __init__(
-        self, request: Request, goal: Simulated, queue: Queue, start: Sequence[Ranked]
+        self, request: Request, goal: SimulatedStepGoal, queue: Queue, start: Sequence[Ranked]
     ) -> None:
         """`start` are the plans of the closed form, its optimum first."""
         self._request, self._goal, self._queue = request, goal, queue
@@ -135,9 +140,9 @@ class _Proof:
 
         Of plans equally fast the optimum of the closed form comes first, then the simplest.
         """
-        return [candidate for _, candidate in self._listed()]
+        return [candidate for _, candidate in self._list_finalists()]
 
-    def _listed(self) -> list[tuple[str, Ranked]]:
+    def _list_finalists(self) -> list[tuple[str, Ranked]]:
         """Return the finalists, each with what its blocks recompute if all must do the same."""
         fitting = [
             (space, candidate)
@@ -170,8 +175,8 @@ class _Proof:
         if lowest is not None:
             lower_bound_s = min(lower_bound_s, lowest.bound_s)
         for entry in self._queue.rest():
-            outcome = entry.space.levels[entry.level] if goal.over(entry.bound_s) else LEFT
-            account.settled(outcome, entry.size)
+            outcome = entry.space.levels[entry.level] if goal.exceeds(entry.bound_s) else LEFT
+            account.count_settled(outcome, entry.size)
             if len(runners_up) < RUNNERS_UP:
                 loser = Loser(
                     layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome
@@ -183,7 +188,7 @@ class _Proof:
                 closed_form_s=candidate.objective_s,
                 step_time_s=candidate.prediction.step_time_s,
             )
-            for beside, candidate in self._listed()
+            for beside, candidate in self._list_finalists()
         ]
         return certificate_of(
             account,
@@ -205,8 +210,8 @@ def _prove(
     gap_progress: GapProgress | None,
 ) -> _Proof:
     """Bound the simulated steps of all layouts, beginning with some plans, the fastest first."""
-    goal = Simulated(_fastest(start), effort, gap_progress)
-    queue = Queue(goal, account=Account(backend=request.stack.name))
+    goal = SimulatedStepGoal(_fastest(start), effort, gap_progress)
+    queue = Queue(goal, account=PruningStatistics(backend=request.stack.name))
     proof = _Proof(request, goal, queue, start)
     bound_s = closed_form.bound_s()
     if all(isinstance(space, ChainSpace) for space in spaces):
@@ -228,14 +233,14 @@ def _prove(
     return proof
 
 
-def _near(queue: Queue, closed_form: ClosedFormGoal, best: Ranked) -> list[Ranked]:
+def _plans_near_optimum(queue: Queue, closed_form: ClosedFormGoal, best: Ranked) -> list[Ranked]:
     """Return the optimum of the closed form with the plans near it.
 
     Where that one simulates slower, whatever the closed form has faster than that is near.
     """
     [winner, *_] = closed_form.ranking()
     limit_s = max(winner.objective_s * (1 + MARGIN), best.prediction.step_time_s)
-    goal = queue.goal = Near(closed_form, limit_s, MOST_ALONE)
+    goal = queue.goal = NearOptimumGoal(closed_form, limit_s, MOST_ALONE)
     queue.run()
     home = closed_form.home(winner)
     others = [
@@ -244,7 +249,7 @@ def _near(queue: Queue, closed_form: ClosedFormGoal, best: Ranked) -> list[Ranke
         if split.layout != winner.layout or space is not home
     ]
     others.sort(key=lambda one: one[1].rank)
-    return [best, *(space.ranked(split) for space, split in others[:MOST_LISTED])]
+    return [best, *(space.candidate_of(split) for space, split in others[:MOST_LISTED])]
 
 
 def _fastest(plans: Iterable[Ranked]) -> Ranked:
@@ -288,7 +293,7 @@ def _check_asked(request: Request, solver: str) -> None:
         raise DocumentError(
             "backend", f"{name} trains language models; {model.name} is none: use native"
         )
-    if cluster.mixed:
+    if cluster.is_mixed:
         raise DocumentError("cluster", f"has devices that differ; {name} takes one kind")
     unkept = outside(request.pins, request.space, cluster.groups[0].devices_per_node)
     for pin, there_is in unkept:
@@ -302,13 +307,13 @@ def spaces_of(
     candidates_before: Sequence[Candidates] = (),
     store: FigureStore | None = None,
     effort: GraphEffort | None = None,
-) -> Iterator[Layouts]:
+) -> Iterator[SearchSpace]:
     """Yield the spaces of a request in the order in which they are looked at.
 
     An `effort` is what graphs of several requests share, of which any split will do.
     """
     by_program = solver == "ilp"
-    if request.cluster.mixed:
+    if request.cluster.is_mixed:
         yield from _of_groups(request, by_program=by_program)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
@@ -325,7 +330,7 @@ def spaces_of(
         candidates_before = candidates_before or (candidates,)
 
 
-def _of_groups(request: Request, *, by_program: bool) -> Iterator[Layouts]:
+def _of_groups(request: Request, *, by_program: bool) -> Iterator[SearchSpace]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
@@ -338,9 +343,9 @@ def _of_groups(request: Request, *, by_program: bool) -> Iterator[Layouts]:
     cluster = request.cluster
     for count in range(len(cluster.groups), 0, -1):
         for groups in itertools.combinations(cluster.groups, count):
-            candidates = GroupCandidates(request.on(groups), cluster)
+            candidates = GroupCandidates(request.on_groups(groups), cluster)
             # A requirement speaks of the stages of a pipeline.
-            if candidates.cluster.mixed and not request.pins.require:
+            if candidates.cluster.is_mixed and not request.pins.require:
                 yield ShareSpace(candidates)
             along = GraphSpace if request.model.edges else MixedSpace
             yield along(candidates, by_program=by_program)

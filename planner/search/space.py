@@ -135,7 +135,7 @@ class LayoutFamily:
     relay: int | None = None
 
     @property
-    def divided(self) -> tuple[object, ...]:
+    def computation_key(self) -> tuple[object, ...]:
         """What the computation inside layers depends on, the ways to compute the loss last."""
         degrees = self.degrees
         return (
@@ -270,25 +270,25 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
     model, job, pins, space = request.model, request.job, request.pins, request.space
     devices, in_node = request.cluster.devices, request.cluster.groups[0].devices_per_node
 
-    def within(axis: Axis, degrees: list[int]) -> list[int]:
-        most, fewest = space.most(axis, in_node), 2 if axis in pins.divided else 1
+    def degrees_within(axis: Axis, degrees: list[int]) -> list[int]:
+        most, fewest = space.most_ranks(axis, in_node), 2 if axis in pins.divided else 1
         return [n for n in degrees if fewest <= n and (most is None or n <= most)]
 
-    for tensor in _allowed(within("tensor", divisors(devices)), pins.tensor):
+    for tensor in _allowed_values(degrees_within("tensor", divisors(devices)), pins.tensor):
         if tensor > _most_tensor_parallel(model):
             continue
         length = model.positions or job.seq_len
-        contexts = within("context", _context_degrees(length, devices // tensor, pins))
-        for context in _allowed(contexts, pins.context):
-            pipelines = within("pipeline", divisors(devices // tensor // context))
-            for pipeline in _allowed(pipelines, pins.pipeline):
+        contexts = degrees_within("context", _context_degrees(length, devices // tensor, pins))
+        for context in _allowed_values(contexts, pins.context):
+            pipelines = degrees_within("pipeline", divisors(devices // tensor // context))
+            for pipeline in _allowed_values(pipelines, pins.pipeline):
                 data = devices // tensor // context // pipeline
                 if pipeline > len(model.chain) or (pins.data or data) != data:
                     continue
                 if job.global_batch % data:
                     continue
                 experts = _expert_degrees(model, devices // pipeline, space.expert)
-                for expert in _allowed(experts, pins.expert):
+                for expert in _allowed_values(experts, pins.expert):
                     yield Degrees(
                         tensor=tensor,
                         context=context,
@@ -306,7 +306,7 @@ def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int
     share = job.global_batch // degrees.data
     return [
         (size, share // size)
-        for size in _allowed(divisors(share), pins.micro_batch)
+        for size in _allowed_values(divisors(share), pins.micro_batch)
         if (size <= LARGEST_MICRO_BATCH or pins.micro_batch is not None)
         and too_long(stages=degrees.pipeline, micro_batches=share // size) is None
     ]
@@ -350,12 +350,12 @@ def _stages_per_rank(
 ) -> list[int]:
     """Return the numbers of stages per rank, at most `most`, that a schedule takes."""
     if not schedule.several_stages:
-        return _allowed([1], pinned)
+        return _allowed_values([1], pinned)
     if run is None or most == 1:
         return []
     if schedule.placement == "v":
         combined = run.before + run.behind <= MOST_COMBINED
-        return _allowed([2] if combined and run.most_stages >= 2 * pipeline else [], pinned)
+        return _allowed_values([2] if combined and run.most_stages >= 2 * pipeline else [], pinned)
     if pinned is not None:
         return [pinned] if 1 < pinned <= run.most_stages // pipeline else []
     return virtual_stages(run, pipeline, most=most)
@@ -371,7 +371,7 @@ def sharings(degrees: Degrees, pins: Pins, *, space: Space = EVERYTHING) -> list
     result = []
     group = degrees.context * degrees.tensor
     beside = degrees.context if space.shards_context else 1
-    for zero in _allowed(list(space.zero) if degrees.data * beside > 1 else [0], pins.zero):
+    for zero in _allowed_values(list(space.zero) if degrees.data * beside > 1 else [0], pins.zero):
         for shard in reversed(divisors(degrees.data)) if zero else [1]:
             if zero and (shard * beside == 1 or (shard < degrees.data and not space.hybrid)):
                 continue
@@ -649,7 +649,7 @@ def _expert_degrees(model: ModelGraph, ranks: int, most: int | None) -> list[int
     return every if most is None else [degree for degree in every if degree <= most]
 
 
-def _allowed(values: list[int], pinned: int | None) -> list[int]:
+def _allowed_values(values: list[int], pinned: int | None) -> list[int]:
     return values if pinned is None else [value for value in values if value == pinned]
 
 
@@ -673,7 +673,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.data_replicate if layout.zero else 0,
         _place(layout.schedule),
         layout.virtual_stages,
-        *(_PLACES[choice] for choice in Saving.of(layout)),
+        *(_PLACES[choice] for choice in Saving.of_layout(layout)),
         layout.prefetch,
         layout.reshard or 0,
         _loss_rank(layout.loss),

@@ -53,7 +53,7 @@ class Way:
     """All that it costs."""
 
 
-def priced(ways: Paths, costs: Costs, way: tuple[int, ...]) -> Way:
+def evaluate_way(ways: Paths, costs: Costs, way: tuple[int, ...]) -> Way:
     """Evaluate a way on the tables."""
     largest_s = max(ways.along(costs.stage_s, way))
     sum_s = sum(ways.along(costs.fill_s, way))
@@ -85,7 +85,7 @@ def cheapest(ways: Paths, costs: Costs, *, cutoff_s: float = np.inf) -> Way | No
         path = cheapest(ways, below, cutoff_s=cutoff_s - least_s)
         if path is None:
             break
-        whole = priced(ways, costs, path.way)
+        whole = evaluate_way(ways, costs, path.way)
         if whole.value_s < cutoff_s:
             best, cutoff_s = whole, whole.value_s
         ceiling_s = float(np.nextafter(max(ways.along(first_s, path.way)), -np.inf))
@@ -99,22 +99,22 @@ def _descend(ways: Paths, costs: Costs, cutoff_s: float) -> Way | None:
     freest = ways.smallest_sum(fill_s)
     if freest is None or not np.isfinite(least_max_s):
         return None
-    least_sum_s = priced(ways, costs, freest).fill_s
+    least_sum_s = evaluate_way(ways, costs, freest).fill_s
     if meets(steady * least_max_s + least_sum_s, cutoff_s):
         return None
     best: Way | None = None
 
-    def under(ceiling_s: float) -> Way:
+    def best_under(ceiling_s: float) -> Way:
         way = ways.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
         assert way is not None, "the ceiling is never below the least maximum"
-        return priced(ways, costs, way)
+        return evaluate_way(ways, costs, way)
 
-    tightest = under(least_max_s)
+    tightest = best_under(least_max_s)
     if tightest.value_s < cutoff_s:
         best, cutoff_s = tightest, tightest.value_s
     ceiling_s = (cutoff_s - least_sum_s) / steady if steady > 0 else np.inf
     while ceiling_s >= least_max_s:
-        path = under(ceiling_s)
+        path = best_under(ceiling_s)
         if path.value_s < cutoff_s:
             best, cutoff_s = path, path.value_s
         if meets(steady * least_max_s + path.fill_s, cutoff_s):

@@ -20,7 +20,7 @@ from meshwright.planner.solver.frontier import FrontierStore
 from meshwright.planner.solver.graph_instance import chain_problem
 from meshwright.planner.solver.heterogeneous.search import Search
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Solution,
@@ -37,7 +37,7 @@ def solve(
     *,
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
-) -> Solution | Infeasible | Fathomed:
+) -> Solution | Infeasible | CutOff:
     """Minimise the time of `instance` exactly; only objectives below `cutoff_s` are of interest.
 
     `frontiers` that the caller stores spare the Pareto sets that earlier instances had in common.
@@ -50,21 +50,23 @@ def solve(
     that come first take the later options of their kind (recompute the first layers).
     """
     store = frontiers if frontiers is not None else FrontierStore()
-    return best_row(instance, cutoff_s, lambda row, below_s: _solved(row, below_s, store))
+    return best_row(
+        instance, cutoff_s, lambda row, below_s: _solve_without_rows(row, below_s, store)
+    )
 
 
-def _solved(
+def _solve_without_rows(
     instance: Instance, cutoff_s: float, store: FrontierStore
-) -> Solution | Infeasible | Fathomed:
+) -> Solution | Infeasible | CutOff:
     """Return the best split of an instance without rows of sizes."""
     if sum(stage.least_layers for stage in instance.stages) > len(instance.layers):
         return Infeasible(why_infeasible(instance))
     every = Prefixes(len(instance.layers))
-    best, bound_s = Search(chain_problem(instance), store, cutoff_s, every, None).solved()
+    best, bound_s = Search(chain_problem(instance), store, cutoff_s, every, None).solve()
     if best is not None:
         return replace(best.split, lower_bound_s=min(bound_s, best.objective_s))
     if bound_s < math.inf:
-        return Fathomed(bound_s)
+        return CutOff(bound_s)
     beside = HOSTS_TOO_SMALL if instance.hosts else NEARLY_FITS
     if any(stage.most_layers is not None for stage in instance.stages):
         beside = NO_ROW
@@ -77,7 +79,7 @@ def solve_chain(
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
     time_limit_s: float | None = None,
-) -> Solution | Infeasible | Fathomed | Unfinished:
+) -> Solution | Infeasible | CutOff | Unfinished:
     """Minimise the time of a chain on devices of one type; only objectives below the cutoff.
 
     Without ties `solve` is exact, and with hosts of which each has devices of one
@@ -87,7 +89,7 @@ def solve_chain(
     """
     if not instance.hosts and not instance.sides:
         return solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
-    narrow, kept = narrowed(instance)
+    narrow, kept = with_allowed_options(instance)
     if narrow is None:
         return Infeasible("a layer has none of the options that are asked for")
     plain = replace(narrow, hosts=() if synced_apart(narrow) else narrow.hosts, sides=())
@@ -110,7 +112,7 @@ def synced_apart(chain: Instance) -> bool:
     return any(len({o.sync_s for o in table}) > 1 for table in chain.kinds)
 
 
-def narrowed(instance: Instance) -> tuple[Instance | None, list[list[int]]]:
+def with_allowed_options(instance: Instance) -> tuple[Instance | None, list[list[int]]]:
     """Return the instance with only the options that are allowed, and which those are by kind.
 
     None if a layer has no option left.

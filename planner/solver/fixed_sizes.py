@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Solution,
     Unfinished,
 )
 
-O = TypeVar("O", bound=Solution | Infeasible | Fathomed | Unfinished)  # noqa: E741 - an outcome
+O = TypeVar("O", bound=Solution | Infeasible | CutOff | Unfinished)  # noqa: E741 - an outcome
 
 NO_ROW = "the layers cannot be divided among the stages in the numbers that are asked for"
 

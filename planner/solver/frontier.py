@@ -103,14 +103,14 @@ def hull_steps(load_bytes: Floats, time_s: Floats) -> tuple[Floats, Floats]:
     for x, t in sorted(zip(load_bytes.tolist(), time_s.tolist(), strict=True)):
         if hull and t >= hull[-1][1]:
             continue
-        while len(hull) > 1 and _above(hull[-2], hull[-1], (x, t)):
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], (x, t)):
             hull.pop()
         hull.append((x, t))
     corners = np.array(hull)
     return np.diff(corners[:, 0]), -np.diff(corners[:, 1])
 
 
-def _above(
+def _is_above(
     first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]
 ) -> bool:
     """Whether `middle` lies on or above the line from `first` to `last`."""

@@ -48,7 +48,7 @@ from meshwright.planner.solver.partition_problem import (
     StageLimits,
     UsedBytes,
 )
-from meshwright.planner.solver.side_constraints import HostMemory, Tie
+from meshwright.planner.solver.side_constraints import HostMemory, SideConstraint
 from meshwright.planner.system.lazy_imports import OnUse
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class GraphInstance:
         """Return groups and layers of none, in an order in which they can run."""
         return blocks(self.readers(), self.colocated)
 
-    def limited(self, row: Sequence[tuple[int, int]]) -> GraphInstance:
+    def with_sizes(self, row: Sequence[tuple[int, int]]) -> GraphInstance:
         """Return the same where stages hold the fewest to the most layers of a row."""
         types = []
         for device_type in self.types:
@@ -245,7 +245,7 @@ class GraphInstance:
             used_bytes=self._used_bytes(order, types),
         )
 
-    def _sides(self, order: Sequence[int]) -> tuple[Tie, ...]:
+    def _sides(self, order: Sequence[int]) -> tuple[SideConstraint, ...]:
         """Return the ties with layers given by their places in an order."""
         place = {layer: at for at, layer in enumerate(order)}
         return tuple(
@@ -257,7 +257,7 @@ class GraphInstance:
         """Return what stages of these types hold, for layers given by their places in an order."""
         of_type = [device_type.chain.used_bytes for device_type in self.types]
 
-        def of(
+        def bytes_of_stage(
             stage: int, before: Sequence[int], layers: Sequence[int], options: Sequence[int]
         ) -> float:
             used = of_type[types[stage]]
@@ -266,7 +266,9 @@ class GraphInstance:
 
         if None in of_type:
             return None
-        return UsedBytes(of, any(used.by_place for used in of_type if used)).along(order)
+        return UsedBytes(bytes_of_stage, any(used.by_place for used in of_type if used)).along(
+            order
+        )
 
 
 def _in_common(chain: Instance) -> tuple[object, ...]:

@@ -92,17 +92,17 @@ from meshwright.planner.solver.graph_instance import (
 )
 from meshwright.planner.solver.highs import power_of_ten, pulp, run
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Option,
     Solution,
     Unfinished,
     broken,
+    evaluate_split,
     fits,
-    priced,
 )
-from meshwright.planner.solver.side_constraints import Tie
+from meshwright.planner.solver.side_constraints import SideConstraint
 
 _TIGHTENED = 16
 """Programs with less room that are tried where bytes are more than sums."""
@@ -123,7 +123,7 @@ def solve_graph(
     time_limit_s: float | None = None,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
-) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+) -> GraphSolution | Infeasible | CutOff | Unfinished:
     """Minimise the time of `problem` to `HIGHS_GAP`, for at most `time_limit_s` seconds.
 
     All ties are kept.  A solution that met the time limit carries the bound proven until then.
@@ -134,7 +134,9 @@ def solve_graph(
     if few:
         return Infeasible(few)
     chain, bound_s = problem.chain, -math.inf
-    groups = (Tie(layers=tuple(sorted(group)), together=True) for group in problem.colocated)
+    groups = (
+        SideConstraint(layers=tuple(sorted(group)), together=True) for group in problem.colocated
+    )
     ties = (*chain.sides, *groups)
     runs = _runs(problem, ties)
     lacks = [0.0] * len(chain.stages)
@@ -147,7 +149,7 @@ def solve_graph(
         outcome = run(stated.program, stated.unit_s, time_limit_s)
         if outcome.impossible and attempt == 0:
             if cutoff_s < math.inf:
-                return Fathomed(cutoff_s)
+                return CutOff(cutoff_s)
             return Infeasible(_why_not(problem, ties))
         bound_s = max(at_least_s, outcome.bound_s) if attempt == 0 else bound_s
         if not outcome.has_solution:
@@ -159,7 +161,7 @@ def solve_graph(
             for layers in starmap(range, pairwise(taken.cuts)):
                 _order_alike(chain, options, layers)
         laid = problem.laid(order, taken.cuts, taken.types)
-        split = priced(laid, taken.cuts, options)
+        split = evaluate_split(laid, taken.cuts, options)
         if fits(laid, split) and broken(laid, split) is None:
             # Closed to the gap that was asked for counts as optimal only if the solver says so.
             tolerance = 2 * HIGHS_GAP if outcome.proven else EQUAL
@@ -201,7 +203,7 @@ class _PipelineProgram:
         self,
         problem: GraphInstance,
         runs: Sequence[Sequence[int]],
-        ties: Sequence[Tie],
+        ties: Sequence[SideConstraint],
         lacks: Sequence[float],
         margin: float,
     ) -> None:
@@ -493,14 +495,14 @@ def solve(
     time_limit_s: float | None = None,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
-) -> Solution | Infeasible | Fathomed | Unfinished:
+) -> Solution | Infeasible | CutOff | Unfinished:
     """Minimise the time of `instance` to `HIGHS_GAP`, for at most `time_limit_s` seconds.
 
     A solution that met the time limit carries the bound proven until then and is not `optimal`.
     `at_least_s` is a bound known before; only objectives below `cutoff_s` are of interest.
     """
 
-    def solved(row: Instance, below_s: float) -> Solution | Infeasible | Fathomed | Unfinished:
+    def solve_row(row: Instance, below_s: float) -> Solution | Infeasible | CutOff | Unfinished:
         reason = why_infeasible(row)
         if reason:
             return Infeasible(reason)
@@ -512,10 +514,10 @@ def solve(
         )
         return solution.split if isinstance(solution, GraphSolution) else solution
 
-    return best_row(instance, cutoff_s, solved)
+    return best_row(instance, cutoff_s, solve_row)
 
 
-def _why_not(problem: GraphInstance, ties: Sequence[Tie]) -> str:
+def _why_not(problem: GraphInstance, ties: Sequence[SideConstraint]) -> str:
     """Name what cannot be met together: all that is asked beside the memory of each stage."""
     hosts = (host for device_type in problem.types for host in device_type.chain.hosts)
     asked = dict.fromkeys(map(str, (*ties, *hosts)))
@@ -525,7 +527,7 @@ def _why_not(problem: GraphInstance, ties: Sequence[Tie]) -> str:
     return NO_ROW if rows else why_no_split(problem)
 
 
-def _runs(problem: GraphInstance, ties: Sequence[Tie]) -> list[list[int]]:
+def _runs(problem: GraphInstance, ties: Sequence[SideConstraint]) -> list[list[int]]:
     """Return the layers in a row that nothing tells apart; each alone but in a chain."""
     layers = range(len(problem.chain.layers))
     if len(problem.types) > 1 or problem.output_s or not problem.one_order:

@@ -224,11 +224,11 @@ class Knapsacks:
         return families
 
     @cached_property
-    def relaxed(self) -> list[Relaxed]:
+    def relaxed_families(self) -> list[Relaxed]:
         """What the Lagrangian bounds of each family are made of."""
-        return [self._relaxed(family) for family in self.families]
+        return [self._relax_family(family) for family in self.families]
 
-    def _relaxed(self, family: StageClass) -> Relaxed:
+    def _relax_family(self, family: StageClass) -> Relaxed:
         options = self.options
         kinds, depth = len(options.sizes), max(map(len, options.levels))
         every_level = sum(map(len, options.levels)) <= _HULLS
@@ -259,7 +259,7 @@ class Knapsacks:
             lean[:, allowed] = np.where(forbidden, np.inf, load).min(axis=1)
         return Relaxed(multipliers, charged_least, lean)
 
-    def allowed(self, kinds: Iterable[int], level: float) -> list[int]:
+    def allowed_levels(self, kinds: Iterable[int], level: float) -> list[int]:
         """Count the transient levels of each kind that do not exceed `level`."""
         return [sum(u <= level for u in self.options.levels[kind]) for kind in kinds]
 
@@ -402,10 +402,10 @@ class Knapsacks:
         self, family: int, content: Content, levels: list[float], budgets: list[float]
     ) -> Floats:
         """[level] Lagrangian bound if the largest transient is that level; inf if it cannot be."""
-        relaxed = self.relaxed[family]
+        relaxed = self.relaxed_families[family]
         kinds = [kind for kind, _ in content]
         counts = np.array([count for _, count in content], dtype=float)
-        allowed = np.array([self.allowed(kinds, level) for level in levels])
+        allowed = np.array([self.allowed_levels(kinds, level) for level in levels])
         room = np.array(budgets)
         charged_s = counts @ relaxed.charged[kinds, allowed]
         bounds_s: Floats = (charged_s - relaxed.multipliers * room[:, None]).max(axis=1)
@@ -421,10 +421,10 @@ class Knapsacks:
 
     def _groups(self, family: int, content: Content, level: float) -> list[Group]:
         """Return the Pareto sets of the content with the transient limited to `level`."""
-        return [(self._limited(family, kind, level), count) for kind, count in content]
+        return [(self._limited_runs(family, kind, level), count) for kind, count in content]
 
-    def _limited(self, family: int, kind: int, level: float) -> Runs:
-        (allowed,) = self.allowed([kind], level)
+    def _limited_runs(self, family: int, kind: int, level: float) -> Runs:
+        (allowed,) = self.allowed_levels([kind], level)
         runs = self._runs.get((family, kind, allowed))
         if runs is None:
             within = self.options.transient[kind] <= level

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.documents.tolerances import ROUNDING, SETTLED
-from meshwright.planner.solver.bottleneck_path import Costs, Way, cheapest, priced
+from meshwright.planner.solver.bottleneck_path import Costs, Way, cheapest, evaluate_way
 from meshwright.planner.solver.paths import Paths
 
 Floats = NDArray[np.float64]
@@ -135,7 +135,7 @@ def settled_way(
         left.number -= 1
         # What the way really takes bounds the search; a hair more, so that it is found again.
         costs = steps.costs()
-        actual = priced(steps.ways, costs, path.way)
+        actual = evaluate_way(steps.ways, costs, path.way)
         if not math.isfinite(actual.value_s):
             continue  # a step's options do not fit, whatever the sums of their bytes say
         if actual.value_s < known_s:

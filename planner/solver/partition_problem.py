@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.documents.tolerances import EQUAL, ROUNDING
-from meshwright.planner.solver.side_constraints import HostMemory, Tie, unkept
+from meshwright.planner.solver.side_constraints import HostMemory, SideConstraint, unkept
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -65,7 +65,7 @@ class UsedBytes:
     def along(self, order: Sequence[int]) -> UsedBytes:
         """Return the same for layers given by their places in an order."""
 
-        def of(
+        def bytes_of_stage(
             stage: int, before: Sequence[int], layers: Sequence[int], options: Sequence[int]
         ) -> float:
             return self.of(
@@ -84,7 +84,10 @@ class UsedBytes:
             return self.fewest(stage, [order[at] for at in before], [order[at] for at in layers])
 
         return UsedBytes(
-            of, self.by_place, self.of_many and of_many, fewest if self.fewest is not None else None
+            bytes_of_stage,
+            self.by_place,
+            self.of_many and of_many,
+            fewest if self.fewest is not None else None,
         )
 
 
@@ -203,7 +206,7 @@ class Instance:
     credits_s: tuple[float, ...] = ()
     cut_s: tuple[float, ...] = ()
     hosts: tuple[HostMemory, ...] = ()
-    sides: tuple[Tie, ...] = ()
+    sides: tuple[SideConstraint, ...] = ()
     sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Rows of the fewest and the most layers [stage], of which a split keeps one; empty: any."""
     used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
@@ -290,7 +293,7 @@ class Infeasible:
 
 
 @dataclass(frozen=True, slots=True)
-class Fathomed:
+class CutOff:
     """Every split takes at least `lower_bound_s`, which is no better than the cutoff asked for."""
 
     lower_bound_s: float
@@ -327,7 +330,7 @@ def stage_fits(instance: Instance, s: int, layers: range, options: Sequence[int]
     return stage_bytes(instance, s, layers, options) <= capacity_bytes + allowance
 
 
-def priced(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:
+def evaluate_split(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:
     """Evaluate one split from the raw numbers of the instance, by the formulas of this module.
 
     Nothing is proven of others: the bound is 0.
@@ -386,7 +389,7 @@ def host_bytes(instance: Instance, host: HostMemory, solution: Solution) -> floa
     return total
 
 
-def broken(instance: Instance, solution: Solution) -> HostMemory | Tie | None:
+def broken(instance: Instance, solution: Solution) -> HostMemory | SideConstraint | None:
     """Return a host that is too full or a side that is not kept, None if all is well."""
     for host in instance.hosts:
         if host_bytes(instance, host, solution) > host.capacity_bytes * (1 + ROUNDING):

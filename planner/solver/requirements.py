@@ -22,7 +22,7 @@ from meshwright.planner.documents.plan import Activations
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.documents.units import Count, Flag, Positive, Text, whole_number
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.solver.side_constraints import Tie
+from meshwright.planner.solver.side_constraints import SideConstraint
 
 _LAYERS = re.compile(r"layers? (\S+) (.+)")
 _MOST = re.compile(r"at most (\d+) layers? on (.+)")
@@ -61,10 +61,10 @@ class Requirement(Part):
     def __str__(self) -> str:
         """Say what it asks for."""
         first, last = self.layers or (0, -1)
-        return str(self._of(tuple(range(first, last + 1))))
+        return str(self._tie_of(tuple(range(first, last + 1))))
 
-    def _of(self, layers: tuple[int, ...]) -> Tie:
-        return Tie(
+    def _tie_of(self, layers: tuple[int, ...]) -> SideConstraint:
+        return SideConstraint(
             layers=layers,
             together=self.together,
             stages=self.stages or (),
@@ -72,13 +72,13 @@ class Requirement(Part):
             options=self.options or (),
         )
 
-    def tie(self, numbers: Sequence[int], stages: int) -> Tie | None:
+    def tie(self, numbers: Sequence[int], stages: int) -> SideConstraint | None:
         """Return what a solver keeps; None if no split into this number of stages can.
 
         `numbers` are those of the layers in the order of the chain.
         """
         if self.layers is None:
-            return self._of(())
+            return self._tie_of(())
         first, last = self.layers
         if last >= len(numbers):
             raise DocumentError(
@@ -86,7 +86,7 @@ class Requirement(Part):
             )
         if self.stages is not None and min(self.stages) >= stages:
             return None
-        return self._of(tuple(sorted(numbers[first : last + 1])))
+        return self._tie_of(tuple(sorted(numbers[first : last + 1])))
 
 
 def read_requirements(texts: Sequence[str], names: Sequence[str]) -> tuple[Requirement, ...]:

@@ -26,7 +26,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
+class SideConstraint:
     """Exactly one of four: `layers` on one stage (`together`), on some of `stages`, with `options`.
 
     Or, without layers, `at_most` of them on each of `stages`, or of all if none is named.
@@ -43,7 +43,7 @@ class Tie:
     def __str__(self) -> str:
         """Say what it asks for.
 
-        >>> str(Tie(layers=(0, 1, 2), stages=(1, 2))), str(Tie(at_most=4))
+        >>> str(SideConstraint(layers=(0, 1, 2), stages=(1, 2))), str(SideConstraint(at_most=4))
         ('layers 0-2 on stages 1, 2', 'at most 4 layers on each stage')
         """
         where = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
@@ -52,7 +52,7 @@ class Tie:
         asked = "together" if self.together else " or ".join(self.options) or f"on {where}"
         return f"layers {self.layers[0]}-{self.layers[-1]} {asked}"
 
-    def kept(self, stage_of: Sequence[int], names: Sequence[str]) -> bool:
+    def is_kept(self, stage_of: Sequence[int], names: Sequence[str]) -> bool:
         """Whether a split does, with the stage of each layer and the name of its option."""
         if self.options:
             return all(names[at] in self.options for at in self.layers)
@@ -64,8 +64,10 @@ class Tie:
     def allows(self, stage: int, layers: set[int]) -> bool:
         """Whether a stage may have exactly these layers, whatever their options.
 
-        >>> Tie(layers=(0, 1), together=True).allows(0, {0, 2}), Tie(at_most=1).allows(0, {0})
-        (False, True)
+        >>> SideConstraint(layers=(0, 1), together=True).allows(0, {0, 2})
+        False
+        >>> SideConstraint(at_most=1).allows(0, {0})
+        True
         """
         if self.at_most is not None:
             return len(layers) <= self.at_most or (bool(self.stages) and stage not in self.stages)
@@ -75,7 +77,9 @@ class Tie:
         return not self.stages or not tied or stage in self.stages
 
 
-def unkept(ties: Iterable[Tie], cuts: Sequence[int], names: Sequence[str]) -> Tie | None:
+def unkept(
+    ties: Iterable[SideConstraint], cuts: Sequence[int], names: Sequence[str]
+) -> SideConstraint | None:
     """Return a tie that a split does not keep, None if it keeps all; `names` [layer] of options."""
     stage_of = [s for s, (first, end) in enumerate(pairwise(cuts)) for _ in range(first, end)]
-    return next((tie for tie in ties if not tie.kept(stage_of, names)), None)
+    return next((tie for tie in ties if not tie.is_kept(stage_of, names)), None)

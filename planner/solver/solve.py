@@ -38,7 +38,7 @@ from meshwright.planner.solver.graphs.nearby import along_orders, of_bits
 from meshwright.planner.solver.heterogeneous.search import Search, fastest_on
 from meshwright.planner.solver.knapsack import Knapsacks
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Solution,
     Unfinished,
@@ -53,7 +53,7 @@ def solve(
     frontiers: FrontierStore | None = None,
     effort: GraphEffort | None = None,
     time_limit_s: float | None = None,
-) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+) -> GraphSolution | Infeasible | CutOff | Unfinished:
     """Minimise the time of `problem` over all orders of types and branches, cuts and options.
 
     Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
@@ -66,7 +66,7 @@ def solve(
     store = frontiers if frontiers is not None else FrontierStore()
     if problem.one_order and len(problem.types) == 1:
         return _chain(problem, cutoff_s, store, time_limit_s)
-    relaxed = _relaxed(problem, cutoff_s, store, effort or GraphEffort())
+    relaxed = _solve_relaxed(problem, cutoff_s, store, effort or GraphEffort())
     if not isinstance(relaxed, GraphSolution):
         return relaxed
     laid = problem.laid(relaxed.order, relaxed.split.cuts, relaxed.types)
@@ -79,7 +79,7 @@ def solve(
 
 def _chain(
     problem: GraphInstance, cutoff_s: float, store: FrontierStore, time_limit_s: float | None
-) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+) -> GraphSolution | Infeasible | CutOff | Unfinished:
     """Return the best split of layers that have one order, on devices of one type."""
     order = tuple(range(len(problem.chain.layers)))
     solution = solve_chain(
@@ -93,9 +93,9 @@ def _chain(
     return GraphSolution(problem=problem, order=order, types=types, split=solution, method="chain")
 
 
-def _relaxed(
+def _solve_relaxed(
     problem: GraphInstance, cutoff_s: float, store: FrontierStore, effort: GraphEffort
-) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+) -> GraphSolution | Infeasible | CutOff | Unfinished:
     """Return the best split where ties need not be kept, and hosts only as far as one stage goes.
 
     `cutoff_s`, `effort` as of `solve`.
@@ -125,7 +125,7 @@ def _relaxed(
     if bound_s == math.inf:
         return Infeasible(why_no_split(problem))
     if cutoff_s < math.inf:
-        return Fathomed(bound_s)
+        return CutOff(bound_s)
     return Unfinished(
         bound_s,
         "no split that was tried fits in memory, and the "
@@ -154,13 +154,13 @@ def _on_types(
 ) -> tuple[GraphSolution | None, float]:
     downsets = _downsets(problem, effort)
     if downsets is not None:
-        return Search(problem, store, cutoff_s, *downsets).solved()
+        return Search(problem, store, cutoff_s, *downsets).solve()
     bound_s = _any_order_s(problem, store)
     if bound_s >= cutoff_s:
         return None, bound_s
     some = of_bits(along_orders(problem), len(problem.chain.layers))
-    pairs = some.nested(GraphEffort().most_steps)
-    best = pairs and Search(problem, store, cutoff_s, some, pairs).solved()[0]
+    pairs = some.nested_pairs(GraphEffort().most_steps)
+    best = pairs and Search(problem, store, cutoff_s, some, pairs).solve()[0]
     return (replace(best, method="orders") if best else None), bound_s
 
 
@@ -173,7 +173,7 @@ def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Ru
     if problem.one_order:
         return Prefixes(len(problem.chain.layers)), None
     every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
-    pairs = None if every is None else every.nested(most)
+    pairs = None if every is None else every.nested_pairs(most)
     return None if every is None or pairs is None else (every, pairs)
 
 

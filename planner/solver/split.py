@@ -9,7 +9,13 @@ from itertools import pairwise
 
 from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution, Method
 from meshwright.planner.solver.knapsack import Content, Knapsacks
-from meshwright.planner.solver.partition_problem import Instance, Solution, fits, priced, stage_fits
+from meshwright.planner.solver.partition_problem import (
+    Instance,
+    Solution,
+    evaluate_split,
+    fits,
+    stage_fits,
+)
 
 
 def content_of(kinds: Sequence[int]) -> list[tuple[int, int]]:
@@ -41,7 +47,7 @@ def fastest_options(
     return laid_out(kinds, content, choice.options)
 
 
-def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:
+def assemble_split(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:
     """Evaluate a split whose stages are fastest, layers at their earliest option that is no worse.
 
     A knapsack saves bytes nobody needs: of two options equally fast it takes the leaner, which may
@@ -64,12 +70,12 @@ def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -
                 if stage_fits(instance, s, range(first, end), options):
                     break
                 options[layer] = taken
-    solution = priced(instance, cuts, options)
+    solution = evaluate_split(instance, cuts, options)
     assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
     return replace(solution, lower_bound_s=solution.objective_s)
 
 
-def placed(
+def graph_solution(
     problem: GraphInstance,
     order: Sequence[int],
     cuts: Sequence[int],
@@ -82,7 +88,7 @@ def placed(
     Layers, and the options of each, are as the stages have them.
     """
     types = types or (0,) * (len(cuts) - 1)
-    split = assembled(problem.laid(order, cuts, types), cuts, options)
+    split = assemble_split(problem.laid(order, cuts, types), cuts, options)
     return GraphSolution(
         problem=problem, order=tuple(order), types=tuple(types), split=split, method=method
     )

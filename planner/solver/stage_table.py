@@ -73,7 +73,7 @@ class StepTable:
         self._bounds, self._hops, self._known = bounds, hops, cached_costs
         self._quantum_s, self._limit_s = quantum_s, limit_s
         self.ways = Paths([len(bounds.members)] * (len(hops) + 1), hops)
-        self.stage_s = self._rounded(least_s)
+        self.stage_s = self._round_down(least_s)
         self.settled: Booleans = ~np.isfinite(least_s)
         self.sync_depends = knapsacks.sync_depends
         """Whether options of one kind differ in `sync_s`: then it is no part of `costs`."""
@@ -109,7 +109,7 @@ class StepTable:
         """Layers that a step adds, rising."""
         return self._bounds.every.difference(*self._place(entry))
 
-    def _before(self, entry: int) -> Sequence[int]:
+    def _layers_before(self, entry: int) -> Sequence[int]:
         """Layers of the stages before, rising."""
         return self._bounds.every.difference(0, self._place(entry)[0])
 
@@ -129,7 +129,7 @@ class StepTable:
         entries: Indices = steps.start + np.flatnonzero(self.content[steps] == code)
         return entries
 
-    def _over(self, per_kind: Floats, scale: Floats) -> Floats:
+    def _sums_of_layers(self, per_kind: Floats, scale: Floats) -> Floats:
         """[entry] Sums over the layers of entries, times the scale of their stage."""
         until = self._bounds.total(per_kind)
         return np.concatenate(
@@ -139,7 +139,7 @@ class StepTable:
             ]
         )
 
-    def _rounded(self, values: Floats) -> Floats:
+    def _round_down(self, values: Floats) -> Floats:
         """Return values as entries have them."""
         if not self._quantum_s:
             return values
@@ -186,19 +186,21 @@ class StepTable:
         np.multiply(self.stage_s, fill, out=fill_s, where=np.isfinite(self.stage_s))
         if self._credit_s is not None:
             fill_s -= self._credit_s
-        return self._rounded(fill_s)
+        return self._round_down(fill_s)
 
     @cached_property
     def _credit_s(self) -> Floats | None:
         credits_s = np.array(self._knapsacks.instance.credits_s)
-        return self._over(credits_s, self._knapsacks.time_scale) if credits_s.any() else None
+        return (
+            self._sums_of_layers(credits_s, self._knapsacks.time_scale) if credits_s.any() else None
+        )
 
     @cached_property
     def forward_s(self) -> Floats:
         """[entry] The forward share of its seconds, where all options of a kind agree in it."""
         per_kind = np.array([kind[0].forward_s for kind in self._knapsacks.instance.kinds])
-        own_s = self._over(per_kind, self._knapsacks.time_scale)
-        return self._rounded(own_s + self._besides_s / 2)
+        own_s = self._sums_of_layers(per_kind, self._knapsacks.time_scale)
+        return self._round_down(own_s + self._besides_s / 2)
 
     @cached_property
     def sync_s(self) -> Floats | None:
@@ -206,7 +208,9 @@ class StepTable:
         per_kind = self._knapsacks.options.sync_s.min(axis=1)
         if not per_kind.any():
             return None
-        return self._rounded(self._over(per_kind, np.ones(len(self._knapsacks.time_scale))))
+        return self._round_down(
+            self._sums_of_layers(per_kind, np.ones(len(self._knapsacks.time_scale)))
+        )
 
     def shortest_sync_s(self) -> Floats:
         """[entry] Least seconds of synchronisation."""
@@ -263,7 +267,7 @@ class StepTable:
     def _staged_s(self, stage: int, entries: Indices, layers_s: float) -> Floats:
         """[entry] Seconds of a stage from the unscaled ones of its layers."""
         own_s = layers_s * float(self._knapsacks.time_scale[stage])
-        return self._rounded(own_s + self._besides_s[entries])
+        return self._round_down(own_s + self._besides_s[entries])
 
     def _exact(self, stage: int, content: Content) -> list[tuple[int, Settled]]:
         """Return the exact value for a stage, and for others where they come for free."""
@@ -331,7 +335,7 @@ class StepTable:
         limit_s /= float(knapsacks.time_scale[stage])
         cached = knapsacks.checked.get(key)
         if cached is None or (cached.fastest is None and cached.limit_s < limit_s):
-            place = stage, self._before(entry), self.layers(entry)
+            place = stage, self._layers_before(entry), self.layers(entry)
             fastest = fastest_checked(
                 knapsacks,
                 stage,

@@ -261,7 +261,7 @@ def _ways(
     Options of which fewest fit are counted first; the last one takes what is left.  Of the last
     kind the two last options share what is left so that it takes the fewest seconds.
     """
-    most = _most(kind.excess, rooms[:, None] + 0 * kind.excess, kind.count)
+    most = _most_layers(kind.excess, rooms[:, None] + 0 * kind.excess, kind.count)
     order = np.argsort(most, kind="stable")
     open_options = 2 if last and len(order) > 1 else 1
     parent = np.arange(used.shape[1])
@@ -269,7 +269,7 @@ def _ways(
     counts = np.zeros((len(order), len(parent)), dtype=np.intp)
     for k in order[:-open_options]:
         excess = kind.excess[:, k, None]
-        repeats = _most(excess, rooms[:, None] - used, left) + 1
+        repeats = _most_layers(excess, rooms[:, None] - used, left) + 1
         way = np.repeat(np.arange(len(parent)), repeats)
         number = np.arange(len(way)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         used = used[:, way] + number * excess
@@ -286,7 +286,7 @@ def _ways(
     return parent[alive], counts[:, alive]
 
 
-def _most(excess: Floats, free: Floats, count: Indices | int) -> Indices:
+def _most_layers(excess: Floats, free: Floats, count: Indices | int) -> Indices:
     """How many layers fit, at most `count`: `excess` of each and what is `free` are [room, ...]."""
     fitting = np.full(np.broadcast_shapes(excess.shape, free.shape), np.inf)
     np.divide(free, excess, out=fitting, where=excess > 0)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Keep the collector from looking for cycles: objects without one are freed as ever.
 
     It would go through all objects again and again, a sixth of a large search's seconds and a

@@ -24,7 +24,7 @@ _SYSTEM = ("/dev/", "/proc/")
 """Where links lead to what a process has open: `/dev/stdout`."""
 
 
-def opened(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
+def open_below(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
     """Open a file to be written, empty unless `append`; `within` is the folder that a user named.
 
     DocumentError where the file, or a folder between, is a link or nothing that a run writes.
@@ -55,7 +55,7 @@ def opened(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
         raise _unwritable(error, path) from error
 
 
-def replaced(text: str, path: Path, *, private: bool = False) -> None:
+def replace_file(text: str, path: Path, *, private: bool = False) -> None:
     """Write a text file whole or not at all: beside, then under its name.
 
     A link is replaced, not followed.  A pipe or device that a user names is written to as it is,

@@ -73,17 +73,17 @@ def _plans(
     for candidate in every.top:
         yield candidate.plan, candidate.prediction
     as_predicted = replace(request, fit_probability=AS_PREDICTED)
-    wider = _searched(as_predicted, top=MESHES)
+    wider = _answer_or_none(as_predicted, top=MESHES)
     for ranked in wider.top if wider is not None else ():
         yield ranked.plan, ranked.prediction
     for ranked in every.top[:VARIED]:
         for pins in _variants(request.pins, ranked.plan):
-            varied = _searched(replace(as_predicted, pins=pins), top=1)
+            varied = _answer_or_none(replace(as_predicted, pins=pins), top=1)
             if varied is not None:
                 yield varied.plan, varied.prediction
 
 
-def _searched(request: Request, *, top: int) -> Answer | None:
+def _answer_or_none(request: Request, *, top: int) -> Answer | None:
     """Return the answer to a request that may have none."""
     try:
         return search(request, top=top)

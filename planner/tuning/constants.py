@@ -60,7 +60,7 @@ def calibration(
         values[f"{tier.name}.{BANDWIDTH}"] = tier.bytes_per_s * math.exp(-link.mean)
         values[f"{tier.name}.{LATENCY}"] = tier.latency_s * math.exp(link.mean)
     calibration = calibration_of(
-        _within(cluster, values),
+        _clip_to_limits(cluster, values),
         accelerator=cluster.groups[0].accelerator.name,
         spread=posterior.usual_width(),
         runs=runs,
@@ -102,7 +102,7 @@ def _learnt(constant: ConstantBelief) -> float:
     return 1 - constant.spread / CONSTANTS[constant.name].spread
 
 
-def _within(cluster: ClusterSpec, values: Constants) -> Constants:
+def _clip_to_limits(cluster: ClusterSpec, values: Constants) -> Constants:
     bounds = {
         constant.name: (constant.least, constant.most)
         for constant in constants_of(cluster, step_s=0.0, action_s=0.0, slack=1.0)

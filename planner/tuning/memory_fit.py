@@ -50,19 +50,21 @@ def fit_probabilities(
     margins = np.array([option.margin for option in options])
     weights = -0.5 * (GRID / COMMON) ** 2
     for trial in trials:
-        fits = _below(margins[trial.option] - GRID)
+        fits = _probability_below(margins[trial.option] - GRID)
         weights += np.log(np.maximum(fits if trial.ran else 1 - fits, IMPROBABLE))
         if trial.ran and trial.ratio:
             above = math.log(trial.ratio) / options[trial.option].memory_spread
             weights -= 0.5 * ((above - GRID) / OWN) ** 2
     density = np.exp(weights - weights.max())
-    chances: NDArray[np.float64] = _below(margins[:, None] - GRID) @ (density / density.sum())
+    chances: NDArray[np.float64] = _probability_below(margins[:, None] - GRID) @ (
+        density / density.sum()
+    )
     for trial in trials:
         chances[trial.option] = float(trial.ran)
     return chances
 
 
-def _below(distance: NDArray[np.float64]) -> NDArray[np.float64]:
+def _probability_below(distance: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the probability that an option's own part is below a distance."""
     cdf = NormalDist(sigma=OWN).cdf
     return np.array([cdf(float(each)) for each in distance.ravel()]).reshape(distance.shape)

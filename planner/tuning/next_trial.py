@@ -78,7 +78,7 @@ class Tuner:
     def _belief(self) -> Belief:
         return Belief(self.options)
 
-    def after(self, outcome: Outcome) -> Tuner:
+    def with_outcome(self, outcome: Outcome) -> Tuner:
         """Return what is known after another trial."""
         tuner = Tuner(
             self.options,
@@ -91,14 +91,14 @@ class Tuner:
         return tuner
 
     @cached_property
-    def before(self) -> Tuner:
+    def without_outcomes(self) -> Tuner:
         """What was known before any trial."""
         return Tuner(self.options, stand_ins=self._stand_ins)
 
     @cached_property
     def posterior(self) -> Posterior:
         """What is believed of all steps."""
-        return self._belief.after(
+        return self._belief.posterior_after(
             [
                 Timed(option=outcome.option, step_s=outcome.step_s, noise=self._noise(outcome))
                 for outcome in self.outcomes
@@ -133,17 +133,17 @@ class Tuner:
         return max(NOISE, outcome.noise, self.steadiness.noise(outcome.steps))
 
     @property
-    def tried(self) -> frozenset[int]:
+    def tried_options(self) -> frozenset[int]:
         """Options that were tried."""
         return frozenset(outcome.option for outcome in self.outcomes)
 
     @property
     def best(self) -> Timed | None:
         """The fastest of the options that ran, as it was measured."""
-        measured = (self.measured(option) for option in self.ran)
+        measured = (self.measured_step(option) for option in self.ran)
         return min(measured, key=lambda one: one.step_s, default=None)
 
-    def measured(self, option: int) -> Timed:
+    def measured_step(self, option: int) -> Timed:
         """Return the step that an option was measured to take, over its trials that ran."""
         seen = [
             (outcome.step_s, self._noise(outcome) ** -2)
@@ -189,7 +189,7 @@ class Tuner:
 
     def next_trial(self, skip: frozenset[int] = frozenset()) -> int | None:
         """Return the option whose trial gains most for each second; None if none is left."""
-        sure = self.tried - {
+        sure = self.tried_options - {
             option for option in self.ran if self.posterior.spread(option) > UNSURE
         }
         left = [option for option in self._triable if option not in sure | skip]
@@ -212,7 +212,7 @@ class Tuner:
         that of the likeliest of those passes (exact where there is one).
         """
         if self._stand_ins:
-            return self._told(option)
+            return self._best_spread(option)
         mean, covariance, answer = self.posterior.mean, self.posterior.covariance, self.answer
         spread = math.hypot(self.posterior.spread(option), self._next_noise)
         gain = 0.0
@@ -228,12 +228,14 @@ class Tuner:
         """How far the step of another trial may lie off."""
         return max(NOISE, self.steadiness.noise(self._steps))
 
-    def _told(self, option: int) -> float:
+    def _best_spread(self, option: int) -> float:
         """Return the same of the plan that is believed fastest after it, measured or not."""
-        lower = self._mean(self.answer) - self._moved(self._believed, option).min(axis=0)
+        lower = self._mean(self.answer) - self._possible_means(self._undecided_options, option).min(
+            axis=0
+        )
         return float(lower.mean() * self.fits[option])
 
-    def _moved(self, options: Sequence[int], option: int) -> Array:
+    def _possible_means(self, options: Sequence[int], option: int) -> Array:
         """[option, quantile] Return where means may lie after the trial of one."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
         spread = math.hypot(self.posterior.spread(option), self._next_noise)
@@ -244,7 +246,7 @@ class Tuner:
 
     def profile_pays(self, seconds: float) -> bool:
         """Whether measuring the machine for so long tells more for each second than any trial."""
-        among = self._believed
+        among = self._undecided_options
         if len(among) < 2:
             return False
         shared = self._belief.of_constants(PROFILED)[np.ix_(among, among)]
@@ -253,11 +255,11 @@ class Tuner:
         spread = np.linalg.cholesky(shared + ROUNDING * np.eye(len(among)))
         moved = self.posterior.mean[among] + normal @ spread.T
         gained = self._mean(self.answer) - float(moved.min(axis=1).mean())
-        trials = (self._told(option) / self.trial_s(option) for option in self._triable)
+        trials = (self._best_spread(option) / self.trial_s(option) for option in self._triable)
         return gained / seconds > max(trials, default=0.0)
 
     @cached_property
-    def _believed(self) -> list[int]:
+    def _undecided_options(self) -> list[int]:
         """Options among which belief alone decides."""
         return self._surest(self._answers, SURE_TO_FIT)
 
@@ -282,7 +284,7 @@ class Tuner:
         return measured * math.pow(every / measured, ALONE) if measured else 0.0
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether another trial would hardly change the answer."""
         return bool(self.ran) and self.sure >= ENOUGH
 

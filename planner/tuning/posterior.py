@@ -137,8 +137,8 @@ class Belief:
 
     def __init__(self, options: Sequence[TrialOption]) -> None:
         self._options = options
-        self._own = NEIGHBOURS**2 * _near(options) + LAYOUT**2 * np.eye(len(options))
-        self._kept = KEPT_AT_SCALE ** _apart([option.doublings for option in options])
+        self._own = NEIGHBOURS**2 * _nearness(options) + LAYOUT**2 * np.eye(len(options))
+        self._kept = KEPT_AT_SCALE ** _distances([option.doublings for option in options])
         self._unmoved = self._tangent(np.zeros(len(CONSTANTS)))
 
     def _tangent(self, constants: Array) -> _Tangent:
@@ -154,17 +154,17 @@ class Belief:
         shared: Array = (rows * chosen) @ rows.T
         return shared
 
-    def after(self, trials: Sequence[Timed]) -> Posterior:
+    def posterior_after(self, trials: Sequence[Timed]) -> Posterior:
         """Return the belief that follows from trials."""
         kinds = MACHINES if trials else MACHINES[:1]
-        each = [self._on(machine, trials) for machine in kinds]
+        each = [self._condition_on(machine, trials) for machine in kinds]
         evidence = np.array([hypothesis.evidence for hypothesis in each])
         shares = np.exp(evidence - evidence.max())
         shares /= shares.sum()
-        mean, covariance = _mixed(
+        mean, covariance = _mix_distributions(
             [(hypothesis.mean, hypothesis.covariance) for hypothesis in each], shares
         )
-        moved, of_moved = _mixed(
+        moved, of_moved = _mix_distributions(
             [(hypothesis.constants, np.diag(hypothesis.spreads**2)) for hypothesis in each], shares
         )
         return Posterior(
@@ -177,7 +177,7 @@ class Belief:
             ),
         )
 
-    def _on(self, machine: MachineKind, trials: Sequence[Timed]) -> _Conditioned:
+    def _condition_on(self, machine: MachineKind, trials: Sequence[Timed]) -> _Conditioned:
         """Return the belief on one kind of machine."""
         weights = _variances(machine.spreads)
         at = [trial.option for trial in trials]
@@ -218,7 +218,7 @@ def _variances(spreads: Mapping[str, float]) -> Array:
     )
 
 
-def _mixed(parts: Sequence[tuple[Array, Array]], shares: Array) -> tuple[Array, Array]:
+def _mix_distributions(parts: Sequence[tuple[Array, Array]], shares: Array) -> tuple[Array, Array]:
     """Return mean and covariance of a mixture of distributions, each with its own."""
     mean = sum(share * each for share, (each, _) in zip(shares, parts, strict=True))
     covariance = sum(
@@ -228,24 +228,24 @@ def _mixed(parts: Sequence[tuple[Array, Array]], shares: Array) -> tuple[Array, 
     return np.asarray(mean), np.asarray(covariance)
 
 
-def _near(options: Sequence[TrialOption]) -> Array:
+def _nearness(options: Sequence[TrialOption]) -> Array:
     """[option, option] Return how near two are: 1 as neighbours differ in nothing, 0 in kind."""
     layouts = [option.layout for option in options]
     doublings = (
-        _apart([math.log2(layout.tensor) for layout in layouts])
-        + _apart([math.log2(layout.pipeline) for layout in layouts])
-        + _apart([math.log2(layout.micro_batch) for layout in layouts])
+        _distances([math.log2(layout.tensor) for layout in layouts])
+        + _distances([math.log2(layout.pipeline) for layout in layouts])
+        + _distances([math.log2(layout.micro_batch) for layout in layouts])
     )
     numbers: dict[Hashable, int] = {}
     kinds = [
         numbers.setdefault((option.kept, option.layout.zero > 1), len(numbers))
         for option in options
     ]
-    near: Array = NEXT**doublings * (_apart(kinds) == 0)
+    near: Array = NEXT**doublings * (_distances(kinds) == 0)
     return near
 
 
-def _apart(values: Sequence[float]) -> Array:
+def _distances(values: Sequence[float]) -> Array:
     """[value, value] Return how far each is from each."""
     array = np.array(values, dtype=float)
     apart: Array = np.abs(array[:, None] - array)

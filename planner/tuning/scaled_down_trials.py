@@ -61,7 +61,7 @@ class InSmall:
 
 def check_smaller(small: ClusterSpec, large: ClusterSpec) -> None:
     """Refuse a cluster whose devices tell nothing of another's, or that is no smaller."""
-    if small.mixed or large.mixed:
+    if small.is_mixed or large.is_mixed:
         raise DocumentError("on", "has devices that differ; trials in small need devices alike")
     mine, theirs = (cluster.groups[0].accelerator.name for cluster in (small, large))
     if mine != theirs:
@@ -154,7 +154,7 @@ def small_layout(layout: Layout, large: ClusterSpec, small: ClusterSpec) -> Layo
     tier_names = {tier.name for tier in small.tiers}
     wanted = {axis: _tier(layout, axis, large) for axis in AXES}
 
-    def shown(layout: Layout) -> tuple[int, ...]:
+    def degrees_shown(layout: Layout) -> tuple[int, ...]:
         same = sum(_tier(layout, axis, small) == wanted[axis] for axis in AXES)
         return same, layout.devices, layout.pipeline, layout.data_shard
 
@@ -166,7 +166,7 @@ def small_layout(layout: Layout, large: ClusterSpec, small: ClusterSpec) -> Layo
         )
 
     every = (smaller for smaller in _fewer(layout, small.devices) if not wrong(smaller))
-    return max(every, key=shown, default=None)
+    return max(every, key=degrees_shown, default=None)
 
 
 def _fewer(layout: Layout, devices: int) -> Iterator[Layout]:

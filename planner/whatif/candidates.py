@@ -24,7 +24,7 @@ from meshwright.planner.whatif.pricing.economics import (
     power_usd_per_hour,
     prepaid_factor,
     residual_share,
-    summed,
+    sum_hourly,
     terms_begun,
 )
 from meshwright.planner.whatif.pricing.financing import (
@@ -34,7 +34,7 @@ from meshwright.planner.whatif.pricing.financing import (
     loan_instalments,
 )
 from meshwright.planner.whatif.pricing.offers import age_years, aged, price_of, rent_of
-from meshwright.planner.whatif.probabilities import within
+from meshwright.planner.whatif.probabilities import probability_within
 from meshwright.planner.whatif.study import (
     Assumptions,
     Buying,
@@ -47,8 +47,8 @@ from meshwright.planner.whatif.study import (
     Study,
     Tuning,
 )
-from meshwright.planner.whatif.uncertain_value import Span, exact, product, span_of, total
-from meshwright.planner.whatif.what_if_changes import changed
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, span_of, total
+from meshwright.planner.whatif.what_if_changes import changed_cluster
 
 MONTHS_PER_YEAR = 12.0
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
@@ -62,10 +62,10 @@ class Reservation:
     years: float
     prepaid: float = 0.0
     """Share of it that is paid on the first day."""
-    usd_per_device_hour: Span
+    usd_per_device_hour: UncertainValue
 
     @property
-    def term_usd_per_device(self) -> Span:
+    def term_usd_per_device(self) -> UncertainValue:
         """What the whole term costs."""
         return self.usd_per_device_hour.times(self.years * HOURS_PER_YEAR)
 
@@ -84,15 +84,15 @@ class DevicePrice:
     minimum_hours: float = 0.0
     """Of a run, paid at least."""
     owned: bool = False
-    quote: Span | None = None
+    quote: UncertainValue | None = None
     """As it was asked: the rent of a device and hour, or the price of a device."""
-    network: Span | None = None
+    network: UncertainValue | None = None
     """Of what is bought: its network, a device."""
     parts: tuple[Share, ...] = ()
     """Of each group of a cluster that is had on several terms: on which."""
     beside: Hourly | None = None
     """Of what is bought in part: a device's share in what is not."""
-    part_quotes: dict[Share, Span] = field(default_factory=dict)
+    part_quotes: dict[Share, UncertainValue] = field(default_factory=dict)
     """Of a cluster that is had on several terms: what is asked for each."""
     words_beside: tuple[str, str] = ("", "")
     """What stands before and after the words of the quote in `how`."""
@@ -110,7 +110,9 @@ class DevicePrice:
         """
         if self.hourly is None or self.settled is None:
             return 0.0 if self.owned else 1.0
-        whole, rest = (sum(of.at(utilisation).spreads()) for of in (self.hourly, self.settled))
+        whole, rest = (
+            sum(of.useful_hour_usd(utilisation).spreads()) for of in (self.hourly, self.settled)
+        )
         return math.sqrt(max(0.0, 1 - (rest / whole) ** 2)) if whole else 0.0
 
     @property
@@ -121,8 +123,8 @@ class DevicePrice:
         return None if self.reservation is None else self.reservation.term_usd_per_device.value
 
     def outlay_usd_per_device(
-        self, utilisation: float, run_hours: Span | None = None
-    ) -> Span | None:
+        self, utilisation: float, run_hours: UncertainValue | None = None
+    ) -> UncertainValue | None:
         """Return what binding terms take out of a budget for each device; None on others.
 
         A purchase takes its price and what its years cost, a contract its whole term; a run that
@@ -169,16 +171,16 @@ class Candidate:
         return self.cluster.devices
 
     @property
-    def lead_days(self) -> Span | None:
+    def lead_days(self) -> UncertainValue | None:
         """Days until bought devices are there; None of what can be used at once."""
         return span_of(self.assumed.lead_days) if self.priced.purchase is not None else None
 
     @property
-    def limited(self) -> ClusterSpec:
+    def limited_cluster(self) -> ClusterSpec:
         """The cluster as fast as its devices are at their power limit."""
         if self.power_limit == 1:
             return self.cluster
-        slower = changed(
+        slower = changed_cluster(
             self.cluster, "compute", self.power_limit**self.assumed.power_limit_exponent.value
         )
         assert slower is not None  # every device computes
@@ -228,7 +230,7 @@ def power_of(assumptions: Assumptions) -> Power:
 
 def watts_of(
     cluster: ClusterSpec, assumptions: Assumptions, power_limit: float = 1.0
-) -> Span | None:
+) -> UncertainValue | None:
     """Return what a cluster draws at the meter; None if an accelerator's figure is not known."""
     power, spans = power_of(assumptions), []
     for group in cluster.groups:
@@ -240,7 +242,7 @@ def watts_of(
 
 def power_usd_per_device_hour(
     cluster: ClusterSpec, assumed: Assumptions, power_limit: float = 1.0
-) -> Span | None:
+) -> UncertainValue | None:
     """Return what a device's electricity costs an hour."""
     watts = watts_of(cluster, assumed, power_limit)
     if watts is None:
@@ -282,13 +284,13 @@ def _within_cap(study: Study, listed: Sequence[Candidate]) -> list[Candidate]:
     return kept
 
 
-def _fed(study: Study, watts: Span) -> bool:
+def _fed(study: Study, watts: UncertainValue) -> bool:
     """Whether a draw meets the goal's power cap as surely as the goal wants."""
     cap = study.goal.power_cap_w
-    return cap is None or within(watts, cap * (1 + ROUNDING)) >= study.goal.confidence
+    return cap is None or probability_within(watts, cap * (1 + ROUNDING)) >= study.goal.confidence
 
 
-def powered(study: Study, offer: Offer) -> int:
+def powered_devices(study: Study, offer: Offer) -> int:
     """Return the most that the goal's power cap surely feeds of an offer's `n`."""
     cap = study.goal.power_cap_w
     if cap is None:
@@ -349,7 +351,7 @@ def _candidate(study: Study, offer: Offer, text: str, rents_known: Sequence[Rent
         cluster = cluster.model_copy(update={"groups": groups})
     narrower = None
     for change, factor in offer.change.items():
-        other = changed(cluster, change, factor)
+        other = changed_cluster(cluster, change, factor)
         if other is None:
             raise DocumentError("change", f"{text} has no {change} to change by {factor:g}")
         narrower = cluster if change == "domain" and factor > 1 else narrower
@@ -357,7 +359,7 @@ def _candidate(study: Study, offer: Offer, text: str, rents_known: Sequence[Rent
     return Candidate(
         name=_name(offer, text),
         cluster=cluster,
-        priced=_priced(study, offer, cluster, rents_known),
+        priced=_device_price(study, offer, cluster, rents_known),
         spot=offer.rent is not None and offer.rent.commitment == "spot",
         tuning=offer.tuning or study.work.tuning,
         assumed=study.assumptions.but(offer.assumptions),
@@ -390,7 +392,7 @@ def _name(offer: Offer, text: str) -> str:
     return named.replace("{n}", text)
 
 
-def _priced(
+def _device_price(
     study: Study, offer: Offer, cluster: ClusterSpec, rents_known: Sequence[Rent]
 ) -> DevicePrice:
     assumed = study.assumptions.but(offer.assumptions)
@@ -422,16 +424,16 @@ def _price_of(
         return _bought(assumed, offer.buy, cluster, offer.power_limit, settled)
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
-        quote = _quoted(price.usd_per_device_hour, None, None, "USD", price.date, assumed)
+        quote = _quoted_price(price.usd_per_device_hour, None, None, "USD", price.date, assumed)
         return DevicePrice(
             quote=quote,
             hourly=_used_alone(quote),
             how=f"{commitment_words(price.commitment)}, {price.date}, {price.source}",
         )
-    return _rented(assumed, offer.rent or Rental(), cluster, rents_known, settled)
+    return _rented_price(assumed, offer.rent or Rental(), cluster, rents_known, settled)
 
 
-def _used_alone(price: Span) -> Hourly:
+def _used_alone(price: UncertainValue) -> Hourly:
     return Hourly(fixed=exact(0.0), used=price)
 
 
@@ -445,19 +447,19 @@ def _in_usd(amount: float, currency: str, assumed: Assumptions) -> float:
     return amount * assumed.currencies[currency].usd
 
 
-def _quoted(
+def _quoted_price(
     value: float,
     low: float | None,
     high: float | None,
     currency: str,
     date: str | None,
     assumed: Assumptions,
-) -> Span:
+) -> UncertainValue:
     """Return a given price in US dollars, with the range that it states or that its age gives it.
 
     What states neither a range nor a month is exact.
     """
-    price = Span(
+    price = UncertainValue(
         value=_in_usd(value, currency, assumed),
         low=_in_usd(low or value, currency, assumed),
         high=_in_usd(high or value, currency, assumed),
@@ -491,7 +493,7 @@ def _in_parts(
         kept = kept_hourly(assumed, parts["owned"], offer.power_limit)
         hourly.append(kept.times(share["owned"]))
     if "rented" in parts:
-        priced["rented"] = _rented(
+        priced["rented"] = _rented_price(
             assumed, offer.rent or Rental(), parts["rented"], rents_known, settled
         )
     if "bought" in parts:
@@ -504,7 +506,7 @@ def _in_parts(
         rent = priced["rented"].hourly
         assert rent is not None  # it has a price
         hourly.append(rent.times(share["rented"]))
-    beside = summed(hourly)
+    beside = sum_hourly(hourly)
     bought = priced["bought"].purchase if "bought" in priced else None
     purchase = None if bought is None else bought.times(share["bought"])
     words = {role: f"{parts[role].devices} of {cluster.devices} devices: " for role in priced}
@@ -521,7 +523,7 @@ def _in_parts(
         part_quotes={role: part.quote for role, part in priced.items() if part.quote is not None},
         purchase=purchase,
         beside=None if purchase is None else beside,
-        hourly=beside if purchase is None else summed([purchase.hourly, beside]),
+        hourly=beside if purchase is None else sum_hourly([purchase.hourly, beside]),
         how=f"{words[lead]}{priced[lead].how}{after}",
         words_beside=(words[lead], after),
     )
@@ -556,7 +558,7 @@ def _roles(offer: Offer, cluster: ClusterSpec) -> tuple[Share, ...]:
     return tuple(roles)
 
 
-def _rented(
+def _rented_price(
     assumed: Assumptions,
     rental: Rental,
     cluster: ClusterSpec,
@@ -566,7 +568,7 @@ def _rented(
     """Return a given rent, or that of the catalogue's offers that can make the cluster."""
     term, prepaid, cause = rental.term_months, rental.prepaid or 0.0, ""
     if rental.usd_per_device_hour is not None:
-        price = _quoted(
+        price = _quoted_price(
             rental.usd_per_device_hour,
             rental.low,
             rental.high,
@@ -606,7 +608,7 @@ def _rented(
     )
 
 
-def quote_cause(how: str, price: Span) -> str:
+def quote_cause(how: str, price: UncertainValue) -> str:
     """Return what moves a quoted price: another figure of the same source is another quote.
 
     >>> quote_cause("bought, 2026-11, a quote", exact(25_000.0))
@@ -664,10 +666,10 @@ def _bought(
             "buy", "one price cannot be that of accelerators that differ; leave usd_per_device out"
         )
     if buying.lease is not None:
-        return _leased(assumed, buying.lease, cluster, power_limit, settled)
+        return _leased_price(assumed, buying.lease, cluster, power_limit, settled)
     name = cluster.groups[0].accelerator.name
     if buying.usd_per_device is not None:
-        price = _quoted(
+        price = _quoted_price(
             buying.usd_per_device, buying.low, buying.high, buying.currency, buying.date, assumed
         )
         how = f"bought, {buying.date}, {buying.source}"
@@ -715,11 +717,11 @@ def loan_words(loan: Loan) -> str:
     )
 
 
-def _leased(
+def _leased_price(
     assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float, settled: bool
 ) -> DevicePrice:
     """Return what leased devices cost: the lease for its hardware, all else as if bought."""
-    price = _quoted(
+    price = _quoted_price(
         lease.usd_per_device_month, lease.low, lease.high, lease.currency, lease.date, assumed
     )
     price = exact(price.value) if settled else price
@@ -736,7 +738,7 @@ def _leased(
 
 def lease_of(
     assumed: Assumptions,
-    usd_per_month: Span,
+    usd_per_month: UncertainValue,
     term_months: int,
     cluster: ClusterSpec,
     power_limit: float = 1.0,
@@ -761,10 +763,12 @@ def lease_of(
     )
 
 
-def listed_price(price: PurchasePrice) -> Span:
+def listed_price(price: PurchasePrice) -> UncertainValue:
     """Return the catalogue's price of a device with its range, which its age widens."""
     low, high = price.ends
-    return aged(Span(value=price.usd_per_device, low=low, high=high), age_years(price.date))
+    return aged(
+        UncertainValue(value=price.usd_per_device, low=low, high=high), age_years(price.date)
+    )
 
 
 def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) -> Hourly:
@@ -792,8 +796,8 @@ def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) 
 
 def purchase_of(
     assumed: Assumptions,
-    price: Span,
-    network: Span,
+    price: UncertainValue,
+    network: UncertainValue,
     cluster: ClusterSpec,
     power_limit: float = 1.0,
 ) -> Purchase:
@@ -801,7 +805,7 @@ def purchase_of(
     owning = assumed.owning
     bare = total([price, network, span_of(owning.storage_usd_per_device)])
     spares = span_of(owning.spares)
-    with_spares = Span(value=1 + spares.value, low=1 + spares.low, high=1 + spares.high)
+    with_spares = UncertainValue(value=1 + spares.value, low=1 + spares.low, high=1 + spares.high)
     hardware = product([bare, with_spares]).times(1 + owning.sales_tax)
     running = power_usd_per_device_hour(cluster, assumed, power_limit) or exact(0.0)
     return Purchase(
@@ -824,7 +828,9 @@ def purchase_of(
     )
 
 
-def _it_kw_per_device(cluster: ClusterSpec, assumed: Assumptions, power_limit: float) -> Span:
+def _it_kw_per_device(
+    cluster: ClusterSpec, assumed: Assumptions, power_limit: float
+) -> UncertainValue:
     """Return the kilowatts that a device's share of hosts and network needs in a rack."""
     watts = watts_of(cluster, assumed, power_limit)
     if watts is None:
@@ -833,17 +839,17 @@ def _it_kw_per_device(cluster: ClusterSpec, assumed: Assumptions, power_limit: f
     return watts.times(1e-3 / cluster.devices / effectiveness.value)
 
 
-def _hosting_usd_per_kw(owning: Owning) -> Span:
+def _hosting_usd_per_kw(owning: Owning) -> UncertainValue:
     """Return dollars a year for the space and cooling of a kilowatt."""
     return span_of(owning.hosting_usd_per_kw_month).times(MONTHS_PER_YEAR)
 
 
-def _residual(assumed: Assumptions) -> Span:
+def _residual(assumed: Assumptions) -> UncertainValue:
     owning, age = assumed.owning, assumed.years
     if owning.residual_by_age:
         return exact(residual_share(age, retained_a_year=1.0, by_age=owning.residual_by_age))
     kept = owning.retained_a_year
-    return Span(
+    return UncertainValue(
         value=residual_share(age, retained_a_year=kept.value),
         low=residual_share(age, retained_a_year=kept.low),
         high=residual_share(age, retained_a_year=kept.high),

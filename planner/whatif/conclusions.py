@@ -11,7 +11,13 @@ from itertools import pairwise
 
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.whatif.candidates import Candidate
-from meshwright.planner.whatif.formatting import days_text, listed, price_ages, range_text, usd_text
+from meshwright.planner.whatif.formatting import (
+    days_text,
+    names_text,
+    price_ages,
+    range_text,
+    usd_text,
+)
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.ranking import Rank, figure, ordered_by, sure
@@ -34,7 +40,7 @@ def verdicts(result: Result) -> list[str]:
         *_kept_at_the_midpoint(result),
         *_by_our_runtime(result),
         *_old_prices(result, datetime.date.today()),
-        *_mixed(result),
+        *_mixed_texts(result),
     ]
 
 
@@ -46,7 +52,7 @@ def overall_texts(result: Result) -> list[str]:
     return [
         *(_largest(result) if several else ()),
         *(_crossover(result) if several else ()),
-        *_mixed(result),
+        *_mixed_texts(result),
     ]
 
 
@@ -100,7 +106,8 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
     for (first_name, best_name), models in texts.items():
         yield (
             f"Ranked by the fastest public framework on each cluster; under our own runtime "
-            f"(--backend native) {first_name} ranks before {best_name} for {listed(models)} a step."
+            f"(--backend native) {first_name} ranks before {best_name} for {names_text(models)} "
+            "a step."
         )
 
 
@@ -145,7 +152,7 @@ def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     best = result.best_of(model)
     if best is None:
         return _none(result, model, ranks)
-    return f"{model}: {best.candidate}, {_costs(best)}, under {best.stack}{_kept(best)}."
+    return f"{model}: {best.candidate}, {_costs(best)}, under {best.stack}{_goals_text(best)}."
 
 
 def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
@@ -175,7 +182,7 @@ def _costs(outcome: CandidateOutcome) -> str:
     return ", ".join(parts)
 
 
-def _kept(outcome: CandidateOutcome) -> str:
+def _goals_text(outcome: CandidateOutcome) -> str:
     """Say how surely the goals are met."""
     return "".join(f"; {text}" for text in _kept_texts(outcome))
 
@@ -197,7 +204,7 @@ def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -
         texts += _surest_texts(best, ranks)
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]
     if ties:
-        texts.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
+        texts.append(f"within {100 * result.study.assumptions.tie:.0f} %: {names_text(ties)}")
     by = ordered_by(result.study, [rank.outcome for rank in ranks])
     chances = {rank.outcome.candidate: rank.first[by] for rank in ranks if by in rank.first}
     if len(chances) > 1 and best.candidate in chances:
@@ -271,7 +278,7 @@ def _largest(result: Result) -> Iterator[str]:
         if o.model == best.model
     ]
     surely = " (with the probability of meeting every goal)" if best.chances else ""
-    yield f"The largest model that meets the goal: {best.model}, on {listed(same)}{surely}."
+    yield f"The largest model that meets the goal: {best.model}, on {names_text(same)}{surely}."
 
 
 def _crossover(result: Result) -> Iterator[str]:
@@ -293,7 +300,7 @@ def _crossover(result: Result) -> Iterator[str]:
         )
 
 
-def _mixed(result: Result) -> Iterator[str]:
+def _mixed_texts(result: Result) -> Iterator[str]:
     """Say whether to keep, add and split, mix or replace, where some devices are owned."""
     for model in result.study.rows:
         ways = ways_of(result, model)

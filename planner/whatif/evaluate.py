@@ -15,13 +15,13 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif.candidates import Candidate, watts_of
 from meshwright.planner.whatif.goals import chances_of, misses
 from meshwright.planner.whatif.outcome import CandidateOutcome, YearlyRun
-from meshwright.planner.whatif.planning import Planned, planned
+from meshwright.planner.whatif.planning import Planned, plan_candidate
 from meshwright.planner.whatif.pricing import economics
 from meshwright.planner.whatif.pricing.goodput import goodput_of
 from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.pricing.transfers import moved_usd, stored_usd_per_hour
 from meshwright.planner.whatif.study import Goal, Study
-from meshwright.planner.whatif.uncertain_value import Span, exact, product, span_of, total
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, span_of, total
 
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""
@@ -37,7 +37,7 @@ def evaluate(
     store: FigureStore | None = None,
 ) -> CandidateOutcome:
     """Return the outcome of one model on one candidate, planned already or not."""
-    planned_run = planned_run or planned(study, model_name, candidate, store=store)
+    planned_run = planned_run or plan_candidate(study, model_name, candidate, store=store)
     blank = CandidateOutcome(
         candidate=candidate.name,
         model=model_name,
@@ -53,7 +53,7 @@ def evaluate(
     if prediction is None or planned_run.job is None:
         return blank
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
-    step = Span(
+    step = UncertainValue(
         value=prediction.step_time_s,
         low=prediction.step_time_low_s,
         high=prediction.step_time_high_s,
@@ -88,7 +88,7 @@ def evaluate(
     outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
     if planned_run.runs:
         outcome = replace(outcome, jobs=tuple(_yearly(planned_run, outcome)))
-        candidate = loaded(candidate, outcome)
+        candidate = with_load(candidate, outcome)
     return _with_goal(study, candidate, outcome)
 
 
@@ -101,7 +101,7 @@ def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyR
         yield YearlyRun(name=job.name, runs_a_year=job.runs_a_year, hours=hours)
 
 
-def loaded(candidate: Candidate, outcome: CandidateOutcome) -> Candidate:
+def with_load(candidate: Candidate, outcome: CandidateOutcome) -> Candidate:
     """Return a candidate of whose hours a year of jobs uses what it takes."""
     if not outcome.jobs:
         return candidate
@@ -189,7 +189,7 @@ def carbon_of(country: str) -> float:
     return by_country[country]
 
 
-def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:
+def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> UncertainValue:
     """Return the share of the wall clock that trains: as assumed, or by failures of its size.
 
     Nodes whose devices are `idle` can fail without stopping the run.
@@ -207,7 +207,9 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:
     )
 
 
-def _outlay_usd(candidate: Candidate, outcome: CandidateOutcome, rent: Span) -> Span:
+def _outlay_usd(
+    candidate: Candidate, outcome: CandidateOutcome, rent: UncertainValue
+) -> UncertainValue:
     """Return what leaves a budget: what terms bind to, and what a run pays of the rest."""
     beside, run_hours, used = candidate.priced.beside, outcome.hours, candidate.assumed.utilisation
     each = candidate.priced.outlay_usd_per_device(used, run_hours)
@@ -216,7 +218,9 @@ def _outlay_usd(candidate: Candidate, outcome: CandidateOutcome, rent: Span) -> 
     outlay = each.times(candidate.devices)
     if beside is None or run_hours is None:
         return outlay
-    return total([outlay, economics.rent_usd(outcome.devices, run_hours, beside.at(used))])
+    return total(
+        [outlay, economics.rent_usd(outcome.devices, run_hours, beside.useful_hour_usd(used))]
+    )
 
 
 def _data(candidate: Candidate, outcome: CandidateOutcome) -> dict[str, Any]:
@@ -240,7 +244,7 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     outlay = priced.outlay_usd_per_device(candidate.assumed.utilisation)
     return {
         "minimum_hours": priced.minimum_hours,
-        "usd_per_device_hour": priced.hourly.at(candidate.assumed.utilisation),
+        "usd_per_device_hour": priced.hourly.useful_hour_usd(candidate.assumed.utilisation),
         "price_quote_weight": priced.quote_weight(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
@@ -268,7 +272,7 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: CandidateOutcome
         left -= hardware * outcome.devices
         an_hour = purchase.owning_usd_per_hour(share_used).value / share_used
         if candidate.priced.beside is not None:
-            an_hour += candidate.priced.beside.at(share_used).value
+            an_hour += candidate.priced.beside.useful_hour_usd(share_used).value
     if outcome.moved_usd is not None:
         left -= outcome.moved_usd.value
     if outcome.stored_usd_per_hour is not None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from meshwright.planner.catalog import facility
 from meshwright.planner.whatif.candidates import Candidate
-from meshwright.planner.whatif.formatting import MOST_NAMES, listed
+from meshwright.planner.whatif.formatting import MOST_NAMES, names_text
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.break_even import Against, over_years, present_value_usd
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
@@ -45,7 +45,7 @@ def answers(result: Result) -> list[str]:
         *_worth(result),
         *_most_of_curves(result),
         *_plan_changes(result),
-        *_solved(result),
+        *_sizes_texts(result),
         *_fewest(result),
         *_sizes(result),
         *_price_basis(result),
@@ -79,7 +79,7 @@ def asked_texts(result: Result) -> list[str]:
         *_most_of_curves(result),
         *_domain_and_chip(result),
         *_buying(result),
-        *_solved(result),
+        *_sizes_texts(result),
         *_fewest(result),
         *_under_a_cap(result),
     ]
@@ -101,7 +101,7 @@ def _fitting(result: Result) -> Iterator[str]:
         fit = [outcome.candidate for outcome in outcomes if outcome.fits]
         not_fit = [outcome.candidate for outcome in outcomes if not outcome.fits]
         if fit and not_fit:
-            yield f"{model} fits {listed(fit)}; it does not fit {listed(not_fit)}."
+            yield f"{model} fits {names_text(fit)}; it does not fit {names_text(not_fit)}."
 
 
 def year_texts(result: Result) -> Iterator[str]:
@@ -296,7 +296,7 @@ def _worth(result: Result) -> Iterator[str]:
     if useful:
         yield "Of one change at a time, most saves " + "; ".join(map(_gain, useful[:3])) + "."
     if useless:
-        yield f"Nothing is saved by {listed(useless)}."
+        yield f"Nothing is saved by {names_text(useless)}."
     if any(change.change in ("network", "node_links", "domain") for change in changes):
         yield (
             f"The step waits for links {100 * base.link_share:.1f} % of its time; faster links "
@@ -352,12 +352,12 @@ def _plan_changes(result: Result) -> Iterator[str]:
         lost = [f"{change.factor:g}" for change in curve if not change.outcome.fits]
         word = WORDS[curve[0].change]
         if turns:
-            yield f"Another plan is best from {word} x {listed(turns)} on."
+            yield f"Another plan is best from {word} x {names_text(turns)} on."
         if lost:
-            yield f"Nothing fits at {word} x {listed(lost)}."
+            yield f"Nothing fits at {word} x {names_text(lost)}."
 
 
-def _solved(result: Result) -> Iterator[str]:
+def _sizes_texts(result: Result) -> Iterator[str]:
     """Say which sizes were found, and for what."""
     for offer in result.study.offers:
         if offer.solve is None:
@@ -369,7 +369,7 @@ def _solved(result: Result) -> Iterator[str]:
             "afford": "The most that the budget pays for and the plan uses",
         }[offer.solve]
         surely = f", with probability {result.study.goal.confidence:g} or more"
-        yield f"{what}{surely}: {listed(sizes)}."
+        yield f"{what}{surely}: {names_text(sizes)}."
 
 
 def _domain_and_chip(result: Result) -> Iterator[str]:
@@ -522,7 +522,7 @@ def data_texts(result: Result) -> Iterator[str]:
         ]
         shares = [f"{name} {usd:,.0f} USD ({100 * usd / all_:.0f} %)" for name, usd, all_ in parts]
         if shares:
-            yield f"Storage and transfers are in the cost: {listed(shares)}."
+            yield f"Storage and transfers are in the cost: {names_text(shares)}."
 
 
 def financed_texts(result: Result) -> Iterator[str]:
@@ -535,7 +535,7 @@ def financed_texts(result: Result) -> Iterator[str]:
         monthly = purchase.instalments[1].share * each
         text = f"{candidate.name}: {monthly:,.0f} USD a month"
         if purchase.leased:
-            useful = purchase.hourly.at(candidate.assumed.utilisation).value
+            useful = purchase.hourly.useful_hour_usd(candidate.assumed.utilisation).value
             yield f"{text}, no residual value; {useful:.2f} USD a useful device-hour."
             continue
         at_once = replace(purchase, instalments=AT_ONCE, bound_share=1.0)
@@ -562,7 +562,7 @@ def _cheapest_pairs(result: Result) -> list[tuple[str, Against]]:
 
     def useful(name: str) -> float:
         candidate = result.candidates[name]
-        return over_years(candidate).at(candidate.assumed.utilisation).value
+        return over_years(candidate).useful_hour_usd(candidate.assumed.utilisation).value
 
     best: dict[tuple[object, ...], tuple[str, Against]] = {}
     for curve in result.break_even:

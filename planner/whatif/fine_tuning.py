@@ -22,7 +22,7 @@ RANK = 16
 """Of adapters, where nobody says."""
 
 
-def tuned(request: Request, *, quantised: bool, below_s: float = math.inf) -> Answer:
+def fastest_fine_tuner(request: Request, *, quantised: bool, below_s: float = math.inf) -> Answer:
     """Return the fastest plan of any fine-tuner; NoPlanFits says why each has none.
 
     Where none takes less than a finite `below_s`, it says no more than that.

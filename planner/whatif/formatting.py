@@ -6,15 +6,15 @@ import datetime
 import re
 from collections.abc import Iterable
 
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 MOST_NAMES = 5
 
 
-def listed(names: Iterable[str]) -> str:
+def names_text(names: Iterable[str]) -> str:
     """Return names, five at most; a name with a comma stands in quotes.
 
-    >>> listed("abcdefg"), listed(["lent, 8xl4", "b"])
+    >>> names_text("abcdefg"), names_text(["lent, 8xl4", "b"])
     ('a, b, c, d, e and 2 more', '"lent, 8xl4", b')
     """
     every = [f'"{name}"' if ", " in name else name for name in names]
@@ -22,10 +22,10 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(every[:MOST_NAMES]) + more
 
 
-def range_text(span: Span, scale: float = 1.0) -> str:
+def range_text(span: UncertainValue, scale: float = 1.0) -> str:
     """Return a figure with its range.
 
-    >>> range_text(Span(value=1200.0, low=900.0, high=2000.0))
+    >>> range_text(UncertainValue(value=1200.0, low=900.0, high=2000.0))
     '1,200 (900-2,000)'
     """
     digits = 0 if span.value * scale >= 100 else 1
@@ -35,10 +35,10 @@ def range_text(span: Span, scale: float = 1.0) -> str:
     return value if low == high else f"{value} ({low}-{high})"
 
 
-def days_text(run_hours: Span) -> str:
+def days_text(run_hours: UncertainValue) -> str:
     """Return a duration with its range, in hours below two days.
 
-    >>> days_text(Span(value=30.0, low=20.0, high=50.0))
+    >>> days_text(UncertainValue(value=30.0, low=20.0, high=50.0))
     '30.0 (20.0-50.0) h'
     """
     if run_hours.value < 48:
@@ -46,7 +46,7 @@ def days_text(run_hours: Span) -> str:
     return f"{range_text(run_hours, 1 / 24)} days"
 
 
-def usd_text(usd: Span) -> str:
+def usd_text(usd: UncertainValue) -> str:
     """Return dollars with their range."""
     return f"{range_text(usd)} USD"
 

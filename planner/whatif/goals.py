@@ -12,7 +12,7 @@ from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.whatif.monte_carlo import drawn_figure
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR
-from meshwright.planner.whatif.probabilities import within
+from meshwright.planner.whatif.probabilities import probability_within
 from meshwright.planner.whatif.study import Goal, Order
 
 
@@ -74,7 +74,7 @@ def _chance(name: str, outcome: CandidateOutcome, limit: float) -> float:
         return _share(outcome, "cost", limit)
     figure = outcome.outlay_usd if name == "budget" else outcome.watts
     assert figure is not None
-    return within(figure, limit)
+    return probability_within(figure, limit)
 
 
 def _share(outcome: CandidateOutcome, by: Order, limit: float) -> float:

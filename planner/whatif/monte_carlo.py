@@ -19,7 +19,7 @@ from meshwright.planner.documents.tolerances import NOTHING
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.probabilities import DRAWS, normals, outcomes_of
 from meshwright.planner.whatif.study import Order
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 Draws = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ def drawn_figure(outcome: CandidateOutcome, by: Order) -> Draws | None:
         case "cost":
             return _cost(outcome)
         case "weighted":
-            return _weighted(outcome)
+            return _log_weights(outcome)
         case _:
             assert_never(by)
 
@@ -67,7 +67,7 @@ def _time(outcome: CandidateOutcome) -> Draws | None:
     duration = _duration(outcome)
     if duration is None or outcome.hours is None or outcome.lead_days is None:
         return duration
-    return duration + 24 * _of(outcome.lead_days, "delivery")
+    return duration + 24 * _draws_of(outcome.lead_days, "delivery")
 
 
 def _cost(outcome: CandidateOutcome) -> Draws | None:
@@ -79,9 +79,9 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
         return price * duration
     cost = price * np.maximum(duration, outcome.minimum_hours)
     if outcome.stored_usd_per_hour is not None:
-        cost = cost + _of(outcome.stored_usd_per_hour, "price of storage") * duration
+        cost = cost + _draws_of(outcome.stored_usd_per_hour, "price of storage") * duration
     if outcome.moved_usd is not None:
-        cost = cost + _of(outcome.moved_usd, "price of transfers")
+        cost = cost + _draws_of(outcome.moved_usd, "price of transfers")
     return cost
 
 
@@ -98,10 +98,10 @@ def _energy(outcome: CandidateOutcome) -> Draws | None:
     duration = _duration(outcome)
     if duration is None or outcome.watts is None:
         return None
-    return _of(outcome.watts, "power") * duration
+    return _draws_of(outcome.watts, "power") * duration
 
 
-def _weighted(outcome: CandidateOutcome) -> Draws | None:
+def _log_weights(outcome: CandidateOutcome) -> Draws | None:
     cost, time = _cost(outcome), _time(outcome)
     if outcome.weighted_usd is None or cost is None or time is None:
         return None
@@ -122,8 +122,8 @@ def _step(outcome: CandidateOutcome) -> Draws:
 def _goodput(outcome: CandidateOutcome) -> Draws | float:
     if outcome.goodput is None:
         return 1.0
-    return _of(outcome.goodput, "goodput") / outcome.goodput.value
+    return _draws_of(outcome.goodput, "goodput") / outcome.goodput.value
 
 
-def _of(figure: Span, cause: str) -> Draws:
+def _draws_of(figure: UncertainValue, cause: str) -> Draws:
     return outcomes_of(figure, normals(cause))

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.planner.costs.uncertainty import link_seconds
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.whatif.uncertain_value import Span, exact, product, total
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class CandidateOutcome:
     """Who trains."""
     native_step_s: float | None = None
     """Of our own runtime's best plan there, where it was planned too."""
-    step_s: Span | None = None
-    tokens_per_s: Span | None = None
+    step_s: UncertainValue | None = None
+    tokens_per_s: UncertainValue | None = None
     tokens_per_step: float = 0.0
     mfu: float = 0.0
     step_parts: dict[str, float] = field(default_factory=dict)
@@ -51,16 +51,16 @@ class CandidateOutcome:
     """To train in all."""
     tokens_in_budget: float | None = None
     """That budget and deadline leave room for."""
-    goodput: Span | None = None
+    goodput: UncertainValue | None = None
     """Share of the wall clock that trains."""
-    hours: Span | None = None
+    hours: UncertainValue | None = None
     """Of the run; of a year of jobs, those that they take."""
     jobs: tuple[YearlyRun, ...] = ()
     """Of a year of jobs: each of them."""
-    lead_days: Span | None = None
+    lead_days: UncertainValue | None = None
     """Until bought devices are there and a run can begin."""
-    usd: Span | None = None
-    usd_per_device_hour: Span | None = None
+    usd: UncertainValue | None = None
+    usd_per_device_hour: UncertainValue | None = None
     day_usd: float | None = None
     """What the result is worth more, a day sooner, where the goal says it."""
     price: str = ""
@@ -73,16 +73,16 @@ class CandidateOutcome:
     """What signing binds to: a purchase, or a contract's whole term."""
     minimum_hours: float = 0.0
     """That are paid at least."""
-    stored_usd_per_hour: Span | None = None
+    stored_usd_per_hour: UncertainValue | None = None
     """Of data that lies beside a rented cluster while the run lasts."""
-    moved_usd: Span | None = None
+    moved_usd: UncertainValue | None = None
     """What transfers of data cost; of a year of jobs, storage too."""
-    outlay_usd: Span | None = None
+    outlay_usd: UncertainValue | None = None
     """What a budget has to hold: a purchase and what its years cost, a contract's whole term, or
     the rent of the run."""
-    watts: Span | None = None
-    energy_kwh: Span | None = None
-    carbon_kg: Span | None = None
+    watts: UncertainValue | None = None
+    energy_kwh: UncertainValue | None = None
+    carbon_kg: UncertainValue | None = None
     grams_per_kwh: float | None = None
     """Of CO2, of the grid that it is planned on."""
     misses: tuple[str, ...] = ()
@@ -109,14 +109,14 @@ class CandidateOutcome:
         return [(job.runs_a_year, job.hours) for job in self.jobs]
 
     @property
-    def result_hours(self) -> Span | None:
+    def result_hours(self) -> UncertainValue | None:
         """Hours from signing to the result: delivery and the run."""
         if self.hours is None or self.lead_days is None:
             return self.hours
         return total([self.lead_days.times(24), self.hours])
 
     @property
-    def data_usd(self) -> Span:
+    def data_usd(self) -> UncertainValue:
         """What storage and transfers cost, in `usd` too."""
         stored, moved = self.stored_usd_per_hour, self.moved_usd
         parts = [] if stored is None or self.hours is None else [product([stored, self.hours])]
@@ -130,7 +130,7 @@ class CandidateOutcome:
         return self.usd.value + self.day_usd * self.result_hours.value / 24
 
     @property
-    def utilisation(self) -> Span:
+    def utilisation(self) -> UncertainValue:
         """MFU with the range of the step."""
         if self.step_s is None:
             return exact(0.0)
@@ -152,7 +152,7 @@ class CandidateOutcome:
         result: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if isinstance(value, Span):
+            if isinstance(value, UncertainValue):
                 value = value.as_dict()
             elif name == "jobs":
                 value = [asdict(job) for job in self.jobs]

@@ -28,7 +28,7 @@ from meshwright.planner.whatif.study import (
     Rental,
     Study,
 )
-from meshwright.planner.whatif.uncertain_value import Span, span_of
+from meshwright.planner.whatif.uncertain_value import UncertainValue, span_of
 
 PER_SPAN = ("value", "low", "high")
 
@@ -99,7 +99,7 @@ def _part(
     return prices
 
 
-def _span(span: Span) -> dict[str, float]:
+def _span(span: UncertainValue) -> dict[str, float]:
     return span.as_dict()
 
 
@@ -136,12 +136,14 @@ def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         "dates": price_dates(candidate.priced.how),
         "undated": "undated" in candidate.priced.how,
         "assumed": None if assumptions is None else assumed_data(candidate.assumed),
-        "own": [] if assumptions is None else _named(assumptions.model_dump(exclude_unset=True)),
+        "own": []
+        if assumptions is None
+        else _field_names(assumptions.model_dump(exclude_unset=True)),
         "plan": _plan(outcome),
     }
 
 
-def _named(fields: Mapping[str, Any]) -> list[str]:
+def _field_names(fields: Mapping[str, Any]) -> list[str]:
     """Return the fields that an offer assumes for itself, those of parts by part and name."""
     names = []
     for name, value in fields.items():
@@ -222,5 +224,5 @@ def _plan(outcome: CandidateOutcome) -> dict[str, Any]:
     }
 
 
-def _triple(span: Span) -> list[float]:
+def _triple(span: UncertainValue) -> list[float]:
     return [getattr(span, end) for end in PER_SPAN]

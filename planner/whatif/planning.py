@@ -24,12 +24,12 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.proof_budget import BRIEF
 from meshwright.planner.search.search import search
-from meshwright.planner.system.gc_pause import uncollected
+from meshwright.planner.system.gc_pause import pause_collector
 from meshwright.planner.whatif.candidates import Candidate
-from meshwright.planner.whatif.fine_tuning import tuned
+from meshwright.planner.whatif.fine_tuning import fastest_fine_tuner
 from meshwright.planner.whatif.study import PUBLIC, YEAR, Study
 from meshwright.planner.whatif.study import JobOfYear as StudyJob
-from meshwright.planner.whatif.what_if_changes import changed
+from meshwright.planner.whatif.what_if_changes import changed_cluster
 
 NATIVE = "native"
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
@@ -75,8 +75,8 @@ class Planned:
         return float(self.job.global_batch * self.job.seq_len)
 
 
-@uncollected()
-def planned(
+@pause_collector()
+def plan_candidate(
     study: Study,
     model_name: str,
     candidate: Candidate,
@@ -113,7 +113,7 @@ def _year(study: Study, candidate: Candidate, backend: str | None, store: Figure
         work = study.work.model_copy(update=update)
         tuned = replace(candidate, tuning=job.tuning)
         job_study = study.model_copy(update={"work": work})
-        run_plan = planned(job_study, job.model, tuned, backend, None, store)
+        run_plan = plan_candidate(job_study, job.model, tuned, backend, None, store)
         if run_plan.prediction is None:
             return Planned(reason=f"{job.name}: {run_plan.reason}")
         runs.append((job, run_plan))
@@ -183,7 +183,7 @@ class _Among:
         for stack, precision in ways:
             below_s = below_s if best is None else best.step_s
             try:
-                request = asked(self.study, self.model, candidate, stack, precision)
+                request = request_of(self.study, self.model, candidate, stack, precision)
                 answer = self._best(request, candidate, below_s)
             except (NoPlanFits, DocumentError):
                 continue
@@ -203,9 +203,9 @@ class _Among:
         refused = ""
         for stack, precision in reversed(ways):
             try:
-                request = asked(self.study, self.model, candidate, stack, precision)
+                request = request_of(self.study, self.model, candidate, stack, precision)
                 if candidate.tuning in ("lora", "qlora"):
-                    tuned(request, quantised=candidate.tuning == "qlora")
+                    fastest_fine_tuner(request, quantised=candidate.tuning == "qlora")
                 else:
                     search(request, store=self.store)
             except NoPlanFits as error:
@@ -216,7 +216,9 @@ class _Among:
 
     def _best(self, request: Request, candidate: Candidate, below_s: float) -> Answer:
         if candidate.tuning in ("lora", "qlora"):
-            return tuned(request, quantised=candidate.tuning == "qlora", below_s=below_s)
+            return fastest_fine_tuner(
+                request, quantised=candidate.tuning == "qlora", below_s=below_s
+            )
         answer: Answer | None = None
         with contextlib.suppress(NoneFaster):
             answer = search(request, below_s=below_s, effort=BRIEF, store=self.store)
@@ -235,14 +237,14 @@ class _Among:
 
 def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
     """Return what a plan depends on; terms, prices and names are not among it."""
-    cluster = candidate.limited.model_copy(update={"price": None})
+    cluster = candidate.limited_cluster.model_copy(update={"price": None})
     work = study.work.model_dump_json()
     narrower = candidate.narrower.model_dump_json() if candidate.narrower else ""
     terms = (candidate.tuning, narrower, *candidate.fix, *candidate.allow)
     return (model_name, cluster.model_dump_json(), work, *terms)
 
 
-def asked(
+def request_of(
     study: Study,
     model: ModelGraph,
     candidate: Candidate,
@@ -250,9 +252,9 @@ def asked(
     precision: Precision | None = None,
 ) -> Request:
     """Return what a study asks of one candidate under one stack."""
-    return Request.of(
+    return Request.create(
         model,
-        candidate.limited,
+        candidate.limited_cluster,
         seq_len=study.work.seq_len,
         global_batch=study.work.global_batch,
         precision=precision,
@@ -278,12 +280,12 @@ def _ways(
     for stack in stacks:
         if precision == "auto":
             yield stack, None
-            yield from ((stack, bits) for bits in EIGHT_BITS if _has(groups, bits))
+            yield from ((stack, bits) for bits in EIGHT_BITS if _supports(groups, bits))
         else:
             yield stack, precision
 
 
-def _has(groups: Sequence[DeviceGroup], precision: str) -> bool:
+def _supports(groups: Sequence[DeviceGroup], precision: str) -> bool:
     return all(precision in group.accelerator.peak_flops for group in groups)
 
 
@@ -327,7 +329,7 @@ def _worth_trying(request: Request, prediction: Prediction | None) -> Iterator[R
             computing_s = SHAPES * _computing_s(prediction)
             if computing_s * group.nodes / nodes >= prediction.step_time_s:
                 return
-        fewer = changed(cluster, "devices", nodes / group.nodes)
+        fewer = changed_cluster(cluster, "devices", nodes / group.nodes)
         if fewer is not None:
             yield replace(request, cluster=fewer)
 

@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 NORMAL = NormalDist()
 DRAWS = 10_000
@@ -30,11 +30,11 @@ QUANTILES = [NORMAL.inv_cdf((k + 0.5) / DRAWS) for k in range(DRAWS)]
 """Of the normal distribution, in equal steps of probability."""
 
 
-def within(figure: Span, limit: float) -> float:
+def probability_within(figure: UncertainValue, limit: float) -> float:
     """Return the probability that a figure is no greater than a limit.
 
-    >>> span = Span(value=10.0, low=5.0, high=20.0)
-    >>> [round(within(span, limit), 3) for limit in (5.0, 10.0, 20.0)]
+    >>> span = UncertainValue(value=10.0, low=5.0, high=20.0)
+    >>> [round(probability_within(span, limit), 3) for limit in (5.0, 10.0, 20.0)]
     [0.1, 0.5, 0.9]
     """
     below, above = figure.spreads()
@@ -49,10 +49,10 @@ def within(figure: Span, limit: float) -> float:
     return bisect.bisect_right(QUANTILES, TENTH * distance / width) / DRAWS
 
 
-def quantile(figure: Span, probability: float) -> float:
+def quantile(figure: UncertainValue, probability: float) -> float:
     """Return what a figure stays below with a probability.
 
-    >>> span = Span(value=10.0, low=5.0, high=20.0)
+    >>> span = UncertainValue(value=10.0, low=5.0, high=20.0)
     >>> [round(quantile(span, probability), 6) for probability in (0.1, 0.5, 0.9)]
     [5.0, 10.0, 20.0]
     """
@@ -61,10 +61,11 @@ def quantile(figure: Span, probability: float) -> float:
     return figure.value * math.exp(deviations * (above if deviations >= 0 else below))
 
 
-def outcomes_of(figure: Span, normals: NDArray[np.float64]) -> NDArray[np.float64]:
+def outcomes_of(figure: UncertainValue, normals: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return outcomes of a figure, drawn in standard deviations.
 
-    >>> outcomes_of(Span(value=10.0, low=5.0, high=20.0), np.array([-TENTH, 0.0, TENTH])).round(6)
+    >>> figure = UncertainValue(value=10.0, low=5.0, high=20.0)
+    >>> outcomes_of(figure, np.array([-TENTH, 0.0, TENTH])).round(6)
     array([ 5., 10., 20.])
     """
     down, up = figure.spreads()

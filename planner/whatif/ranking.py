@@ -10,7 +10,7 @@ from typing import assert_never, get_args
 from meshwright.planner.whatif.monte_carlo import chances_to_be_first
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.study import Order, Study
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 KERNELS, LINKS, GOODPUT, PRICE = "kernels", "links", "goodput", "price"
 """Causes of a range."""
@@ -56,7 +56,7 @@ def ordered_by(study: Study, outcomes: Sequence[CandidateOutcome]) -> Order:
     return wanted
 
 
-def ranked(study: Study, outcomes: Sequence[CandidateOutcome]) -> list[Rank]:
+def rank_outcomes(study: Study, outcomes: Sequence[CandidateOutcome]) -> list[Rank]:
     """Return the outcomes that fit, best first.
 
     Behind those that meet the goal as surely as it wants come those that keep it at the midpoint of
@@ -156,12 +156,14 @@ def _figure(outcome: CandidateOutcome, by: Order) -> float | None:
             assert_never(by)
 
 
-def _value(span: Span | None, outcome: CandidateOutcome, rate: Span | None) -> float | None:
+def _value(
+    span: UncertainValue | None, outcome: CandidateOutcome, rate: UncertainValue | None
+) -> float | None:
     """Return a figure of the goal, or of a token at a rate."""
     return _per_token(outcome, rate) if span is None else span.value
 
 
-def _per_token(outcome: CandidateOutcome, rate: Span | None) -> float | None:
+def _per_token(outcome: CandidateOutcome, rate: UncertainValue | None) -> float | None:
     if rate is None or outcome.tokens_per_s is None:
         return None
     return rate.value / outcome.tokens_per_s.value
@@ -220,7 +222,7 @@ def doubts(study: Study, best: CandidateOutcome) -> list[Doubt]:
     )
 
 
-def _width(span: Span) -> float:
+def _width(span: UncertainValue) -> float:
     return sum(span.spreads())
 
 

@@ -130,7 +130,7 @@ class Viewer:
                 self._devices, self._plan = event.devices, event.plan
                 self._predicted_s, self._ended = event.predicted_step_s, None
             case StepDone():
-                self._stepped(event)
+                self._count_step(event)
                 gap_s = max(0.0, event.at_unix_s - event.record.step_s - idle_since_s)
                 self._go_on(
                     gap_s + self._account.again_s - again_s, self._account.steps_lost - lost
@@ -176,7 +176,7 @@ class Viewer:
             elif event.reaction != "interval":
                 case.decisions.append(event)
 
-    def _stepped(self, event: StepDone) -> None:
+    def _count_step(self, event: StepDone) -> None:
         record = self._last = event.record
         self._recent.append(record.step_s)
         if event.predicted_s is not None:
@@ -210,11 +210,11 @@ class Viewer:
         )
 
 
-def viewed(events: Iterable[Event]) -> RunView:
+def run_view(events: Iterable[Event]) -> RunView:
     """Return a run as its events tell it.
 
     >>> crash = Incident(at_unix_s=9.0, cause="crash", rank=1, after_step=1, evidence="killed")
-    >>> [case.advice for case in viewed([crash]).cases]
+    >>> [case.advice for case in run_view([crash]).cases]
     ["Look at the kernel's log of the node for oom-kill and Xid."]
     """
     viewer = Viewer()

@@ -12,15 +12,15 @@ from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import html_table
 from meshwright.planner.whatif.candidates import Candidate, candidates_of
-from meshwright.planner.whatif.evaluate import evaluate, loaded
+from meshwright.planner.whatif.evaluate import evaluate, with_load
 from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.planning import NATIVE, Planned, planned, same_plan
+from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, same_plan
 from meshwright.planner.whatif.pricing.break_even import BreakEven, break_evens
-from meshwright.planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
-from meshwright.planner.whatif.sizing import size_of, unsolved, with_sizes
+from meshwright.planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, rank_outcomes
+from meshwright.planner.whatif.sizing import size_of, unsolved_sizes, with_sizes
 from meshwright.planner.whatif.study import PUBLIC, ChangeName, Study
-from meshwright.planner.whatif.uncertain_value import Span, exact
-from meshwright.planner.whatif.what_if_changes import WORDS, changed
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
+from meshwright.planner.whatif.what_if_changes import WORDS, changed_cluster
 from meshwright.planner.whatif.workers import Workers
 
 Progress = Callable[[int, int], None]
@@ -128,9 +128,9 @@ def run(
 def _carried_out(
     study: Study, workers: Workers, progress: Progress | None, offers: Sequence[Rent] | None
 ) -> Result:
-    sizes = [(study, place, model, offers) for place, model in unsolved(study)]
+    sizes = [(study, place, model, offers) for place, model in unsolved_sizes(study)]
     if sizes:
-        size_results = workers.each(_size, sizes)
+        size_results = workers.results_of(_size, sizes)
         study = with_sizes(study, [(sizes[at][1], size) for at, size in size_results])
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
@@ -140,14 +140,14 @@ def _carried_out(
     interrupted = False
     study_progress = _StudyProgress(progress, len(tasks) + _changes_asked(study))
     try:
-        for index, outcome in _evaluated(tasks, workers, study_progress):
+        for index, outcome in _evaluate_tasks(tasks, workers, study_progress):
             done[index] = outcome
         done |= dict(_natives(tasks, done, workers))
     except KeyboardInterrupt:
         interrupted = True
     outcomes = tuple(done[index] for index in sorted(done))
     if study.jobs:  # each candidate's outcome says how much of it is used
-        candidates |= {o.candidate: loaded(candidates[o.candidate], o) for o in outcomes}
+        candidates |= {o.candidate: with_load(candidates[o.candidate], o) for o in outcomes}
     result = Result(
         study=study,
         outcomes=outcomes,
@@ -156,7 +156,7 @@ def _carried_out(
         candidates=candidates,
         break_even=tuple(break_evens(list(candidates.values()))),
     )
-    return result if interrupted else _followed(result, workers, study_progress)
+    return result if interrupted else _add_follow_ups(result, workers, study_progress)
 
 
 def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureStore) -> int:
@@ -165,7 +165,7 @@ def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureSto
 
 def _ranks(study: Study, outcomes: Sequence[CandidateOutcome]) -> dict[str, list[Rank]]:
     return {
-        model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
+        model: rank_outcomes(study, [outcome for outcome in outcomes if outcome.model == model])
         for model in study.rows
     }
 
@@ -192,14 +192,14 @@ def _natives(
                 wanted.setdefault(key, []).append(at)
     groups = list(wanted.values())
     native_tasks = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
-    for group, plan in workers.each(_plan, native_tasks):
+    for group, plan in workers.results_of(_plan, native_tasks):
         if plan.prediction is not None:
             step = exact(plan.prediction.step_time_s)
             for at in groups[group]:
                 yield at, _with_native(done[at], step)
 
 
-def _with_native(outcome: CandidateOutcome, step: Span | None) -> CandidateOutcome:
+def _with_native(outcome: CandidateOutcome, step: UncertainValue | None) -> CandidateOutcome:
     return outcome if step is None else replace(outcome, native_step_s=step.value)
 
 
@@ -222,7 +222,7 @@ class _StudyProgress:
             self._progress(self._done, self._total)
 
 
-def _followed(result: Result, workers: Workers, progress: _StudyProgress) -> Result:
+def _add_follow_ups(result: Result, workers: Workers, progress: _StudyProgress) -> Result:
     """Add marginal values, curves and doubts, which are about single candidates."""
     study = result.study
     best = result.best or next((o for o in result.outcomes if o.fits), None)
@@ -274,7 +274,7 @@ def _changes(
     candidate = result.candidates[base.candidate]
     possible, tasks = [], []
     for change, factor in wanted:
-        cluster = changed(candidate.cluster, change, factor)
+        cluster = changed_cluster(candidate.cluster, change, factor)
         if cluster is None:
             continue
         other = replace(
@@ -287,9 +287,9 @@ def _changes(
         tasks.append(
             _Task(_resized_work(result.study, base, change, cluster.devices), base.model, other)
         )
-    outcomes = dict(_evaluated(tasks, workers, progress))
+    outcomes = dict(_evaluate_tasks(tasks, workers, progress))
     for index, (change, factor) in enumerate(possible):
-        yield _compared(base, change, factor, outcomes[index])
+        yield _changed_outcome(base, change, factor, outcomes[index])
 
 
 def _resized_work(study: Study, base: CandidateOutcome, change: ChangeName, devices: int) -> Study:
@@ -302,7 +302,7 @@ def _resized_work(study: Study, base: CandidateOutcome, change: ChangeName, devi
     return study.model_copy(update={"work": work})
 
 
-def _compared(
+def _changed_outcome(
     base: CandidateOutcome, change: ChangeName, factor: float, outcome: CandidateOutcome
 ) -> Changed:
     time = float("inf")
@@ -324,7 +324,7 @@ def _compared(
     )
 
 
-def _evaluated(
+def _evaluate_tasks(
     tasks: Sequence[_Task], workers: Workers, progress: _StudyProgress
 ) -> Iterator[tuple[int, CandidateOutcome]]:
     """Yield outcomes with the index of their task, as they come.
@@ -353,7 +353,7 @@ def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple
     later = {at for row in rows for at in row} - ends
     first = [at for at in range(len(tasks)) if at not in later]
     plans: dict[int, Planned] = {}
-    for place, plan in workers.each(_plan, [tasks[at] for at in first]):
+    for place, plan in workers.results_of(_plan, [tasks[at] for at in first]):
         plans[first[place]] = plan
         yield first[place], plan
     rest, order = [], sorted(later)
@@ -365,7 +365,7 @@ def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple
                 rest.append((at, _between(plans[below], plans[above])))
     rest.sort()
     task_variants = [replace(tasks[at], likely=stack) for at, stack in rest]
-    for place, planned_run in workers.each(_plan, task_variants):
+    for place, planned_run in workers.results_of(_plan, task_variants):
         yield order[place], planned_run
 
 
@@ -381,7 +381,7 @@ def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
         candidate = task.candidate
         if task.backend is not None or len(candidate.cluster.groups) > 1:
             continue
-        group = candidate.limited.groups[0]
+        group = candidate.limited_cluster.groups[0]
         accelerator, per_node = group.accelerator.model_dump_json(), group.devices_per_node
         terms = (candidate.tuning, candidate.fix, candidate.allow, candidate.changes)
         work = task.study.work.model_dump_json()
@@ -390,7 +390,7 @@ def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
 
 
 def _plan(task: _Task, store: FigureStore) -> Planned:
-    return planned(task.study, task.model, task.candidate, task.backend, task.likely, store)
+    return plan_candidate(task.study, task.model, task.candidate, task.backend, task.likely, store)
 
 
 def result_json(result: Result) -> dict[str, Any]:

@@ -15,18 +15,18 @@ from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.whatif.candidates import Candidate, candidates_of, powered
+from meshwright.planner.whatif.candidates import Candidate, candidates_of, powered_devices
 from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.formatting import range_text, usd_text
 from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.probabilities import quantile, within
+from meshwright.planner.whatif.probabilities import probability_within, quantile
 from meshwright.planner.whatif.study import Offer, Study
 
 MOST_PLANNED = 65_536
 """Devices of the largest size that is planned."""
 
 
-def unsolved(study: Study) -> Iterator[tuple[int, str]]:
+def unsolved_sizes(study: Study) -> Iterator[tuple[int, str]]:
     """Yield each place among the offers whose `n` is to be found, and the model that it is for."""
     for place, offer in enumerate(study.offers):
         if offer.solve is not None and not offer.n:
@@ -58,11 +58,11 @@ def size_of(
     try:
         match offer.solve:
             case "power":
-                return in_use(study, offer, model, powered(study, offer), quotes, store)
+                return in_use(study, offer, model, powered_devices(study, offer), quotes, store)
             case "need":
-                return needed(study, offer, model, quotes, store)
+                return fewest_needed(study, offer, model, quotes, store)
             case "afford":
-                most = afforded(study, offer, model, quotes, store)
+                most = most_affordable(study, offer, model, quotes, store)
                 return in_use(study, offer, model, most, quotes, store)
             case _:
                 assert_never(offer.solve)
@@ -70,14 +70,16 @@ def size_of(
         raise DocumentError(f"offers[{place}].{error.path or 'solve'}", error.message) from error
 
 
-def sized(study: Study, offer: Offer, n: int, quotes: Sequence[Rent] | None) -> Candidate:
+def candidate_of_size(
+    study: Study, offer: Offer, n: int, quotes: Sequence[Rent] | None
+) -> Candidate:
     """Return an offer's candidate of one size."""
     sized_study = study.model_copy(update={"offers": (offer.model_copy(update={"n": (n,)}),)})
     [candidate] = candidates_of(sized_study, quotes)
     return candidate
 
 
-def needed(
+def fewest_needed(
     study: Study,
     offer: Offer,
     model: str,
@@ -88,32 +90,32 @@ def needed(
     if study.goal.deadline_days is None:
         raise DocumentError("solve", "need is the fewest that keep goal.deadline_days; give it")
 
-    def keeps(n: int) -> bool:
-        outcome = evaluate(study, model, sized(study, offer, n, quotes), store=store)
+    def meets_deadline(n: int) -> bool:
+        outcome = evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)
         return outcome.fits and _sure(study, outcome, "deadline")
 
-    single = sized(study, offer, 1, quotes)
+    single = candidate_of_size(study, offer, 1, quotes)
     delivered = single.lead_days
     if (
         delivered is not None
-        and within(delivered, study.goal.deadline_days) < study.goal.confidence
+        and probability_within(delivered, study.goal.deadline_days) < study.goal.confidence
     ):
         raise DocumentError(
             "solve",
             f"goal.deadline_days is {study.goal.deadline_days:g}, and delivery takes "
             f"{range_text(delivered)} days; rent, or give assumptions.lead_days",
         )
-    most, least = _most(single), 1
-    while not keeps(least):
+    most, least = _device_limit(single), 1
+    while not meets_deadline(least):
         least *= 2
         if least > most:
             raise DocumentError(
                 "solve", f"no {offer.cluster} of up to {most} meets the deadline with {model}"
             )
-    return border(keeps, least // 2, least)
+    return border(meets_deadline, least // 2, least)
 
 
-def afforded(
+def most_affordable(
     study: Study,
     offer: Offer,
     model: str,
@@ -124,14 +126,14 @@ def afforded(
     budget = study.goal.budget_usd
     if budget is None:
         raise DocumentError("solve", "afford is the most that goal.budget_usd pays for; give it")
-    single = sized(study, offer, 1, quotes)
+    single = candidate_of_size(study, offer, 1, quotes)
     if single.priced.hourly is None:
         raise DocumentError("solve", single.priced.how)
     each = single.priced.outlay_usd_per_device(single.assumed.utilisation)
     days = study.goal.deadline_days
     if each is None and study.goal.tokens_of(1.0) is None and days is not None:
         hours = max(24 * days, single.priced.minimum_hours)
-        each = single.priced.hourly.at(single.assumed.utilisation).times(hours)
+        each = single.priced.hourly.useful_hour_usd(single.assumed.utilisation).times(hours)
     if each is not None:
         whole = each.times(single.devices)
         surely = quantile(whole, study.goal.confidence)
@@ -145,10 +147,10 @@ def afforded(
         return min(most, MOST_DEVICES // single.devices)
 
     def too_dear(n: int) -> bool:
-        outcome = evaluate(study, model, sized(study, offer, n, quotes), store=store)
+        outcome = evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)
         return outcome.fits and not _sure(study, outcome, "budget")
 
-    most, least = _most(single), 1
+    most, least = _device_limit(single), 1
     while not too_dear(least) and least < most:
         least = min(2 * least, most)
     if not too_dear(least):
@@ -168,7 +170,7 @@ def in_use(
     store: FigureStore | None = None,
 ) -> int:
     """Return the fewest, of `most` at most, that train as fast: a plan may leave some idle."""
-    candidate = sized(study, offer, most, quotes)
+    candidate = candidate_of_size(study, offer, most, quotes)
     outcome = evaluate(study, model, candidate, store=store)
     working = candidate.devices - outcome.idle
     return max(1, math.ceil(most * working / candidate.devices - ROUNDING))
@@ -193,5 +195,5 @@ def _sure(study: Study, outcome: CandidateOutcome, goal: str) -> bool:
     return outcome.chances.get(goal, 0.0) >= study.goal.confidence
 
 
-def _most(candidate: Candidate) -> int:
+def _device_limit(candidate: Candidate) -> int:
     return max(1, MOST_PLANNED // candidate.devices)

@@ -305,11 +305,11 @@ class Exchange(Part):
     source: Text
 
 
-def _assumed(cls: type[Q], value: float, low: float, high: float, why: str) -> Q:
+def _assumed_quantity(cls: type[Q], value: float, low: float, high: float, why: str) -> Q:
     return cls(value=value, low=low, high=high, source=f"assumed: {why}")
 
 
-def _known(cls: type[Q], value: float, low: float, high: float, source: str) -> Q:
+def _sourced_quantity(cls: type[Q], value: float, low: float, high: float, source: str) -> Q:
     return cls(value=value, low=low, high=high, source=source_text(source))
 
 
@@ -329,7 +329,7 @@ go without one."""
 class Failures(Part):
     """What takes time from training; `pricing/goodput.py` has the arithmetic."""
 
-    per_device_hour: Quantity = _known(
+    per_device_hour: Quantity = _sourced_quantity(
         Quantity,
         FAILURE_RATES["LLAMA3"],
         min(FAILURE_RATES.values()),
@@ -337,31 +337,31 @@ class Failures(Part):
         "LLAMA3; low RSC2; high MTTF1024; between them TR11, RSC1 and OPT175",
     )
     """Failures that end a run until it is restarted."""
-    spot_per_node_hour: Quantity = _known(
+    spot_per_node_hour: Quantity = _sourced_quantity(
         Quantity, 0.01, 3e-4, 0.1, "geometric mean of ADVISOR, 3e-4, and BAMBOO, 0.1"
     )
     """Interruptions of a spot instance, in addition."""
-    restart_s: Quantity = _assumed(
+    restart_s: Quantity = _assumed_quantity(
         Quantity, 600.0, 300.0, 1800.0, "minutes where machines restart a run, more by hand"
     )
     """Until a run goes on from its checkpoint."""
-    checkpoint_bytes_per_parameter: Quantity = _known(
+    checkpoint_bytes_per_parameter: Quantity = _sourced_quantity(
         Quantity, 12.0, 12.0, 14.0, "weights and two moments in fp32, as this runtime saves them"
     )
-    store_bytes_per_s_per_device: Quantity = _known(
+    store_bytes_per_s_per_device: Quantity = _sourced_quantity(
         Quantity, 1.22e8, 5e7, 1e9, "LLAMA3, 2 TB/s over 16,384; a node with disks of its own more"
     )
     """Written behind training."""
-    copy_bytes_per_s_per_device: Quantity = _assumed(
+    copy_bytes_per_s_per_device: Quantity = _assumed_quantity(
         Quantity, 1e10, 5e7, 2.5e10, "a copy to the host; low: training waits for the store"
     )
     """Of a checkpoint to the host's memory, while training waits."""
-    checkpoint_stall_s: Quantity = _known(
+    checkpoint_stall_s: Quantity = _sourced_quantity(
         Quantity, 0.8, 0.1, 6.3, "high PTASYNC; low assumed, value their geometric mean"
     )
     """That training waits at each checkpoint beside the copy: ranks agree on what is whole, list
     their tensors, take memory."""
-    other: ShareQuantity = _known(
+    other: ShareQuantity = _sourced_quantity(
         ShareQuantity,
         0.2,
         0.02,
@@ -376,30 +376,32 @@ class Failures(Part):
 class Owning(Part):
     """What bought devices cost beside their price.  Shares are of the price of the hardware."""
 
-    retained_a_year: FractionQuantity = _known(
+    retained_a_year: FractionQuantity = _sourced_quantity(
         FractionQuantity, 0.67, 0.46, 0.79, "RESALE; range assumed: a tenth to half after three"
     )
     """Share of its value that hardware keeps from one year to the next."""
     residual_by_age: tuple[Proportion, ...] = ()
     """Shares of the price that it sells for after 1, 2, ... years, instead."""
-    storage_usd_per_device: Quantity = _assumed(
+    storage_usd_per_device: Quantity = _assumed_quantity(
         Quantity, 600.0, 200.0, 2000.0, "a petabyte of flash for about 500 devices"
     )
-    spares: ProportionQuantity = _assumed(ProportionQuantity, 0.03, 0.01, 0.06, "a spare in 32")
+    spares: ProportionQuantity = _assumed_quantity(
+        ProportionQuantity, 0.03, 0.01, 0.06, "a spare in 32"
+    )
     """Share of the hardware bought in addition."""
-    support_a_year: ProportionQuantity = _assumed(
+    support_a_year: ProportionQuantity = _assumed_quantity(
         ProportionQuantity, 0.04, 0.02, 0.08, "contracts of vendors differ"
     )
-    insurance_a_year: ProportionQuantity = _assumed(
+    insurance_a_year: ProportionQuantity = _assumed_quantity(
         ProportionQuantity, 0.005, 0.002, 0.01, "no public quote was found"
     )
-    staff_usd_per_device_year: Quantity = _assumed(
+    staff_usd_per_device_year: Quantity = _assumed_quantity(
         Quantity, 500.0, 150.0, 2000.0, "an engineer for 400 devices; small clusters need one too"
     )
-    hosting_usd_per_kw_month: Quantity = _known(
+    hosting_usd_per_kw_month: Quantity = _sourced_quantity(
         Quantity, 190.0, 130.0, 280.0, "COLO_RATES; range COLO; power is metered apart"
     )
-    idle_power: ProportionQuantity = _assumed(
+    idle_power: ProportionQuantity = _assumed_quantity(
         ProportionQuantity, 0.25, 0.15, 0.4, "share of the power in use; hosts and fans stay on"
     )
     sales_tax: Proportion = 0.0
@@ -415,12 +417,12 @@ class Data(Part):
     stored_tb: Amount = 0.0
     """Of data and checkpoints, beside rented clusters while a run lasts; what is bought or owned
     has storage of its own."""
-    usd_per_tb_month: Quantity = _assumed(
+    usd_per_tb_month: Quantity = _assumed_quantity(
         Quantity, 23.0, 7.0, 80.0, "list prices of object stores, 20 to 23; file systems cost more"
     )
     moved_tb: Amount = 0.0
     """Read out of a cloud for a run, and brought back: data to the cluster, checkpoints from it."""
-    usd_per_tb_moved: Quantity = _assumed(
+    usd_per_tb_moved: Quantity = _assumed_quantity(
         Quantity, 60.0, 20.0, 90.0, "list prices of hyperscalers; specialists often ask nothing"
     )
 
@@ -441,7 +443,7 @@ class Assumptions(Part):
     """A year."""
     rent_change_a_year: RentChange = 0.0
     """Of rents that are not fixed by a contract: -0.2 is a fifth less each year."""
-    lead_days: Quantity = _assumed(
+    lead_days: Quantity = _assumed_quantity(
         Quantity, 60, 14, 180, "delivery times differ by product and month"
     )
     """Until bought devices can be used."""
@@ -449,7 +451,7 @@ class Assumptions(Part):
     power_usage_effectiveness: OverheadQuantity | None = None
     node_power_over_tdp: Quantity | None = None
     network_w_per_device: Quantity | None = None
-    power_limit_exponent: Quantity = _known(
+    power_limit_exponent: Quantity = _sourced_quantity(
         Quantity, 0.75, 0.33, 1.0, "POWERCAP, 0.7 to 1.05; low the cube law of frequency and power"
     )
     """Products run at the power limit's share to this power of their rate."""
@@ -475,16 +477,16 @@ class Assumptions(Part):
 
     def but(self, other: Assumptions | None) -> Assumptions:
         """Return these with what `other` says in its place."""
-        return self if other is None else _merged(self, other)
+        return self if other is None else _merge_parts(self, other)
 
 
-def _merged(base: P, other: P) -> P:
+def _merge_parts(base: P, other: P) -> P:
     """Return a part with every field that another was given, parts within parts too."""
     fields = {}
     for name in other.model_fields_set:
         mine, its = getattr(base, name), getattr(other, name)
         nested = isinstance(its, Failures | Owning | Data)
-        fields[name] = _merged(mine, its) if nested else its
+        fields[name] = _merge_parts(mine, its) if nested else its
     return base.model_copy(update=fields)
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class UncertainValue:
     """A value >= 0 and the ends of its 80 % range."""
 
     value: float
@@ -28,15 +28,17 @@ class Span:
         if not 0 <= self.low <= self.value <= self.high < math.inf:
             raise ValueError(f"{self.low} <= {self.value} <= {self.high} is no range")
 
-    def times(self, factor: float) -> Span:
+    def times(self, factor: float) -> UncertainValue:
         """Return a multiple by a number that is known exactly."""
-        return Span(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+        return UncertainValue(
+            value=self.value * factor, low=self.low * factor, high=self.high * factor
+        )
 
     @property
-    def inverse(self) -> Span:
+    def inverse(self) -> UncertainValue:
         """One over it; the value must exceed 0, and an open end stays at the value's own."""
         low = self.low or self.value
-        return Span(value=1 / self.value, low=1 / self.high, high=1 / low)
+        return UncertainValue(value=1 / self.value, low=1 / self.high, high=1 / low)
 
     def spreads(self) -> tuple[float, float]:
         """Return the logarithmic distances of value to low and of high to value."""
@@ -60,20 +62,20 @@ class Ranged(Protocol):
     def high(self) -> float: ...  # noqa: D102
 
 
-def span_of(figure: Ranged) -> Span:
+def span_of(figure: Ranged) -> UncertainValue:
     """Return a figure's value and range."""
-    return Span(value=figure.value, low=figure.low, high=figure.high)
+    return UncertainValue(value=figure.value, low=figure.low, high=figure.high)
 
 
-def exact(value: float) -> Span:
+def exact(value: float) -> UncertainValue:
     """Return a figure without a range."""
-    return Span(value=value, low=value, high=value)
+    return UncertainValue(value=value, low=value, high=value)
 
 
-def product(factors: Iterable[Span]) -> Span:
+def product(factors: Iterable[UncertainValue]) -> UncertainValue:
     """Return the product of independent figures.
 
-    >>> product([Span(value=2.0, low=1.0, high=4.0), exact(3.0)])
+    >>> product([UncertainValue(value=2.0, low=1.0, high=4.0), exact(3.0)])
     Span(value=6.0, low=3.0, high=12.0)
     """
     value = 1.0
@@ -86,13 +88,13 @@ def product(factors: Iterable[Span]) -> Span:
         return exact(0.0)
     low, high = value * math.exp(-math.sqrt(below)), value * math.exp(math.sqrt(above))
     # The logarithm and back of an exact figure must not move its ends past the value.
-    return Span(value=value, low=min(low, value), high=max(high, value))
+    return UncertainValue(value=value, low=min(low, value), high=max(high, value))
 
 
-def total(terms: Iterable[Span]) -> Span:
+def total(terms: Iterable[UncertainValue]) -> UncertainValue:
     """Return the sum of figures, their ends added as they are."""
     listed = list(terms)
-    return Span(
+    return UncertainValue(
         value=sum(term.value for term in listed),
         low=sum(term.low for term in listed),
         high=sum(term.high for term in listed),

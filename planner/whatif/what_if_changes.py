@@ -21,14 +21,14 @@ WORDS: dict[ChangeName, str] = {
 }
 
 
-def changed(cluster: ClusterSpec, change: ChangeName, factor: float) -> ClusterSpec | None:
+def changed_cluster(cluster: ClusterSpec, change: ChangeName, factor: float) -> ClusterSpec | None:
     """Return the cluster with one figure multiplied; None if it has nothing of the kind.
 
     `domain` joins that number of nodes by the links inside a node; `devices` changes the number of
     nodes, rounded, or of the devices where there is one node.
     """
     if change == "devices":
-        return _resized(cluster, factor)
+        return _resize(cluster, factor)
     if change == "domain":
         return _wider_domain(cluster, factor)
     if change in ("node_links", "network"):
@@ -145,7 +145,7 @@ def smaller_nodes(cluster: ClusterSpec, devices: int) -> ClusterSpec:
     )
 
 
-def _resized(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
+def _resize(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
     if len(cluster.groups) > 1:
         return None
     [group] = cluster.groups

@@ -57,7 +57,7 @@ class Workers:
             self._pool.shutdown()
         self.stop()
 
-    def each(
+    def results_of(
         self, what: Callable[[A, FigureStore], B], tasks: Sequence[A]
     ) -> Iterator[tuple[int, B]]:
         """Yield results with the index of their task, as they come.
@@ -72,7 +72,7 @@ class Workers:
             context = multiprocessing.get_context("spawn")
             read, self._ended_by = context.Pipe(duplex=False)
             self._pool = ProcessPoolExecutor(self._count, context, _end_with, (read,))
-            _on_termination(signal.SIG_DFL, _terminated)
+            _on_termination(signal.SIG_DFL, _terminate)
         waiting = {self._pool.submit(_in_process, what, task): at for at, task in enumerate(tasks)}
         try:
             for future in as_completed(waiting):
@@ -89,7 +89,7 @@ class Workers:
 
     def stop(self) -> None:
         """End the processes in the middle of what they are at."""
-        _on_termination(_terminated, signal.SIG_DFL)
+        _on_termination(_terminate, signal.SIG_DFL)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
@@ -105,7 +105,7 @@ def _on_termination(was: object, becomes: Callable[[int, FrameType | None], obje
         signal.signal(signal.SIGTERM, becomes)
 
 
-def _terminated(number: int, _: FrameType | None) -> NoReturn:
+def _terminate(number: int, _: FrameType | None) -> NoReturn:
     """End this process in order, as a shell knows it from a process that a signal has ended."""
     raise SystemExit(128 + number)
 

@@ -40,7 +40,7 @@ from pydantic import Field, model_validator
 from meshwright.planner.documents.document import (
     MAX_BYTES,
     Document,
-    opened,
+    open_regular_file,
     unreadable,
     write,
     write_text,
@@ -155,7 +155,7 @@ def frozen_weights(plan: Plan, weights: Path | None) -> str | None:
         return f"first values of seed {plan.training.seed}"
     digest = hashlib.sha256()
     for file in sorted(weights.glob("*.safetensors")):
-        with opened(file) as weight_file:
+        with open_regular_file(file) as weight_file:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode() + weight_file.read(2**20))
     return f"sha256:{digest.hexdigest()[:16]}"
 

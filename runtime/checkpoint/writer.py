@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError, MeshwrightError
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
@@ -184,7 +184,7 @@ class Saver:
 
         def beside() -> list[str]:
             for name, content in files.items():
-                with opened(temporary / name, within=temporary) as file:
+                with open_below(temporary / name, within=temporary) as file:
                     file.write(content)
             if rank != 0:
                 return list(files)

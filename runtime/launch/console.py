@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 
 CHUNK_BYTES = 1 << 16
 LAST_WORDS_S = 5.0
@@ -35,7 +35,7 @@ class Console:
 
     def _copy(self, pipe: IO[bytes], name: str) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        with pipe, opened(self._log, within=self._log.parents[1], append=True) as log:
+        with pipe, open_below(self._log, within=self._log.parents[1], append=True) as log:
             while part := pipe.read1(CHUNK_BYTES):  # type: ignore[attr-defined]
                 # A full disk costs nobody the console, and a console that is gone not the log.
                 with contextlib.suppress(OSError):

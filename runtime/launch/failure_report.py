@@ -15,7 +15,7 @@ from meshwright.planner.documents.events import Cause, Event, Incident
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError, LaunchError
-from meshwright.planner.system.safe_files import folder_within, opened
+from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.preflight import Preflight
@@ -129,7 +129,7 @@ def _keep_evidence(ready: Preflight) -> None:
                 folder = folder_within(
                     folder_within(ready.output, kept_in.parent.name), kept_in.name
                 )
-                with opened(folder / f"{name}.{kind}", within=ready.output) as kept:
+                with open_below(folder / f"{name}.{kind}", within=ready.output) as kept:
                     kept.write(text.encode(errors="replace"))
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 
 OWN = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -123,7 +123,7 @@ class Zygote:
         told = os.memfd_create("meshwright-rank")
         try:
             os.write(told, json.dumps(order).encode())
-            with opened(log, within=log.parents[1]) as out:
+            with open_below(log, within=log.parents[1]) as out:
                 descriptors = [told, out.fileno(), *inherits]
                 with contextlib.suppress(BrokenPipeError):  # it is gone, which `look` finds
                     socket.send_fds(self._socket, [b"rank"], descriptors)
@@ -180,7 +180,7 @@ class Zygote:
 
     def _begin(self, environment: Mapping[str, str], log: Path) -> None:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its, opened(log.with_name("zygote.log"), within=log.parents[1]) as out:
+        with its, open_below(log.with_name("zygote.log"), within=log.parents[1]) as out:
             self._process = subprocess.Popen(
                 [
                     sys.executable,

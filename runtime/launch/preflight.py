@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.planner.catalog.expressions import located, resolve_beside
+from meshwright.planner.catalog.expressions import locate_model, resolve_beside
 from meshwright.planner.documents.document import is_file, plain, read, read_text
 from meshwright.planner.documents.model import ModelGraph, is_own
 from meshwright.planner.documents.plan import Plan, PlannedModel
-from meshwright.planner.documents.plugins import loaded
+from meshwright.planner.documents.plugins import load_plugin
 from meshwright.planner.documents.prediction import ALLOCATOR
 from meshwright.planner.documents.units import file_name
 from meshwright.planner.errors import DocumentError, LaunchError
@@ -162,7 +162,7 @@ def preflight(
     `nodes` has the devices of each node where there are several, and `node` says which is this.
     """
     plan = read(Plan, plan_path)
-    plan = plan.model_copy(update={"training": plan.training.changed(run.training)})
+    plan = plan.model_copy(update={"training": plan.training.with_settings(run.training)})
     _check_evaluation(plan, run)
     _check_loggers(run)
     if model is None:
@@ -247,7 +247,7 @@ def cuda_devices() -> int:
 
 def found_here(said: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
     """Return what a plan says of its model, with the files as they were found on this machine."""
-    source = located(said.source, plan_path)
+    source = locate_model(said.source, plan_path)
     here = source if source == said.source else str(Path(source).absolute())
     return said.model_copy(update={"source": here, "graph": said.graph and model})
 
@@ -283,7 +283,7 @@ def _check_loggers(run: LaunchRun) -> None:
             "opentelemetry-exporter-otlp-proto-http, or have Prometheus read the same figures"
         )
     for name in run.logger:
-        loaded("loggers", name)
+        load_plugin("loggers", name)
 
 
 def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:

@@ -10,7 +10,7 @@ from meshwright.planner.documents.document import write
 from meshwright.planner.documents.units import count_text
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.report.terminal import Terminal
-from meshwright.planner.system.safe_files import folder_within, opened
+from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.data import corpus as data
@@ -45,7 +45,7 @@ def _check_shared(folder: Path, rendezvous: Rendezvous, *, token: str) -> None:
     mark = folder / f".seen-{token}"
     if rendezvous.node_rank.node == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        opened(mark, within=folder).close()
+        open_below(mark, within=folder).close()
     rendezvous.all_gather("marked")
     # A network file system may show a listing that is seconds old.
     with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 from meshwright.runtime.launch.console import Console
 from meshwright.runtime.launch.fork_server import ForkedRank, Zygote
 from meshwright.runtime.run import run_folder as run
@@ -111,7 +111,7 @@ class RunningRanks:
                         zygote.start(arguments, environment, log=log, inherits=inherits)
                     )
                     continue
-                with opened(log, within=log.parents[1]) as out:
+                with open_below(log, within=log.parents[1]) as out:
                     process = subprocess.Popen(
                         command,
                         env=dict(environment),

@@ -56,10 +56,10 @@ def handed_over(output: Path, rank: int) -> Path:
 
 
 def _hand_over() -> None:
-    from meshwright.planner.system.safe_files import opened  # noqa: PLC0415
+    from meshwright.planner.system.safe_files import open_below  # noqa: PLC0415
 
     place = _place()
-    opened(handed_over(**place), within=place["output"]).close()
+    open_below(handed_over(**place), within=place["output"]).close()
 
 
 def _place() -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _place() -> dict[str, Any]:
 
 def _say(error: BaseException, script: str) -> None:
     """Print where the script failed, and tell the launcher."""
-    from meshwright.planner.system.safe_files import opened  # noqa: PLC0415
+    from meshwright.planner.system.safe_files import open_below  # noqa: PLC0415
     from meshwright.runtime.launch.rank_processes import blames_a_peer  # noqa: PLC0415
     from meshwright.runtime.run import run_folder as run  # noqa: PLC0415 - what imports pydantic comes behind the script
 
@@ -80,7 +80,7 @@ def _say(error: BaseException, script: str) -> None:
     if failure.rank == 0 and blames_a_peer(failure):
         # The console has what rank 0 prints, and shall have the cause: the other rank's end.
         output = Path(os.environ[OUTPUT_VARIABLE])
-        with opened(run.log_file(output, 0), within=output, append=True) as log:
+        with open_below(run.log_file(output, 0), within=output, append=True) as log:
             log.write(text.encode(errors="replace"))
     else:
         print(text, end="", file=sys.stderr)

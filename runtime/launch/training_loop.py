@@ -29,9 +29,9 @@ from meshwright.planner.documents.document import read
 from meshwright.planner.documents.events import SaveFailed, StepRecord
 from meshwright.planner.documents.model import ModelGraph, is_factory, is_recorded
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.documents.plugins import loaded
+from meshwright.planner.documents.plugins import load_plugin
 from meshwright.planner.errors import LaunchError
-from meshwright.planner.system.gc_pause import uncollected
+from meshwright.planner.system.gc_pause import pause_collector
 from meshwright.planner.system.malloc_arena import keep_freed
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import Progress
@@ -332,7 +332,7 @@ class Loop:
 
         Ranks that look for cycles at moments of their own would let all others wait.
         """
-        with uncollected():
+        with pause_collector():
             try:
                 return self._run()
             except (RuntimeError, MemoryError) as error:
@@ -468,7 +468,7 @@ class Loop:
         if orders.wandb is not None:
             loggers.append(WeightsAndBiases(orders.wandb, output=output, config=config))
         for name in orders.logger:
-            loggers.append(loaded("loggers", name)(output=output, first=first, config=config))
+            loggers.append(load_plugin("loggers", name)(output=output, first=first, config=config))
         return Metrics(output, loggers, predicted_s=orders.predicted_step_s, before=self._before)
 
     def _own_batch(self, samples: CorpusSamples | PackedSamples, first: int) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 
 BEACONS = "MESHWRIGHT_BEACONS"
 """Names, to each rank, the file that they are in."""
@@ -146,7 +146,7 @@ def own_seconds() -> float:
 def answer_with_stack(output: Path, rank: int) -> None:
     """Let this rank write its stack when its launcher asks for it, wherever it waits."""
     # Open for as long as the rank lives: it writes where no Python code can run.
-    file = opened(stack_file(output, rank), within=output)
+    file = open_below(stack_file(output, rank), within=output)
     faulthandler.register(ASK, file=file, all_threads=False, chain=False)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from meshwright.planner.documents.document import json_line, read_text
 from meshwright.planner.errors import LaunchError
-from meshwright.planner.system.safe_files import folder_within, replaced
+from meshwright.planner.system.safe_files import folder_within, replace_file
 from meshwright.runtime.resilience.membership import (
     Agent,
     Epoch,
@@ -84,7 +84,7 @@ class Register:
     def put(self, epoch: Epoch) -> bool:
         """Write an epoch if its number is free; say whether it was."""
         new = self._files() / f".new-{secrets.token_hex(8)}"
-        replaced(json_line(epoch), new)
+        replace_file(json_line(epoch), new)
         try:
             os.link(new, self._file(epoch.number))
         except FileExistsError:

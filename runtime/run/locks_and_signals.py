@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.planner.errors import LaunchError
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 from meshwright.runtime.run.preemption import SIGNALS
 
 
@@ -21,7 +21,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"{folder}: cannot be written: {error.strerror}") from error
-    with opened(folder / ".lock", within=folder, append=True) as file:
+    with open_below(folder / ".lock", within=folder, append=True) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

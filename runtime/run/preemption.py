@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 
 NOTICE = "MESHWRIGHT_NOTICE"
 """Names, to each rank, the file that a notice leaves."""
@@ -42,7 +42,7 @@ def leave_notice(output: Path, number: int) -> str:
     """Tell this node's ranks; return what there is to say of it."""
     name = name_of(number)
     file = notice_file(output)
-    with opened(file, within=output) as written, contextlib.suppress(OSError):
+    with open_below(file, within=output) as written, contextlib.suppress(OSError):
         written.write(f"{name}\n".encode())  # that it is there is enough: the disk may be full
     return (
         f"{name}: the step under way is the last one, and is saved; a second signal ends all at "

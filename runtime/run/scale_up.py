@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from meshwright.planner.system.safe_files import opened
+from meshwright.planner.system.safe_files import open_below
 
 GROW = "MESHWRIGHT_GROW"
 """Names, to each rank of a run that may grow, the file that asks for it."""
@@ -25,7 +25,7 @@ def environment(output: Path) -> dict[str, str]:
 
 def ask(output: Path) -> None:
     """Ask the ranks to end after their next save."""
-    opened(_file(output), within=output).close()
+    open_below(_file(output), within=output).close()
 
 
 def may_be_asked() -> bool:

@@ -20,7 +20,7 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.search.partition.layout_partition import instance_of
 from meshwright.planner.search.proof_account import LEFT_OUT
 from meshwright.planner.search.search import search
-from meshwright.planner.solver.partition_problem import priced
+from meshwright.planner.solver.partition_problem import evaluate_split
 
 PLANS = 200
 LONG = ("unequal", "unequal-l40s", "8b-3090", "neox-a100", "gemma2-4090")
@@ -111,7 +111,7 @@ def test_no_plan_of_an_attack_simulates_below_what_is_proven(name: str) -> None:
     outcome = attack.run(PLANS if name in CLOSED else 10 * PLANS)
 
     assert outcome.bound_hits == []
-    assert attack.cluster.mixed or certificate.gap <= 0.005
+    assert attack.cluster.is_mixed or certificate.gap <= 0.005
 
 
 @pytest.mark.matrix
@@ -165,7 +165,7 @@ def test_any_cuts_have_the_objective_that_the_search_gives_them(schedule: Schedu
     attack = attack_on_a_pipeline()
     layout = Layout(pipeline=4, schedule=schedule, micro_batch=2, micro_batches=32)
     tables = CostTables(Request(attack.model, attack.cluster, attack.job))
-    costs = tables.of(layout)
+    costs = tables.costs_of(layout)
     # Nothing recomputed: forwards and backwards apart ask all choices for one forward.
     kinds = {kind: options[:1] for kind, options in costs.kinds.items()}
     alone = replace(costs, kinds=kinds)
@@ -178,7 +178,7 @@ def test_any_cuts_have_the_objective_that_the_search_gives_them(schedule: Schedu
         sizes = tuple(end - first for first, end in pairwise(cuts))
         judged = attack.judged(Draft(layout=layout, sizes=sizes, choices=(("none", "keep"),) * 50))
         assert judged is not None
-        expected_s = priced(instance, cuts, [0] * 50).objective_s + costs.step_s
+        expected_s = evaluate_split(instance, cuts, [0] * 50).objective_s + costs.step_s
         assert judged.objective_s == pytest.approx(expected_s, rel=1e-12)
 
 

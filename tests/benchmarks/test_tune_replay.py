@@ -79,7 +79,7 @@ def test_no_row_is_looked_at_before_it_is_tried() -> None:
         chosen = tuner.next_trial()
         assert chosen is not None
         order.append(chosen)
-        tuner = tuner.after(sweep(*factors).trial(chosen, rng))
+        tuner = tuner.with_outcome(sweep(*factors).trial(chosen, rng))
 
     other = [factor if at in order[:3] else 1 / factor for at, factor in enumerate(factors)]
     seen: list[int] = []

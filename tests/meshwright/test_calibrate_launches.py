@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.planner.calibration.fitting.fitted_constants import calibrated
+from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents import document
@@ -80,7 +80,7 @@ def test_folders_of_launches_tell_the_rate_of_products(
 ) -> None:
     pytest.importorskip("torch")
     model = resolve_model("llama-3.2-1b")
-    slow = calibrated(resolve_cluster(CLUSTER), TRUTH)
+    slow = with_fitted_constants(resolve_cluster(CLUSTER), TRUTH)
     plans = [
         plan_of(model, tensor=tensor, zero=zero, seq_len=seq_len, recompute=recompute)
         for tensor, zero in ((1, 1), (1, 3), (8, 1))

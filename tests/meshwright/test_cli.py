@@ -398,7 +398,7 @@ def test_a_part_of_an_answer_is_no_success(
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("meshwright.planner.whatif.run_study._evaluated", stopped)
+    monkeypatch.setattr("meshwright.planner.whatif.run_study._evaluate_tasks", stopped)
 
     words = ["--model", "gpt2", "--clusters", "8xa10g", "--tokens", "1e9"]
     assert cli.main(["whatif", *words]) == 1

@@ -15,7 +15,7 @@ from meshwright.launch.multi_node import Epochs, Means
 from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import Decision, events_of
-from meshwright.planner.whatif.what_if_changes import changed, smaller_nodes
+from meshwright.planner.whatif.what_if_changes import changed_cluster, smaller_nodes
 from meshwright.runtime.launch.launch import RankFailed
 from meshwright.runtime.resilience.membership import Agent, Epoch, Proposal, State
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -49,7 +49,7 @@ class Case:
 
     def _enter(self, left: int, each: int | None, step_s: float) -> None:
         machine = self.fit.machine
-        cluster = smaller_nodes(machine, 1) if each else changed(machine, "devices", 0.5)
+        cluster = smaller_nodes(machine, 1) if each else changed_cluster(machine, "devices", 0.5)
         assert cluster is not None
         file = self.folder / f"cluster-{left}.yaml"
         write(cluster, file)

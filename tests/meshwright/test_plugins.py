@@ -97,7 +97,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 def stacks_with_plugins() -> dict[str, Stack]:
     own = {"base": Stack.of(BASE | {"aliases": ["basis"]})}
-    return plugins.installed("stacks", own, lambda name, data: stack_of(data, {"base": BASE}))
+    return plugins.installed_entries(
+        "stacks", own, lambda name, data: stack_of(data, {"base": BASE})
+    )
 
 
 def module_of(text: str) -> str:

@@ -35,7 +35,7 @@ FULL = {
 
 def request(backend: str) -> Request:
     model, cluster, seq_len, batch = FULL[backend].split()
-    return Request.of(
+    return Request.create(
         resolve_model(model),
         resolve_cluster(cluster),
         seq_len=int(seq_len),
@@ -211,7 +211,9 @@ def test_blocks_are_priced_as_they_are_pinned_or_the_pin_is_refused(pin: str, mo
         if backend == "native":
             continue
         pins, idle = read_layout(asked)
-        request = Request.of(graph, cluster, seq_len=512, global_batch=8, pins=pins, stack=backend)
+        request = Request.create(
+            graph, cluster, seq_len=512, global_batch=8, pins=pins, stack=backend
+        )
         plan = backend_plan(request, pinned_layout(request, idle=idle))
         blocks = [one for stage in plan.stages for one in stage.layers if "." in one.layer]
         assert {getattr(one, name) for one in blocks} == {value}, backend

@@ -178,7 +178,7 @@ def test_a_terminal_keeps_its_own_colours_and_none_of_others(
 
 
 def test_labels_of_pictures_are_text() -> None:
-    chart = svg.stacked(TAG, [(TAG, {TAG: 1.0})], TAG)
+    chart = svg.stacked_bars(TAG, [(TAG, {TAG: 1.0})], TAG)
 
     assert Page(chart).tags == {"svg", "text", "line", "rect", "title"}
     assert TAG.replace("<", "&lt;").replace(">", "&gt;")[:20] in chart

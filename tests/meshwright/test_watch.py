@@ -24,7 +24,7 @@ from meshwright.planner.documents.events import (
     StepDone,
     StepRecord,
 )
-from meshwright.planner.whatif.run_status import viewed
+from meshwright.planner.whatif.run_status import run_view
 from meshwright.runtime.run.run_folder import (
     RankOrders,
     events_file,
@@ -216,7 +216,7 @@ def test_what_is_lost_before_the_first_step_is_counted_from_the_begin() -> None:
     crash = Incident(at_unix_s=109.0, cause="crash", rank=1, after_step=0, evidence="killed")
     again = Attempt(at_unix_s=110.0, plan="p", devices=2)
 
-    (case,) = viewed([*HAPPENED[:2], crash, again, step(1, 120.0)]).cases
+    (case,) = run_view([*HAPPENED[:2], crash, again, step(1, 120.0)]).cases
 
     assert case.lost_s == 120.0 - 2.0 - 100.0
 

@@ -34,7 +34,7 @@ def test_flags_become_offers_on_their_terms() -> None:
     assert reserved.priced.reservation.years == 3.0
     # 2.10 of every hour is 3.50 of a used one at 60 %.
     assert reserved.priced.hourly is not None
-    assert reserved.priced.hourly.at(0.6).value == pytest.approx(3.5)
+    assert reserved.priced.hourly.useful_hour_usd(0.6).value == pytest.approx(3.5)
     assert bought.priced.purchase is not None and listed.priced.purchase is not None
     # (38,000 + 1,882 + 600) x 1.03.
     assert bought.priced.purchase.hardware_usd.value == pytest.approx(41_696.46)

@@ -15,7 +15,7 @@ import meshwright
 from benchmarks.torch_internals import fake_store
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.costs.layout_costs import CostTables
-from meshwright.planner.costs.memory.resident_states import HeldStates, matrices_bytes
+from meshwright.planner.costs.memory.resident_states import ResidentStates, matrices_bytes
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.requests.request import Request
@@ -74,7 +74,7 @@ def test_bytes_of_gathers_and_broadcasts(name: str) -> None:
     layout, fields = LAYOUTS[name]
     model = graph(torch.optim.Adafactor)
     request = Request(model, resolve_cluster("4xa100-sxm-80gb"), request_job())
-    sharing = HeldStates(model, request.job, request.stack).sharing(layout)
+    sharing = ResidentStates(model, request.job, request.stack).sharing(layout)
     wanted = sum(sum(matrices_bytes(layer, sharing, layout.tensor)) for _, layer in model.chain)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
     try:
@@ -114,7 +114,7 @@ def test_they_take_their_time_once_per_step(name: str) -> None:
         tables = CostTables(
             Request(graph(optimizer), resolve_cluster("4xa100-sxm-80gb"), request_job())
         )
-        costs = tables.of(layout)
+        costs = tables.costs_of(layout)
         found[optimizer] = sum(costs.parts[layer.kind][0].sync_s for _, layer in tables.model.chain)
     model = graph(torch.optim.Adafactor)
     axis = 0 if name == "tensor" else None

@@ -61,7 +61,7 @@ def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
             return timed[index].seconds(values)
 
         fitted = fit(chosen, [run.step_s or 0.0 for run in timed], seconds)
-        fits.append(_fitted("step time", chosen, timed, fitted))
+        fits.append(_fit_of_quantity("step time", chosen, timed, fitted))
     if held:
         chosen = [c for c in constants if c.of_memory]
 
@@ -69,7 +69,7 @@ def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
             return held[index].bytes(values)
 
         fitted = fit(chosen, [run.memory_bytes or 0.0 for run in held], size)
-        fits.append(_fitted("peak memory", chosen, held, fitted))
+        fits.append(_fit_of_quantity("peak memory", chosen, held, fitted))
     values = {name: value for each in fits for name, value in each.fit.values.items()}
     if not values:
         reasons = "; ".join(
@@ -94,7 +94,7 @@ def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
     )
 
 
-def _fitted(
+def _fit_of_quantity(
     quantity: str, constants: Sequence[Constant], runs: Sequence[Observed], fitted: FittedConstants
 ) -> Fitted:
     return Fitted(

@@ -107,7 +107,7 @@ def _most_bytes_per_s(tier: LinkTier) -> float:
     return tier.bytes_per_s * max(1.0, 1.0 / max(fractions))
 
 
-def calibrated(cluster: ClusterSpec, calibration: Calibration | None) -> ClusterSpec:
+def with_fitted_constants(cluster: ClusterSpec, calibration: Calibration | None) -> ClusterSpec:
     """Return a cluster with the constants that were fitted, where it has what they are of.
 
     A cluster that has just these already stays as it is: a pace counts once.

@@ -73,13 +73,13 @@ def fit(
 ) -> FittedConstants:
     """Fit constants to runs."""
     usual = {c.name: c.usual for c in constants}
-    predict = _extended(predict)
+    predict = _extend_below_zero(predict)
     runs = range(len(measured))
     now = [predict(i, usual) for i in runs]
     refused: list[UnfittedConstant] = []
     chosen: list[_Scaled] = []
     for constant in constants:
-        scaled = _scaled(constant, usual, now, predict)
+        scaled = _scaled_constant(constant, usual, now, predict)
         feeling = int((np.abs(_slopes([scaled], usual, runs, predict)) >= FELT).sum())
         if feeling >= LEAST_RUNS:
             chosen.append(scaled)
@@ -124,10 +124,10 @@ def _telling(slopes: Floats, residuals: Floats) -> list[int]:
     there are runs enough for one more and it takes away a tenth of what was left.
     """
     kept: list[int] = []
-    left = _left(slopes[:, []], residuals)
+    left = _residual_squares(slopes[:, []], residuals)
     while len(kept) < min(slopes.shape[1], len(residuals) // LEAST_RUNS):
         others = [column for column in range(slopes.shape[1]) if column not in kept]
-        lefts = [_left(slopes[:, [*kept, column]], residuals) for column in others]
+        lefts = [_residual_squares(slopes[:, [*kept, column]], residuals) for column in others]
         best = int(np.argmin(lefts))
         if left <= NOTHING or lefts[best] > (1 - WORTHWHILE) * left:
             break
@@ -136,7 +136,7 @@ def _telling(slopes: Floats, residuals: Floats) -> list[int]:
     return kept
 
 
-def _left(slopes: Floats, residuals: Floats) -> float:
+def _residual_squares(slopes: Floats, residuals: Floats) -> float:
     """Return the weighted squares that a linear fit leaves."""
     at = np.zeros(slopes.shape[1])
     after = residuals
@@ -165,7 +165,7 @@ class _Scaled:
         return (value - self.of.usual) / self.unit
 
 
-def _scaled(
+def _scaled_constant(
     constant: Constant, usual: Mapping[str, float], now: Sequence[float], predict: Predict
 ) -> _Scaled:
     if not constant.added:
@@ -179,10 +179,10 @@ def _scaled(
     return _Scaled(constant, TENTH / slopes[len(slopes) // 2] if slopes else constant.most)
 
 
-def _extended(predict: Predict) -> Predict:
+def _extend_below_zero(predict: Predict) -> Predict:
     """Return predictions that go on straight where added seconds are below none."""
 
-    def extended(run: int, values: Mapping[str, float]) -> float:
+    def extended_prediction(run: int, values: Mapping[str, float]) -> float:
         below = {name: value for name, value in values.items() if value < 0}
         if not below:
             return predict(run, values)
@@ -191,7 +191,7 @@ def _extended(predict: Predict) -> Predict:
         less = sum(predict(run, {**none, name: -value}) - at_none for name, value in below.items())
         return max(at_none - less, at_none / 100)
 
-    return extended
+    return extended_prediction
 
 
 def _beyond(constant: Constant, value: float) -> float:

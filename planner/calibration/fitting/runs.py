@@ -12,12 +12,12 @@ from meshwright.planner.calibration.fitting.fitted_constants import (
     STEP,
     Constant,
     Constants,
-    calibrated,
     calibration_of,
     constants_of,
+    with_fitted_constants,
 )
-from meshwright.planner.calibration.tables.predictions import predicted
-from meshwright.planner.calibration.tables.rows import each, read_rows
+from meshwright.planner.calibration.tables.predictions import predict_run
+from meshwright.planner.calibration.tables.rows import measured_setups, read_rows
 from meshwright.planner.catalog import native
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
@@ -60,7 +60,7 @@ class Observed:
 def of_table(path: Path) -> list[Observed]:
     """Return the complete runs of a table that have a step time or a peak of reserved memory."""
     result = []
-    for seen, setup in each(read_rows(path)):
+    for seen, setup in measured_setups(read_rows(path)):
         if not isinstance(setup, Setup) or not seen.complete:
             continue
         kept = seen.memory_kind in ("reserved", "device") and seen.judge_memory
@@ -84,14 +84,14 @@ def of_table(path: Path) -> list[Observed]:
 
 
 def _table_seconds(setup: Setup) -> Callable[[Constants], float]:
-    return lambda values: _predicted(setup, values).step_time_s
+    return lambda values: _predict_run(setup, values).step_time_s
 
 
 def _table_bytes(setup: Setup, kind: str, rank: str) -> Callable[[Constants], float]:
-    return lambda values: _predicted(setup, values).memory_bytes(kind, rank)
+    return lambda values: _predict_run(setup, values).memory_bytes(kind, rank)
 
 
-def _predicted(setup: Setup, values: Constants) -> Prediction:
+def _predict_run(setup: Setup, values: Constants) -> Prediction:
     request = setup.request
     stack = request.stack
     changed = with_figures(
@@ -102,8 +102,8 @@ def _predicted(setup: Setup, values: Constants) -> Prediction:
             "memory.reserved": values.get(SLACK, stack.memory.reserved),
         },
     )
-    cluster = calibrated(request.cluster, as_calibration(values, request.cluster))
-    return predicted(replace(setup, request=replace(request, cluster=cluster, stack=changed)))
+    cluster = with_fitted_constants(request.cluster, as_calibration(values, request.cluster))
+    return predict_run(replace(setup, request=replace(request, cluster=cluster, stack=changed)))
 
 
 def of_launch(
@@ -120,7 +120,9 @@ def of_launch(
             layers=(),
             calibration=calibration,
         )
-        return predict(plan, model, calibrated(cluster, calibration), profile).step_time_s
+        return predict(
+            plan, model, with_fitted_constants(cluster, calibration), profile
+        ).step_time_s
 
     return Observed(
         name=name,
@@ -153,7 +155,7 @@ def common_constants(observed: Sequence[Observed]) -> list[Constant]:
     return constants_of(widest.cluster, step_s=step_s, action_s=action_s, slack=slack)
 
 
-def named(observed: Iterable[Observed], accelerator: str | None) -> list[Observed]:
+def runs_on(observed: Iterable[Observed], accelerator: str | None) -> list[Observed]:
     """Return the runs on an accelerator; all of them if none is named."""
     return [
         run for run in observed if accelerator in (None, run.cluster.groups[0].accelerator.name)

@@ -23,15 +23,20 @@ from meshwright.planner.calibration.scores.statistics import (
     out_of_memory_score,
     rank_score,
 )
-from meshwright.planner.calibration.tables.predictions import Tables, predicted
-from meshwright.planner.calibration.tables.rows import MeasuredRun, Skipped, each, read_rows
+from meshwright.planner.calibration.tables.predictions import Tables, predict_run
+from meshwright.planner.calibration.tables.rows import (
+    MeasuredRun,
+    Skipped,
+    measured_setups,
+    read_rows,
+)
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.stack_space import EVERYTHING, Facts, conflicts
 from meshwright.planner.documents.units import GIB
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import cell
 from meshwright.planner.requests.setup import Setup
-from meshwright.planner.system.gc_pause import uncollected
+from meshwright.planner.system.gc_pause import pause_collector
 
 Told = Callable[[int, int], None]
 Outcome = Literal["ran", "out_of_memory", "refused"]
@@ -146,7 +151,7 @@ class Validation:
         return result[:WORST]
 
 
-@uncollected()
+@pause_collector()
 def validate(
     path: Path,
     *,
@@ -164,7 +169,9 @@ def validate(
     rows: list[ScoredRow] = []
     predictions: dict[tuple[tuple[str, str], ...], Prediction] = {}
     tables = Tables()
-    for index, (measured, setup) in enumerate(each(table, unknown=unknown, left_out=sources)):
+    for index, (measured, setup) in enumerate(
+        measured_setups(table, unknown=unknown, left_out=sources)
+    ):
         if progress is not None and index % 16 == 0:
             progress(index, len(table))
         if isinstance(setup, Skipped):
@@ -177,7 +184,7 @@ def validate(
             key = (*key, ("source", measured.source))
         try:
             if key not in predictions:
-                predictions[key] = predicted(setup, tables)
+                predictions[key] = predict_run(setup, tables)
         except DocumentError as error:  # a precision that the accelerator has no peak for
             rows.append(
                 ScoredRow(measured=measured, setup=None, prediction=None, reason=str(error))
@@ -190,7 +197,7 @@ def validate(
         )
     if progress is not None:
         progress(len(table), len(table))
-    return scored(rows)
+    return validation_of(rows)
 
 
 def _refusal(setup: Setup) -> str:
@@ -225,7 +232,7 @@ _SEEN = frozenset(
 """Columns that no prediction depends on."""
 
 
-def scored(rows: Sequence[ScoredRow]) -> Validation:
+def validation_of(rows: Sequence[ScoredRow]) -> Validation:
     """Return the scores of predicted rows."""
     complete: dict[str, list[ScoredRow]] = defaultdict(list)
     incomplete: dict[str, list[ScoredRow]] = defaultdict(list)

@@ -72,7 +72,7 @@ def optional(row: Row, column: str) -> int | None:
     return None if value is None else round(value)
 
 
-def seen(row: Row, column: str) -> float | None:
+def measurement(row: Row, column: str) -> float | None:
     """Return a measurement; None where the cell has none above 0."""
     try:
         value = number(row, column)
@@ -121,19 +121,21 @@ def precision(text: str) -> tuple[str, bool] | None:
     return None
 
 
-def recomputed(text: str) -> str | None:
+def recompute_of_text(text: str) -> str | None:
     """Return the kind of recomputation; None: not known.
 
-    >>> recomputed("Full"), recomputed("core_attn"), recomputed("lots")
+    >>> recompute_of_text("Full"), recompute_of_text("core_attn"), recompute_of_text("lots")
     ('full', 'selective', None)
     """
     label = word(text)
-    return next((kind for kind in _RECOMPUTED if label.startswith(kind)), _of(_RECOMPUTED, label))
+    return next(
+        (kind for kind in _RECOMPUTED if label.startswith(kind)), _first_label(_RECOMPUTED, label)
+    )
 
 
 def task(text: str) -> str | None:
     """Return the task; None: not known."""
-    return _of(_TASKS, word(text))
+    return _first_label(_TASKS, word(text))
 
 
 def zero_stage(text: str) -> int | None:
@@ -149,10 +151,11 @@ def zero_stage(text: str) -> int | None:
     return next((level for level, words in _ZERO.items() if label in words.split()), None)
 
 
-def offloaded(text: str) -> frozenset[str]:
+def offloaded_states(text: str) -> frozenset[str]:
     """Return what lies on the host: optimizer, params, activations.
 
-    >>> sorted(offloaded("params+activations")), sorted(offloaded("none")), sorted(offloaded("cpu"))
+    >>> cells = ("params+activations", "none", "cpu")
+    >>> tuple(sorted(offloaded_states(cell)) for cell in cells)
     (['activations', 'params'], [], ['optimizer'])
     """
     label = word(text)
@@ -170,5 +173,5 @@ def offloaded(text: str) -> frozenset[str]:
     return frozenset(states)
 
 
-def _of(words: Mapping[str, str], cell: str) -> str | None:
+def _first_label(words: Mapping[str, str], cell: str) -> str | None:
     return next((name for name, each in words.items() if cell in each.split()), None)

@@ -24,10 +24,10 @@ OTHER_ATTENTION = ("linear", "mamba", "ssm", "rwkv", "retnet", "hybrid", "gated-
 
 def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
     """Return a row's architecture; ValueError or DocumentError where it cannot be determined."""
-    named = _named(row)
-    row = _filled(row, named, assumed)
-    hidden = _needed(row, "hidden_size")
-    layers = _needed(row, "layers")
+    named = _model_by_name(row)
+    row = _fill_figures(row, named, assumed)
+    hidden = _required_count(row, "hidden_size")
+    layers = _required_count(row, "layers")
     heads = optional(row, "n_heads") or None
     head_dim = optional(row, "head_dim") or None
     if heads is None:
@@ -71,11 +71,11 @@ def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
             optional(row, "n_shared_experts") or 0,
             min(optional(row, "n_dense_layers") or 0, layers),
         ),
-        positions=_needed(row, "seq_len"),
+        positions=_required_count(row, "seq_len"),
     )
 
 
-def _needed(row: Row, column: str) -> int:
+def _required_count(row: Row, column: str) -> int:
     value = optional(row, column)
     if value is None:
         raise DocumentError("", f"{column} is not known")
@@ -84,12 +84,12 @@ def _needed(row: Row, column: str) -> int:
     return value
 
 
-def _named(row: Row) -> Architecture | None:
+def _model_by_name(row: Row) -> Architecture | None:
     """Return the catalogue's model of the row's name, where what the row says of it agrees."""
     model = _known_models().get(_plain(row.get("model", "")))
     if model is None:
         return None
-    architecture = _catalogued(model)
+    architecture = _catalogue_architecture(model)
     for column, value in (
         ("layers", architecture.layers),
         ("hidden_size", architecture.hidden_size),
@@ -99,7 +99,7 @@ def _named(row: Row) -> Architecture | None:
     return architecture
 
 
-def _filled(row: Row, named: Architecture | None, assumed: list[str]) -> Row:
+def _fill_figures(row: Row, named: Architecture | None, assumed: list[str]) -> Row:
     if named is None or not named.causal:
         return row
     figures: dict[str, object] = {
@@ -150,7 +150,7 @@ def _plain(name: str) -> str:
 
 
 @cache
-def _catalogued(name: str) -> Architecture:
+def _catalogue_architecture(name: str) -> Architecture:
     return architecture_of(model_config(name), name=name)
 
 

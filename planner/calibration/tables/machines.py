@@ -35,7 +35,7 @@ def accelerator_of(text: str, memory_gb: float | None = None) -> str:
     >>> accelerator_of("NVIDIA H100 80GB HBM3"), accelerator_of("A100", 40)
     ('h100-sxm-80gb', 'a100-sxm-40gb')
     """
-    accelerator = _named(text)
+    accelerator = _entry_by_name(text)
     if accelerator is None:
         hint = nearest(text, list(accelerators())) if text else "the cell is empty"
         raise DocumentError("", f"there is no accelerator '{text:.60}' in the catalogue; {hint}")
@@ -108,7 +108,7 @@ def _same_memory(entry: AcceleratorEntry, memory_gb: float) -> bool:
     return abs(entry.memory_bytes / (memory_gb * 2**30) - 1) <= SAME_MEMORY
 
 
-def _named(text: str) -> str | None:
+def _entry_by_name(text: str) -> str | None:
     """Return the entry whose name is the text, or what is left of it piece by piece."""
     names = _names()
     label = _bare(text)

@@ -177,11 +177,11 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
         adapter_rank=ranks[0] if ranks else None,
         adapters=next((n for n in ("attention", "all") if f"lora-{n}" in words), None),
         is_stated=bool(words),
-        unread=tuple(each for each in words if not _known(each)),
+        unread=tuple(each for each in words if not _is_understood(each)),
     )
 
 
-def _known(each: str) -> bool:
+def _is_understood(each: str) -> bool:
     """Whether a word says something, or nothing that a prediction depends on."""
     return (
         any(each in words for words in (OF_STACKS, SCALES, RECOMPUTED, WITHOUT_EFFECT))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from meshwright.planner.calibration.tables.stages import linked, placements, recomputes
+from meshwright.planner.calibration.tables.stages import placements, recomputes, with_links
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.predict import Placement, placement_prediction
 from meshwright.planner.documents.plan import Activations, Layout, PlacedLayer, Plan, Stage
@@ -25,7 +25,7 @@ class Tables:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], CostTables] = {}
 
-    def of(self, setup: Setup) -> CostTables:
+    def costs_of(self, setup: Setup) -> CostTables:
         """Return the costs of a run, known ones where model, cluster and stack are those of one."""
         request = setup.request
         among = recomputes(setup)
@@ -51,35 +51,35 @@ class _Decided:
     prediction: Prediction
 
 
-def _decided(setup: Setup, tables: Tables) -> _Decided:
+def _choose_recompute(setup: Setup, tables: Tables) -> _Decided:
     """Return a run that recomputes nothing if that fits, else everything, where nobody says."""
-    setup = linked(setup)
+    setup = with_links(setup)
     layout, assumed = setup.layout, list(setup.assumed)
-    costs = tables.of(setup)
+    costs = tables.costs_of(setup)
 
-    def of(setup: Setup) -> tuple[list[Placement], Prediction]:
+    def placements_and_prediction(setup: Setup) -> tuple[list[Placement], Prediction]:
         stages = placements(setup, layout)
         return stages, placement_prediction(costs, layout, stages, assumed=assumed)
 
     if setup.recompute is None:
         assumed.append("nothing recomputed, since that fits")
-    stages, prediction = of(setup)
+    stages, prediction = placements_and_prediction(setup)
     if setup.recompute is None and not prediction.fits:
         assumed[-1] = "all blocks recomputed, since nothing else fits"
-        stages, prediction = of(replace(setup, recompute="full"))
+        stages, prediction = placements_and_prediction(replace(setup, recompute="full"))
     if not 0 < prediction.step_time_s < math.inf:
         raise DocumentError("", "figures are out of all proportion: no step time follows from them")
     return _Decided(request=setup.request, layout=layout, placements=stages, prediction=prediction)
 
 
-def predicted(setup: Setup, tables: Tables | None = None) -> Prediction:
+def predict_run(setup: Setup, tables: Tables | None = None) -> Prediction:
     """Return what a run should do; of many, those of a sweep share `tables`."""
-    return _decided(setup, tables or Tables()).prediction
+    return _choose_recompute(setup, tables or Tables()).prediction
 
 
 def plan_of(setup: Setup) -> Plan:
     """Return a run as a plan, where its schedule and stages are ones that a plan can say."""
-    run = _decided(setup, Tables())
+    run = _choose_recompute(setup, Tables())
     names = iter(name for name, _ in run.request.model.chain)
     stages = tuple(
         Stage(
@@ -136,4 +136,4 @@ def setup_prediction(setup: Setup, layout: str) -> Prediction:
         raise DocumentError(
             "backend", f"{stack.name} trains language models; {model.name} is none: use native"
         )
-    return predicted(setup).model_copy(update={"layout": f"{layout} {stack.name}"})
+    return predict_run(setup).model_copy(update={"layout": f"{layout} {stack.name}"})

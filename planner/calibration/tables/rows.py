@@ -20,9 +20,9 @@ from meshwright.planner.calibration.tables.cells import (
     Row,
     degree,
     flag,
+    measurement,
     number,
     optional,
-    seen,
     word,
 )
 from meshwright.planner.calibration.tables.figures import architecture_of_row
@@ -92,10 +92,10 @@ def read_rows(path: Path) -> list[Row]:
 def measured_of(row: Row) -> MeasuredRun:
     """Return what a row says was seen."""
     out_of_memory = flag(row, "out_of_memory")
-    step_time_s = seen(row, "step_time_s")
-    memory = seen(row, "peak_memory_gib")
+    step_time_s = measurement(row, "step_time_s")
+    memory = measurement(row, "peak_memory_gib")
 
-    def judged(column: str, default: bool) -> bool:
+    def is_flagged(column: str, default: bool) -> bool:
         answer = flag(row, column)
         return default if answer is None else answer
 
@@ -112,9 +112,9 @@ def measured_of(row: Row) -> MeasuredRun:
         memory_rank=word(row.get("memory_rank", "")) or "unknown",
         out_of_memory=out_of_memory,
         complete=row.get("inputs_tier", "A") in ("", "A"),
-        judge_time=judged("judge_time", step_time_s is not None),
-        judge_memory=judged("judge_memory", memory is not None),
-        judge_rank=judged("judge_rank", bool(row.get("sweep"))),
+        judge_time=is_flagged("judge_time", step_time_s is not None),
+        judge_memory=is_flagged("judge_memory", memory is not None),
+        judge_rank=is_flagged("judge_rank", bool(row.get("sweep"))),
         sweep=row.get("sweep", ""),
     )
 
@@ -143,18 +143,20 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
     data = _data_degree(row, devices, tensor * pipeline * context)
     micro_batch, micro_batches, global_batch = _batches(row, data, assumed)
     expert, expert_tensor = _expert_degrees(row, tensor * context * data, assumed)
-    precision, quantised = _told(row, "precision", cells.precision, ("bf16", False), None)
+    precision, quantised = _word_or_default(
+        row, "precision", cells.precision, ("bf16", False), None
+    )
     if word(row.get("precision", "")) in cells.EMPTY:
         assumed.append("precision bf16")
     had = options_of_row(row)
-    recompute = _told(row, "recompute", cells.recomputed, None, assumed)
+    recompute = _word_or_default(row, "recompute", cells.recompute_of_text, None, assumed)
     if recompute in (None, "partial") and had.recompute is not None:
         recompute = had.recompute
     assumed += [f"option '{each[:40]}' taken as not known" for each in had.unread]
     if "options" in row and not had.is_stated:
         assumed.append("options as usual of its framework and release")
-    zero = _told(row, "zero_stage", cells.zero_stage, None, assumed)
-    task = _told(row, "task", cells.task, "pretrain", None)
+    zero = _word_or_default(row, "zero_stage", cells.zero_stage, None, assumed)
+    task = _word_or_default(row, "task", cells.task, "pretrain", None)
     memory_gb = number(row, "accelerator_memory_gb")
     network = number(row, "inter_gb_per_s_per_device")
     cluster, of_cluster = cluster_of_row(
@@ -177,7 +179,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         unknown=unknown,
     )
     if left_out:
-        stack = _without(stack.name, row["source"], frozenset(left_out))
+        stack = _without_source(stack.name, row["source"], frozenset(left_out))
     if not version:
         framework = "" if framework and _own_stack(framework) else framework
         assumed.append(f"framework '{framework}' priced as stack {stack.name}")
@@ -188,7 +190,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         in_node = max(1, cluster.groups[0].devices_per_node // (tensor * pipeline))
         shard = max(1, math.gcd(data * context, in_node) // context)
     virtual = _chunks(row, architecture.layers, pipeline, micro_batches, assumed)
-    on_host = cells.offloaded(row.get("offload", "")) | had.offload
+    on_host = cells.offloaded_states(row.get("offload", "")) | had.offload
     if had.offloaded_blocks:
         on_host |= {"activations"}
     job = Job(
@@ -314,7 +316,7 @@ def _runs_with(stack: Stack, facts: Facts) -> tuple[str, ...]:
     return tuple(
         option
         for runs in stack.accuracy.runs_with
-        if all(condition_of(text).holds(facts) for text in runs.when)
+        if all(condition_of(text).is_fulfilled(facts) for text in runs.when)
         for option in runs.options
     )
 
@@ -329,7 +331,7 @@ def _own_stack(framework: str) -> Stack | None:
 
 
 @lru_cache(maxsize=256)
-def _without(name: str, source: str, sources: frozenset[str]) -> Stack:
+def _without_source(name: str, source: str, sources: frozenset[str]) -> Stack:
     """Return a stack without what rests on one of a table's sources."""
     return without_source(stacks()[name], source, sources, stacks()["unknown"])
 
@@ -360,7 +362,7 @@ def _graph(architecture: Architecture) -> ModelGraph:
     return graph_of(architecture, name="model")
 
 
-def _told(
+def _word_or_default(
     row: Row, column: str, read: Callable[[str], Any], default: Any, assumed: list[str] | None
 ) -> Any:
     """Return what a word means; the default where it is empty, and where it says nothing known.
@@ -454,7 +456,7 @@ def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
     return micro_batch, count, global_batch
 
 
-def each(
+def measured_setups(
     rows: list[Row], *, unknown: Collection[str] = (), left_out: Collection[str] = ()
 ) -> Iterator[tuple[MeasuredRun, Setup | Skipped]]:
     """Yield what was seen and what was run, row by row."""

@@ -42,7 +42,7 @@ def placements(setup: Setup, layout: Layout) -> list[Placement]:
         cuts.append(cuts[-1] + size)
     ends = [0, *cuts[1:-1], len(kinds)]
 
-    def placed(at: int, start: int) -> tuple[str, Recompute, Activations]:
+    def layer_at(at: int, start: int) -> tuple[str, Recompute, Activations]:
         """The layer at a place of the chain, on a stage whose blocks start at another."""
         if not before <= at < before + blocks:
             return kinds[at], "none", "keep"
@@ -55,7 +55,7 @@ def placements(setup: Setup, layout: Layout) -> list[Placement]:
         )
 
     return [
-        tuple(placed(at, cut) for at in range(first, end))
+        tuple(layer_at(at, cut) for at in range(first, end))
         for cut, (first, end) in zip(cuts, pairwise(ends), strict=False)
     ]
 
@@ -88,7 +88,7 @@ def _recompute(setup: Setup, block: int) -> Recompute:
             return "full" if block % 2 == 0 else "none"
 
 
-def linked(setup: Setup) -> Setup:
+def with_links(setup: Setup) -> Setup:
     """Return a run whose devices have the links that its stack uses, and one to their host."""
     cluster = setup.request.cluster
     if not setup.request.stack.sharding.bridged:

@@ -38,7 +38,7 @@ class _TwoStreams:
         self._main, self._gathers = CachingAllocator(), CachingAllocator()
         self.peak_bytes = 0
 
-    def take(self, size_bytes: float, *, gathered: bool = False) -> MemoryBlock:
+    def allocate(self, size_bytes: float, *, gathered: bool = False) -> MemoryBlock:
         allocator = self._gathers if gathered else self._main
         block = allocator.allocate(int(size_bytes))
         both = self._main.allocated_bytes + self._gathers.allocated_bytes
@@ -68,14 +68,14 @@ def reserved_beside_bytes(
         while len(units) >= most:
             device.free(units.pop(0), gathered=True)
         if block.unit_bytes:
-            units.append(device.take(block.unit_bytes, gathered=True))
+            units.append(device.allocate(block.unit_bytes, gathered=True))
 
-    inputs = [device.take(blocks[0].table.input_bytes)]
+    inputs = [device.allocate(blocks[0].table.input_bytes)]
     kept: list[dict[str, MemoryBlock]] = []
     for block in blocks:
         gather(block)
         table = block.table
-        live = _forward(device, table, table.stored(block.recompute), {})
+        live = _forward(device, table, table.stored_tensors(block.recompute), {})
         inputs.append(live.pop(table.output))
         kept.append(live)
     gather(blocks[-1], most=1)  # ahead of its backward
@@ -87,7 +87,7 @@ def reserved_beside_bytes(
         table = block.table
         live = kept.pop()
         if block.recompute != "none":
-            live |= _forward(device, table, table.stored("none"), live)
+            live |= _forward(device, table, table.stored_tensors("none"), live)
             device.free(*(live.pop(name) for name in (table.output,) if name in live))
         gradient = _backward(device, table, live, gradient)
         device.free(inputs.pop())
@@ -101,10 +101,10 @@ def _forward(
     last = {name: at for at, op in enumerate(table.operators) for name in (*op.inputs, *op.holds)}
     live: dict[str, MemoryBlock] = {}
     for at, operator in enumerate(table.operators):
-        work = device.take(operator.workspace_bytes) if operator.workspace_bytes else None
+        work = device.allocate(operator.workspace_bytes) if operator.workspace_bytes else None
         for name, size in operator.outputs.items():
             if size and name not in there:
-                live[name] = device.take(size)
+                live[name] = device.allocate(size)
         if work is not None:
             device.free(work)
         for name in [*live]:
@@ -117,14 +117,14 @@ def _loss(
     device: _TwoStreams, logits: float, bytes_per_logit: float, gradient_bytes: float
 ) -> MemoryBlock:
     """Run the output projection and its loss both ways; return the gradient of their input."""
-    narrow = device.take(2 * logits)
-    first = device.take(FP32 * logits)
+    narrow = device.allocate(2 * logits)
+    first = device.allocate(FP32 * logits)
     device.free(narrow)
     count = round(bytes_per_logit) // FP32
-    held = [first, *(device.take(FP32 * logits) for _ in range(count - 1))]
+    held = [first, *(device.allocate(FP32 * logits) for _ in range(count - 1))]
     device.free(*held[1:])
-    narrow = device.take(2 * logits)
-    gradient = device.take(gradient_bytes)
+    narrow = device.allocate(2 * logits)
+    gradient = device.allocate(gradient_bytes)
     device.free(narrow, held[0])
     return gradient
 
@@ -142,10 +142,10 @@ def _backward(
         operator = table.operators[at]
         if gradients.keys().isdisjoint(operator.outputs):
             continue
-        work = device.take(operator.workspace_bytes) if operator.workspace_bytes else None
+        work = device.allocate(operator.workspace_bytes) if operator.workspace_bytes else None
         for name in operator.inputs:
             if name not in gradients and table.sizes[name]:
-                gradients[name] = device.take(table.sizes[name])
+                gradients[name] = device.allocate(table.sizes[name])
         if work is not None:
             device.free(work)
         device.free(*(gradients.pop(name) for name in operator.outputs if name in gradients))

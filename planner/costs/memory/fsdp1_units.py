@@ -52,13 +52,15 @@ def states(parameters: float, sharing: StateSharding, *, unit: float | None = No
     >>> states(8e9, eight).resident_bytes / 8e9 * 8
     16.0
     """
-    types, n, d = sharing.types, parameters, sharing.shard if sharing.sharded else 1
-    master = types.stored * n / d
+    types, n, d = sharing.types, parameters, sharing.shard if sharing.is_sharded else 1
+    master = types.stored_bytes * n / d
     gradients = types.gradient * n / (d if sharing.zero >= 2 else 1)
     if sharing.accumulated and d > 1 and not sharing.reduces_each_micro_batch:
         gradients = max(gradients, types.working * n)
     moments = types.moments * n / d
-    beside = d > 1 or types.stored != types.working  # else it is computed with as it is stored
+    beside = (
+        d > 1 or types.stored_bytes != types.working
+    )  # else it is computed with as it is stored
     copy = 0.0 if sharing.gathers_again or not beside else types.working * n
     working = _working(n if unit is None else unit, types.working, sharing, trained=True)
     if sharing.offload == "parameters":
@@ -75,7 +77,7 @@ def states(parameters: float, sharing: StateSharding, *, unit: float | None = No
 
 def frozen_states(parameters: float, sharing: StateSharding) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state."""
-    n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.sharded else 1
+    n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.is_sharded else 1
     working = _working(n, e, sharing, trained=False)
     shard, on_host = e * n / d, sharing.offload == "parameters"
     copy = 0.0 if sharing.gathers_again or (d == 1 and not on_host) else e * n
@@ -124,11 +126,11 @@ def in_root(
 
 def _working(parameters: float, each: float, sharing: StateSharding, *, trained: bool) -> States:
     """Return the working memory of a unit that computes with `each` bytes of a parameter."""
-    types, d = sharing.types, sharing.shard if sharing.sharded else 1
+    types, d = sharing.types, sharing.shard if sharing.is_sharded else 1
     gathered = each * parameters if sharing.gathers_again else 0.0
-    cast = each if trained and types.stored != each else 0.0
+    cast = each if trained and types.stored_bytes != each else 0.0
     on_host = sharing.offload == "parameters"
-    stored = types.stored if trained else each
+    stored = types.stored_bytes if trained else each
     arriving = (cast + (stored if on_host else 0.0)) * parameters / d
     if not (sharing.gathers_again or on_host):
         arriving = 0.0

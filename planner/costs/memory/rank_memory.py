@@ -37,7 +37,7 @@ Layers = Sequence[LayerBytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passing:
+class StageTraffic:
     """Bytes of one micro-batch that cross the ends of a stage."""
 
     received_bytes: float
@@ -140,7 +140,7 @@ def has_room(memory_bytes: float, parts: Mapping[str, float], costs: RankCosts) 
     return tensors_bytes(parts) <= room_bytes(memory_bytes, costs) * (1 + SETTLED)
 
 
-def widest(passings: Sequence[Passing]) -> Passing | None:
+def widest(passings: Sequence[StageTraffic]) -> StageTraffic | None:
     """Return what crosses the stage of a rank where most does; None where there is but one kind."""
     return max(passings, key=lambda one: one.widest_bytes, default=None)
 
@@ -151,7 +151,7 @@ def rank_memory_parts(
     stages: Mapping[int, Layers],
     *,
     rank: int,
-    passing: Passing | None = None,
+    passing: StageTraffic | None = None,
 ) -> dict[str, float]:
     """Return peak bytes of a rank by cause; `stages` are its stages' layers in order.
 
@@ -179,7 +179,7 @@ def dynamic_parts(
     stages: Mapping[int, Layers],
     *,
     rank: int,
-    passing: Passing | None = None,
+    passing: StageTraffic | None = None,
 ) -> dict[str, float]:
     """Return the same without what the process and its allocator take."""
     if counted_by_rank(layout):
@@ -200,7 +200,7 @@ def dynamic_parts(
 
 
 def _of_one(
-    costs: RankCosts, layout: Layout, layers: Layers, stage: int, passing: Passing | None
+    costs: RankCosts, layout: Layout, layers: Layers, stage: int, passing: StageTraffic | None
 ) -> dict[str, float]:
     """Return the peak of a rank of one stage with whole backwards.
 
@@ -236,7 +236,9 @@ def _of_one(
 
 def in_flight_at_most(layout: Layout, stage: int) -> int:
     """Return how many micro-batches a rank of one stage has in flight at most."""
-    return layout.executed.counts(stage, Shape(layout.pipeline, layout.micro_batches)).whole
+    return layout.executed_schedule.counts(
+        stage, Shape(layout.pipeline, layout.micro_batches)
+    ).whole
 
 
 def _moments(

@@ -43,20 +43,20 @@ class ResidentParameters:
     adapters: float = 0.0
     largest: float = 0.0
     """Parameters of its largest matrix."""
-    experts: Apart | None = None
+    experts: ExpertShard | None = None
     wide: float = 0.0
     """Routed experts' parameters, which no rank gathers in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class ExpertShard:
     """Those of its parameters that are experts with ranks of their own, and how they are shared."""
 
     parameters: float
     sharing: StateSharding
 
 
-class HeldStates:
+class ResidentStates:
     """What ranks hold of a model's layers, for any layout."""
 
     def __init__(self, model: ModelGraph, job: Job, stack: Stack) -> None:
@@ -106,7 +106,9 @@ class HeldStates:
             syncs_each=self._stack.sharding.syncs_each,
         )
 
-    def held(self, layer: Layer, layout: Layout, sharing: StateSharding) -> ResidentParameters:
+    def resident_parameters(
+        self, layer: Layer, layout: Layout, sharing: StateSharding
+    ) -> ResidentParameters:
         """Return a rank's bytes of a layer; routed experts divide over other ranks."""
         key = (
             layer.kind,
@@ -163,15 +165,15 @@ class HeldStates:
                 states = memory.in_root(states, largest, sharing)
         whole = sum(matrices_bytes(layer, sharing, layout.tensor))
         if whole:  # each at its owner, beside the part that it has of it
-            owners = sharing.shard if sharing.sharded else layout.tensor
+            owners = sharing.shard if sharing.is_sharded else layout.tensor
             states = replace(states, optimizer_bytes=states.optimizer_bytes + whole / owners)
-        optimized = dense / (sharing.shard if sharing.sharded else 1)
-        apart: Apart | None = None
+        optimized = dense / (sharing.shard if sharing.is_sharded else 1)
+        apart: ExpertShard | None = None
         if routed:
             sharing = replace(sharing, narrow=False) if sharing.narrow else sharing
             if layout.expert > 1:
                 sharing = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
-                apart = Apart(parameters=routed, sharing=sharing)
+                apart = ExpertShard(parameters=routed, sharing=sharing)
             hidden = a.hidden_size if a is not None else layer.experts and layer.experts.hidden
             # Ranks that experts do not fill divide every expert's hidden dim.
             pieces = max(1, self._model.expert_count // layout.expert)
@@ -181,7 +183,7 @@ class HeldStates:
                 if self._flat(sharing)
                 else memory.states(routed, sharing, pieces=pieces)
             )
-            optimized += routed / (sharing.shard if sharing.sharded else 1)
+            optimized += routed / (sharing.shard if sharing.is_sharded else 1)
         return ResidentParameters(
             parameters=dense + routed,
             optimized=optimized,
@@ -229,7 +231,7 @@ class HeldStates:
 
     def _flat(self, sharing: StateSharding) -> bool:
         """Whether units are those of FSDP1; it has no pipelines."""
-        return sharing.types.unit == "flat" and sharing.wrapped and not sharing.pipelined
+        return sharing.types.unit == "flat" and sharing.is_wrapped and not sharing.pipelined
 
     def _in_root(
         self,
@@ -279,13 +281,13 @@ class HeldStates:
             states += memory.states(trained, sharing, largest=trained)
         return ResidentParameters(
             parameters=dense + routed + trained,
-            optimized=trained / (sharing.shard if sharing.sharded else 1),
+            optimized=trained / (sharing.shard if sharing.is_sharded else 1),
             states=states,
             sides=0.0,
             frozen=True,
             adapters=trained,
             largest=arithmetic.largest_matrix(self._model, layer, tensor=layout.tensor),
-            experts=Apart(parameters=routed, sharing=apart)
+            experts=ExpertShard(parameters=routed, sharing=apart)
             if routed and layout.expert > 1
             else None,
         )
@@ -320,10 +322,10 @@ def matrices_bytes(layer: Layer, sharing: StateSharding, tensor: int) -> tuple[i
 
     ZeRO divides all of them, else the tensor axis some.
     """
-    if sharing.sharded:
+    if sharing.is_sharded:
         matrices = layer.whole_matrices or ()
     else:
-        divided = layer.at(tensor)
+        divided = layer.divided_among(tensor)
         matrices = divided.whole_matrices if divided else ()
     return tuple(FP32 * size for size in matrices)
 
@@ -336,7 +338,7 @@ def of_experts(
         return sharing
     spread = max(1, sharing.shard * tensor // (expert * expert_tensor))
     same = max(1, sharing.data * tensor // (expert * expert_tensor))
-    return replace(sharing, shard=spread if sharing.sharded else 1, data=same)
+    return replace(sharing, shard=spread if sharing.is_sharded else 1, data=same)
 
 
 def loss_gradients(layout: Layout) -> LossGradients | None:
@@ -346,4 +348,4 @@ def loss_gradients(layout: Layout) -> LossGradients | None:
 
 def weight_versions(layout: Layout) -> int:
     """How many copies of its parameters a rank has."""
-    return layout.executed.weight_versions
+    return layout.executed_schedule.weight_versions

@@ -102,7 +102,7 @@ class StateTypes:
     """The step takes the square roots of a shard's second moments beside them."""
 
     @property
-    def stored(self) -> float:
+    def stored_bytes(self) -> float:
         """Of the parameter that the optimizer updates."""
         return self.master or self.working
 
@@ -197,7 +197,7 @@ def updated_bytes(types: StateTypes, rule: OptimizerRule) -> float:
     ...     for name in ("megatron", "native")]
     [38.0, 40.0]
     """
-    p, g, m = types.stored, types.gradient, types.moments
+    p, g, m = types.stored_bytes, types.gradient, types.moments
     copy = types.working if types.master and types.unit == "buffer" else 0.0
     return 2 * (p + m) + copy + g * (2 + 2 * rule.clips + rule.zeroed)
 
@@ -231,15 +231,15 @@ class StateSharding:
     """FSDP1's units are reduced in every micro-batch; else in the last one alone."""
 
     @property
-    def wrapped(self) -> bool:
+    def is_wrapped(self) -> bool:
         """Whether FSDP2 wraps the layer.
 
         It does for divided states, mixed precision, parameters on the host, sums in 16 bits.
         """
         if self.types.unit == "buffer":
             return False
-        needed = self.types.working != self.types.stored or self.offload == "parameters"
-        return needed or (self.data > 1 and (self.sharded or self.wire in ("bf16", "fp16")))
+        needed = self.types.working != self.types.stored_bytes or self.offload == "parameters"
+        return needed or (self.data > 1 and (self.is_sharded or self.wire in ("bf16", "fp16")))
 
     @property
     def wire_bytes(self) -> float:
@@ -253,7 +253,7 @@ class StateSharding:
                 assert_never(self.wire)
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether states are divided at all."""
         return self.zero > 0 and self.shard > 1
 
@@ -264,7 +264,7 @@ class StateSharding:
         Those on the host are, whatever the ZeRO level (runtime/parallel/data_parallel.py,
         `gathers_anew`).
         """
-        return (self.sharded and self.zero == 3) or self.comes_from_host
+        return (self.is_sharded and self.zero == 3) or self.comes_from_host
 
     @property
     def between(self) -> int | None:
@@ -287,7 +287,7 @@ class StateSharding:
         With a single one ZeRO-2 is ZeRO-1, to the last bit.
         """
         each = self.syncs_each and not self.pipelined_units
-        leaves = self.sharded and self.zero >= 2
+        leaves = self.is_sharded and self.zero >= 2
         leaves = leaves or (self.comes_from_host and self.data == self.shard)
         return leaves and self.accumulated and each
 
@@ -297,13 +297,13 @@ class StateSharding:
         return self.offload == "parameters" and self.types.unit == "layer"
 
     @property
-    def fetched(self) -> bool:
+    def copies_directly(self) -> bool:
         """Whether a rank alone copies them straight into place, without a collective's buffers.
 
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard
         with a group of one rank.
         """
-        return self.comes_from_host and not self.sharded
+        return self.comes_from_host and not self.is_sharded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,14 +379,14 @@ class States:
         )
 
 
-def padded(parameters: float, pieces: int, shard: int) -> float:
+def padded_parameters(parameters: float, pieces: int, shard: int) -> float:
     """Return parameters with what FSDP adds to divide them along a dim of `pieces`.
 
     It gives each of `shard` ranks ceil(pieces / shard) of them, so that ranks hold more than their
     share, and what is gathered has all ranks' pieces.  Source: torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_param.py (padded_sharded_param_size).
 
-    >>> padded(8e9, pieces=8, shard=16) / 16
+    >>> padded_parameters(8e9, pieces=8, shard=16) / 16
     1000000000.0
     """
     return parameters * -(-pieces // shard) * shard / pieces
@@ -414,7 +414,7 @@ def states(
     >>> states(8e9, eight).resident_bytes / 8e9 * 8
     16.0
     """
-    types, d = sharing.types, sharing.shard if sharing.sharded else 1
+    types, d = sharing.types, sharing.shard if sharing.is_sharded else 1
     if types.unit == "buffer":
         return _buffers(parameters, sharing, largest)
     n, e = parameters, types.working
@@ -427,14 +427,14 @@ def states(
         case _:
             assert_never(sharing.offload)
     bucket = max(BUCKET_BYTES, types.moments * min(largest, n) / d) if on_host else 0.0
-    if not sharing.wrapped:
+    if not sharing.is_wrapped:
         if sharing.wire == "powersgd":
             moments += FP32 * (n + factors)
         added = sharing.accumulated or sharing.data > 1
-        fresh = e * largest if added and not _made(end) else 0.0
+        fresh = e * largest if added and not _holds_gradient(end) else 0.0
         apart = isinstance(end, LastLayer) and end.logits
         return States(
-            parameters_bytes=sharing.versions * types.stored * n,
+            parameters_bytes=sharing.versions * types.stored_bytes * n,
             gathered_bytes=0.0,
             gradients_bytes=types.gradient * n,
             optimizer_bytes=moments,
@@ -446,19 +446,19 @@ def states(
             flat_bytes=roots_bytes(types, sharing, types.moments * n),
         )
     once = sharing.pipelined or sharing.accumulated
-    whole_gradients = not sharing.reduces_each_micro_batch and (once or not sharing.sharded)
-    whole = padded(n, pieces, d) if pieces and sharing.sharded else n
+    whole_gradients = not sharing.reduces_each_micro_batch and (once or not sharing.is_sharded)
+    whole = padded_parameters(n, pieces, d) if pieces and sharing.is_sharded else n
     moments, on_host, bucket = (
         size * whole / n if n else 0.0 for size in (moments, on_host, bucket)
     )
     gathered = (NARROW if sharing.narrow else e) * whole if sharing.gathers_again else 0.0
-    masters = types.stored * whole / d
+    masters = types.stored_bytes * whole / d
     gradients = types.gradient * (n if whole_gradients else whole / d)
     arriving = 0.0
     if sharing.offload == "parameters":
-        on_host = (types.stored + types.gradient + types.moments) * whole / d
+        on_host = (types.stored_bytes + types.gradient + types.moments) * whole / d
         moments = masters = 0.0
-        arriving = _arriving(largest if sharing.fetched else whole / d, types)
+        arriving = _arriving(largest if sharing.copies_directly else whole / d, types)
         gradients = gradients if whole_gradients and once else 0.0
     if sharing.wire == "powersgd":
         moments += FP32 * (n + factors)
@@ -466,7 +466,7 @@ def states(
     at_loss = 0.0 if isinstance(end, LastLayer) and end.logits else arriving
     at_end = None if sharing.pipelined else end
     ahead = _gathered_ahead(gathered, sharing, at_end, gathered / whole if whole else 0.0)
-    fresh = 0.0 if _made(end) else e * n
+    fresh = 0.0 if _holds_gradient(end) else e * n
     behind, after = _reductions(fresh, whole, sharing, end, summed=once and whole_gradients)
     beside = behind + ahead.backward
     if isinstance(end, LastLayer) and end.logits:
@@ -535,13 +535,15 @@ class _GatheredBytes(NamedTuple):
     between: float
 
 
-def _made(end: LastLayer | FirstLayer | None) -> bool:
+def _holds_gradient(end: LastLayer | FirstLayer | None) -> bool:
     return isinstance(end, LastLayer) and end.holds_gradient
 
 
 def _arriving(parameters: float, types: StateTypes) -> float:
     """Return bytes on the device of parameters that come from the host, before and after a cast."""
-    return (types.stored + (types.working if types.working != types.stored else 0.0)) * parameters
+    return (
+        types.stored_bytes + (types.working if types.working != types.stored_bytes else 0.0)
+    ) * parameters
 
 
 def _gathered_ahead(
@@ -564,7 +566,7 @@ def _gathered_ahead(
     nothing of both is left; with k = 1 they are there as a whole, and backward gathers nothing.
     Counted on tensors without data (`benchmarks.rehearsal`).
     """
-    if sharing.fetched:
+    if sharing.copies_directly:
         return _GatheredBytes(gathered, gathered, 0.0)
     depth, ranks = max(1, sharing.prefetch), sharing.between
     forward = backward = depth * gathered
@@ -595,8 +597,8 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
     _prepare_fp32_grad_for_sub_group).
     """
     types, zero = sharing.types, sharing.zero
-    d = sharing.shard if sharing.sharded else 1
-    parameters = types.stored * n / d if zero == 3 else types.working * n
+    d = sharing.shard if sharing.is_sharded else 1
+    parameters = types.stored_bytes * n / d if zero == 3 else types.working * n
     gradients = types.gradient * n / (d if zero >= 2 else 1) + types.fresh * n
     optimizer = ((0.0 if zero == 3 else types.master) + types.moments) * n / d
     flat = 0.0
@@ -673,8 +675,8 @@ def frozen_states(parameters: float, sharing: StateSharding) -> States:
     >>> frozen_states(8e9, eight).resident_bytes / 8e9 * 8
     2.0
     """
-    n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.sharded else 1
-    if not sharing.wrapped:
+    n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.is_sharded else 1
+    if not sharing.is_wrapped:
         gathered, held = 0.0, e * n / (d if sharing.zero == 3 else 1)
     else:
         gathered = e * n if sharing.gathers_again else 0.0

@@ -7,7 +7,11 @@ from typing import Any
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, under
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    unread_keys,
+)
 
 _STRATEGIES = {
     "1": 3, "FULL_SHARD": 3, "2": 2, "SHARD_GRAD_OP": 2, "3": 0, "NO_SHARD": 0,
@@ -28,17 +32,17 @@ _OF_LAUNCH = (
 )
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what the configuration says."""
     return of_settings(limits.settings(text, "accelerate"))
 
 
-def of_settings(data: dict[str, Any]) -> Told:
+def of_settings(data: dict[str, Any]) -> ParsedConfig:
     """Return what settings say."""
     settings = Settings(data)
     kind = settings.word("distributed_type") or "MULTI_GPU"
     nested = settings.part("deepspeed_config")
-    config = Told(framework="accelerate")
+    config = ParsedConfig(framework="accelerate")
     if kind == "DEEPSPEED":
         config = _of_deepspeed(nested)
     config.devices = settings.count("num_processes")
@@ -59,14 +63,14 @@ def of_settings(data: dict[str, Any]) -> Told:
     if (compiled.word("dynamo_backend") or "NO").upper() not in ("NO", "EAGER"):
         config.compile = "block"
         config.assumed.append("dynamo_config: each block is compiled")
-    config.unknown += under("dynamo_config", compiled)
+    config.unknown += unread_keys("dynamo_config", compiled)
     for key in _OF_LAUNCH:
-        settings.take(key)
-    config.unknown += settings.left
+        settings.pop(key)
+    config.unknown += settings.unread
     return config
 
 
-def _of_deepspeed(nested: Settings) -> Told:
+def _of_deepspeed(nested: Settings) -> ParsedConfig:
     """Return what the settings of DeepSpeed say there."""
     values: dict[str, Any] = {}
     if "deepspeed_config_file" in nested:
@@ -86,13 +90,13 @@ def _of_deepspeed(nested: Settings) -> Told:
         if (nested.word(key) or "none") in ("cpu", "nvme"):
             config.offload = offload
     for key in ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"):
-        nested.take(key)
+        nested.pop(key)
     config.precision = None
-    config.unknown += under("deepspeed_config", nested)
+    config.unknown += unread_keys("deepspeed_config", nested)
     return config
 
 
-def _of_fsdp(settings: Settings, config: Told) -> None:
+def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
     fsdp, axes = settings.part("fsdp_config"), settings.part("parallelism_config")
     again = fsdp.word("fsdp_reshard_after_forward")
     strategy = fsdp.word("fsdp_sharding_strategy")
@@ -105,16 +109,16 @@ def _of_fsdp(settings: Settings, config: Told) -> None:
             config.data_shard = 0
     else:
         config.zero = 2 if str(again).lower() == "false" else 3
-    fsdp.take("fsdp_version")
+    fsdp.pop("fsdp_version")
     if fsdp.flag("fsdp_offload_params"):
         config.offload = "parameters"
     if fsdp.flag("fsdp_activation_checkpointing"):
         config.recompute = "full"
     for key in ("fsdp_auto_wrap_policy", "fsdp_state_dict_type", "fsdp_use_orig_params"):
-        fsdp.take(key)
+        fsdp.pop(key)
     for key in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"):
-        fsdp.take(key)
-    fsdp.take("fsdp_sync_module_states")
+        fsdp.pop(key)
+    fsdp.pop("fsdp_sync_module_states")
     prefix = "parallelism_config_"
     config.data_replicate = axes.count(f"{prefix}dp_replicate_size")
     shard = axes.number(f"{prefix}dp_shard_size")
@@ -122,11 +126,11 @@ def _of_fsdp(settings: Settings, config: Told) -> None:
     config.tensor = axes.degree(f"{prefix}tp_size")
     config.context = axes.degree(f"{prefix}cp_size")
     config.sequence_parallel = config.tensor == 1
-    config.unknown += under("fsdp_config", fsdp)
-    config.unknown += under("parallelism_config", axes)
+    config.unknown += unread_keys("fsdp_config", fsdp)
+    config.unknown += unread_keys("parallelism_config", axes)
 
 
-def _of_megatron(nested: Settings, config: Told) -> None:
+def _of_megatron(nested: Settings, config: ParsedConfig) -> None:
     config.framework = "megatron"
     prefix = "megatron_lm_"
     config.tensor = nested.degree(f"{prefix}tp_degree")
@@ -139,4 +143,4 @@ def _of_megatron(nested: Settings, config: Told) -> None:
     if nested.flag(f"{prefix}recompute_activations"):
         config.recompute = "selective"
     config.trains(clip_norm=nested.amount(f"{prefix}gradient_clipping"))
-    config.unknown += under("megatron_lm_config", nested)
+    config.unknown += unread_keys("megatron_lm_config", nested)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron, shell, torchtitan, transformers
-from meshwright.planner.framework_configs.readers.parsed_config import Told
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what the script's command says, by what it looks like."""
-    words = shell.words(limits.sized(text, "slurm"))
+    words = shell.words(limits.check_size(text, "slurm"))
     flags = shell.flags(words)
     asked = shell.directives(text)
     each, nodes = _plain(flags, "nproc-per-node", "num-gpus", "gpus-per-node"), None

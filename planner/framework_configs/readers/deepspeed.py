@@ -6,18 +6,22 @@ from typing import Any
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, under
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    unread_keys,
+)
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what the configuration says."""
     return of_settings(limits.json_settings(text, "deepspeed"))
 
 
-def of_settings(data: dict[str, Any]) -> Told:
+def of_settings(data: dict[str, Any]) -> ParsedConfig:
     """Return what settings say; `auto` says nothing."""
     settings = Settings(data)
-    config = Told(framework="deepspeed")
+    config = ParsedConfig(framework="deepspeed")
     config.global_batch = settings.count("train_batch_size")
     config.micro_batch = settings.count("train_micro_batch_size_per_gpu")
     config.micro_batches = settings.count("gradient_accumulation_steps")
@@ -37,35 +41,35 @@ def of_settings(data: dict[str, Any]) -> Told:
     for key, offload in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
         part = zero.part(key)
         device = part.word("device")
-        part.take("pin_memory")
+        part.pop("pin_memory")
         if device in ("cpu", "nvme") or (key == "offload_optimizer" and zero.flag("cpu_offload")):
             config.offload = offload
         if device == "nvme":
             config.assumed.append(f"zero_optimization.{key}: in host memory instead of on NVMe")
-        config.unknown += under(f"zero_optimization.{key}", part)
+        config.unknown += unread_keys(f"zero_optimization.{key}", part)
     for also in ("overlap_comm", "contiguous_gradients"):
-        zero.take(also)
+        zero.pop(also)
     formats = {name: settings.part(name) for name in ("bf16", "bfloat16", "fp16", "amp")}
     config.precision = "fp32"
     for name, part in formats.items():
-        on = part.take("enabled")
+        on = part.pop("enabled")
         if on == "auto":
             config.precision = None
         elif on and name != "amp":
             config.precision = "fp16" if name == "fp16" else "bf16"
-        config.unknown += under(name, part)
+        config.unknown += unread_keys(name, part)
     _optimizer(settings.part("optimizer"), config)
     _rates(settings.part("scheduler"), config)
     again = settings.part("activation_checkpointing")
-    if again.left:
+    if again.unread:
         config.recompute = "full"
         config.assumed.append("activation_checkpointing: every block is recomputed")
-        config.unknown += under("activation_checkpointing", again)
+        config.unknown += unread_keys("activation_checkpointing", again)
     pipeline = settings.part("tensor_parallel")
     config.tensor = pipeline.degree("autotp_size", "tp_size")
     config.unknown = [
-        *settings.left,
-        *under("zero_optimization", zero),
+        *settings.unread,
+        *unread_keys("zero_optimization", zero),
         *config.unknown,
     ]
     return config
@@ -76,7 +80,7 @@ def _batches(data: dict[str, Any]) -> list[Any]:
     return [data.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
 
 
-def _optimizer(optimizer: Settings, config: Told) -> None:
+def _optimizer(optimizer: Settings, config: ParsedConfig) -> None:
     kind = optimizer.word("type")
     if kind not in (None, "Adam", "AdamW"):
         config.assumed.append(f"optimizer.type {kind!r:.40}: AdamW instead")
@@ -89,15 +93,15 @@ def _optimizer(optimizer: Settings, config: Told) -> None:
         epsilon=values.amount("eps"),
         weight_decay=values.amount("weight_decay"),
     )
-    config.unknown += under("optimizer.params", values)
+    config.unknown += unread_keys("optimizer.params", values)
 
 
-def _rates(scheduler: Settings, config: Told) -> None:
+def _rates(scheduler: Settings, config: ParsedConfig) -> None:
     kind = scheduler.word("type")
     values = scheduler.part("params")
     total = values.number("total_num_steps")
     config.trains(warmup_steps=values.number("warmup_num_steps"))
-    values.take("warmup_min_lr")
+    values.pop("warmup_min_lr")
     most = values.amount("warmup_max_lr")
     if most:
         config.trains(learning_rate=most)
@@ -106,4 +110,4 @@ def _rates(scheduler: Settings, config: Told) -> None:
         config.trains(rate_steps=total, floor=values.amount("cos_min_ratio"))
     elif kind not in (None, "WarmupLR"):
         config.assumed.append(f"scheduler.type {kind!r:.40}: the rate stays constant")
-    config.unknown += under("scheduler.params", values)
+    config.unknown += unread_keys("scheduler.params", values)

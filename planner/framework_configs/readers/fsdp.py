@@ -9,14 +9,14 @@ from typing import Any
 from meshwright.planner.documents.model import MOST_LAYERS
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
+def read(text: str) -> ParsedConfig:  # noqa: PLR0912 - a case for each form
     """Return what the module says."""
-    config = Told(framework="fsdp", precision="fp32")
+    config = ParsedConfig(framework="fsdp", precision="fp32")
     values: dict[str, Any] = {}
     settings: dict[str, str] = {}
     again: ast.expr | None = None
@@ -35,9 +35,9 @@ def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
                 for key, setting in zip(keys, given, strict=True):
                     if isinstance(key, ast.Constant) and isinstance(key.value, str):
                         settings[key.value] = limits.source(setting)
-            case ast.Call(func=function, keywords=keywords) if limits.dotted(function)[-1:] == [
-                "AdamW"
-            ]:
+            case ast.Call(func=function, keywords=keywords) if limits.dotted_names(function)[
+                -1:
+            ] == ["AdamW"]:
                 _optimizer(keywords, config)
     constants = Settings(values)
     config.data_replicate, config.data_shard = (
@@ -66,7 +66,7 @@ def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
 
 def _blocks(node: ast.expr) -> list[int]:
     """Return the blocks that are recomputed: `range(0, 4)` or `(0, 2)`."""
-    called = isinstance(node, ast.Call) and limits.dotted(node.func) == ["range"]
+    called = isinstance(node, ast.Call) and limits.dotted_names(node.func) == ["range"]
     try:
         if called and isinstance(node, ast.Call) and not node.keywords:
             blocks: Sequence[object] = range(*(limits.literal(argument) for argument in node.args))
@@ -83,7 +83,7 @@ def _blocks(node: ast.expr) -> list[int]:
     return numbered
 
 
-def _optimizer(keywords: list[ast.keyword], config: Told) -> None:
+def _optimizer(keywords: list[ast.keyword], config: ParsedConfig) -> None:
     arguments = {}
     for keyword in keywords:
         try:

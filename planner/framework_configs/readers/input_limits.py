@@ -53,7 +53,7 @@ class ReadingLimit:
             )
 
 
-def sized(text: str, of: str) -> str:
+def check_size(text: str, of: str) -> str:
     """Return a configuration's text if it is no longer than one may be."""
     if len(text) > MOST_CHARACTERS:
         raise DocumentError(of, f"has {len(text):,} characters; give at most {MOST_CHARACTERS:,}")
@@ -62,13 +62,13 @@ def sized(text: str, of: str) -> str:
 
 def settings(text: str, of: str) -> dict[str, Any]:
     """Return the settings of a YAML or JSON document."""
-    return _mapping(document.plain(sized(text, of)), of)
+    return _mapping(document.plain(check_size(text, of)), of)
 
 
 def json_settings(text: str, of: str) -> dict[str, Any]:
     """Return the settings of a JSON object."""
     try:
-        data = json.loads(sized(text, of))
+        data = json.loads(check_size(text, of))
     except (ValueError, RecursionError) as error:
         raise DocumentError(of, f"is no JSON: {error}") from error
     return _mapping(data, of)
@@ -76,7 +76,7 @@ def json_settings(text: str, of: str) -> dict[str, Any]:
 
 def toml_or_module(text: str, of: str) -> dict[str, Any] | ast.Module:
     """Return the settings of a TOML document, or the tree of a Python module that is not run."""
-    if _LONG_KEY.search(sized(text, of)):  # of which tomllib keeps every beginning
+    if _LONG_KEY.search(check_size(text, of)):  # of which tomllib keeps every beginning
         raise DocumentError(of, f"is nested more than {MOST_DEPTH} deep; write it flatter")
     try:
         data = tomllib.loads(text)
@@ -100,7 +100,7 @@ def module(text: str, of: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its author's escapes and comparisons
-            tree = ast.parse(sized(text, of))
+            tree = ast.parse(check_size(text, of))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DocumentError(of, f"is no Python module: {error or 'nested too deeply'}") from error
     _refuse_deep(tree, of)
@@ -136,7 +136,7 @@ def source(node: ast.AST) -> str:
         return f"a long {type(node).__name__}"
 
 
-def dotted(node: ast.expr) -> list[str]:
+def dotted_names(node: ast.expr) -> list[str]:
     """Return the names of `a.b.c`, those alone that stand behind a call or subscript."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):

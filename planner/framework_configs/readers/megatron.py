@@ -8,7 +8,11 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.megatron import RECIPES
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import shell
-from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, scheduled
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    schedule_name,
+)
 from meshwright.planner.schedules import PLAIN
 
 _MOST_LAYOUT = 100_000
@@ -16,9 +20,9 @@ _MOST_LAYOUT = 100_000
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what the arguments say."""
-    words = shell.words(limits.sized(text, "megatron"))
+    words = shell.words(limits.check_size(text, "megatron"))
     flags = shell.flags(words)
     for name, value in list(flags.items()):  # a script behind `torchrun --nproc_per_node 8 x.py`
         if isinstance(value, list) and any(word.endswith(".py") for word in value):
@@ -26,9 +30,9 @@ def read(text: str) -> Told:
     return of_flags(flags, text)
 
 
-def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> Told:
+def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> ParsedConfig:
     """Return what flags say."""
-    config = Told(framework="megatron")
+    config = ParsedConfig(framework="megatron")
     config.assumed += [
         f"--{name} is left out: its value is not in the script" for name in _open(flags)
     ]
@@ -40,7 +44,7 @@ def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> Told:
     _optimizer(settings, config)
     _figures(settings, config)
     config.devices = _devices(settings, shell.directives(text))
-    config.unknown = [f"--{key}" for key in settings.left]
+    config.unknown = [f"--{key}" for key in settings.unread]
     return config
 
 
@@ -53,7 +57,7 @@ def _open(flags: dict[str, str | bool | list[str]]) -> list[str]:
     ]
 
 
-def _degrees(settings: Settings, config: Told) -> None:
+def _degrees(settings: Settings, config: ParsedConfig) -> None:
     config.tensor = settings.degree("tensor-model-parallel-size")
     config.pipeline = settings.degree("pipeline-model-parallel-size")
     config.context = settings.degree("context-parallel-size")
@@ -84,13 +88,13 @@ def _degrees(settings: Settings, config: Told) -> None:
     if layers is not None:
         config.model["layers"] = layers
     config.schedule = _schedule(config.virtual_stages)
-    layout = settings.take("pipeline-model-parallel-layout")
+    layout = settings.pop("pipeline-model-parallel-layout")
     if isinstance(layout, str):
         config.blocks, config.virtual_stages = _of_layout(layout, config.pipeline)
         config.schedule = _schedule(config.virtual_stages)
     for also in ("overlap-grad-reduce", "overlap-param-gather", "ckpt-format"):
-        settings.take(also)
-    settings.take("no-gradient-accumulation-fusion")
+        settings.pop(also)
+    settings.pop("no-gradient-accumulation-fusion")
     strategy = settings.word("data-parallel-sharding-strategy")
     if settings.flag("use-distributed-optimizer"):
         config.zero = 1
@@ -107,7 +111,7 @@ def _degrees(settings: Settings, config: Told) -> None:
 
 def _schedule(virtual_stages: int) -> str:
     """Return what Megatron runs: Megatron Core, pipeline_parallel/schedules.py."""
-    looped = scheduled("megatron", "forward_backward_pipelining_with_interleaving")
+    looped = schedule_name("megatron", "forward_backward_pipelining_with_interleaving")
     return looped if virtual_stages > 1 and looped is not None else PLAIN
 
 
@@ -115,11 +119,11 @@ def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:
     """Return blocks of each stage of `Et*3|t*4|t*3L`, and stages of a rank."""
     budget = limits.ReadingLimit("--pipeline-model-parallel-layout", _MOST_LAYOUT)
 
-    def repeated(group: re.Match[str]) -> str:
+    def repeat_group(group: re.Match[str]) -> str:
         budget.spend(len(group[1]) * int(group[2]))
         return group[1] * int(group[2])
 
-    plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", repeated, text)
+    plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", repeat_group, text)
     stages = [
         sum(int(count or 1) for count in re.findall(r"t(?:\*(\d{1,4}))?", stage))
         for stage in plain.split("|")
@@ -133,7 +137,7 @@ def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:
     return stages, len(stages) // pipeline
 
 
-def _batches(settings: Settings, config: Told) -> None:
+def _batches(settings: Settings, config: ParsedConfig) -> None:
     config.micro_batch = settings.count("micro-batch-size")
     config.global_batch = settings.count("global-batch-size")
     config.seq_len = settings.number("seq-length")
@@ -141,12 +145,12 @@ def _batches(settings: Settings, config: Told) -> None:
     for name in ("fp16", "bf16"):
         if settings.flag(name):
             config.precision = name
-    if settings.take("fp8-format", "fp8"):
+    if settings.pop("fp8-format", "fp8"):
         config.precision = "fp8"
         config.scales = settings.word("fp8-recipe") or "delayed"
         if config.scales == "mxfp8":
             config.precision, config.scales = "mxfp8", "tensorwise"
-            settings.take("reuse-grad-buf-for-mxfp8-param-ag")
+            settings.pop("reuse-grad-buf-for-mxfp8-param-ag")
         elif config.scales not in RECIPES:
             raise DocumentError("--fp8-recipe", f"is '{config.scales:.40}'; {' or '.join(RECIPES)}")
         if settings.flag("fp8-dot-product-attention"):
@@ -160,7 +164,7 @@ CHEAP = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 """Values of --recompute-modules that its plans have, each set as a whole."""
 
 
-def _recompute(settings: Settings, config: Told) -> None:
+def _recompute(settings: Settings, config: ParsedConfig) -> None:
     kind = settings.word("recompute-granularity")
     method, count = settings.word("recompute-method"), settings.number("recompute-num-layers")
     if settings.flag("recompute-activations"):
@@ -186,9 +190,9 @@ def _recompute(settings: Settings, config: Told) -> None:
             )
 
 
-def _kernels(settings: Settings, config: Told) -> None:
+def _kernels(settings: Settings, config: ParsedConfig) -> None:
     kind = settings.word("moe-token-dispatcher-type")
-    if kind == "flex" and settings.take("moe-flex-dispatcher-backend") in (None, "deepep", True):
+    if kind == "flex" and settings.pop("moe-flex-dispatcher-backend") in (None, "deepep", True):
         config.options.append("deepep")
     if settings.flag("moe-enable-deepep") and "deepep" not in config.options:
         config.options.append("deepep")
@@ -207,7 +211,7 @@ def _kernels(settings: Settings, config: Told) -> None:
         config.assumed.append("offload to the host, which its plans do not have, is left out")
 
 
-def _optimizer(settings: Settings, config: Told) -> None:
+def _optimizer(settings: Settings, config: ParsedConfig) -> None:
     optimizer = settings.word("optimizer")
     if optimizer not in (None, "adam"):
         config.assumed.append(f"--optimizer {optimizer:.40}: AdamW instead")
@@ -221,7 +225,7 @@ def _optimizer(settings: Settings, config: Told) -> None:
         clip_norm=settings.amount("clip-grad"),
         seed=settings.number("seed"),
     )
-    settings.take("lr-warmup-init")
+    settings.pop("lr-warmup-init")
     steps, warmup = settings.number("train-iters"), settings.number("lr-warmup-iters")
     batch = config.global_batch
     samples, of_warmup = settings.number("train-samples"), settings.number("lr-warmup-samples")
@@ -256,7 +260,7 @@ def _optimizer(settings: Settings, config: Told) -> None:
             config.assumed.append(f"--lr-wsd-decay-style {kind_of_fall:.40}: it falls linearly")
 
 
-def _figures(settings: Settings, config: Told) -> None:
+def _figures(settings: Settings, config: ParsedConfig) -> None:
     figures = {
         "hidden_size": settings.number("hidden-size"),
         "heads": settings.number("num-attention-heads"),
@@ -279,21 +283,25 @@ def _devices(settings: Settings, asked: dict[str, str]) -> int | None:
     each = settings.number("nproc-per-node") if _plain(settings, "nproc-per-node") else None
     nodes = settings.number("nnodes") if _plain(settings, "nnodes") else None
     for also in ("node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"):
-        settings.take(also)
+        settings.pop(also)
     return ranks_of(asked, nodes, each)
 
 
 def ranks_of(asked: dict[str, str], nodes: int | None, each: int | None) -> int | None:
     """Return ranks of a number of nodes, of which a Slurm script may say the rest."""
-    nodes = nodes or shell.counted(asked.get("nodes"))
-    each = each or shell.counted(asked.get("gpus-per-node")) or shell.counted(asked.get("gres"))
-    tasks = shell.counted(asked.get("ntasks-per-node"))
+    nodes = nodes or shell.device_count(asked.get("nodes"))
+    each = (
+        each
+        or shell.device_count(asked.get("gpus-per-node"))
+        or shell.device_count(asked.get("gres"))
+    )
+    tasks = shell.device_count(asked.get("ntasks-per-node"))
     if each is None and tasks and tasks > 1:
         each = tasks
     if each is not None:
         return each * (nodes or 1)
-    return shell.counted(asked.get("gpus"))
+    return shell.device_count(asked.get("gpus"))
 
 
 def _plain(settings: Settings, key: str) -> bool:
-    return str(settings.take(key) or "").isdecimal()
+    return str(settings.pop(key) or "").isdecimal()

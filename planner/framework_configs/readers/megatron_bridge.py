@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron
-from meshwright.planner.framework_configs.readers.parsed_config import Told
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
 
 _OTHER_NAMES = {
     "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
@@ -19,7 +19,7 @@ _RECIPES = (("mxfp8", "mxfp8"), ("current", "tensorwise"), ("subchannel", "block
 """What names of mixed precision say of scales; others are delayed."""
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what the overrides say."""
     data = limits.settings(text, "megatron-bridge")
     flags: dict[str, Any] = {}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, under
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    unread_keys,
+)
 from meshwright.planner.schedules import PLAIN, schedule_of
 from meshwright.planner.schedules.one_stage import GPIPE
 
@@ -12,10 +16,10 @@ _PLAIN = schedule_of(PLAIN).names["nanotron"]
 _ENGINES = {_PLAIN: PLAIN, "afab": GPIPE.name}
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what the configuration says."""
     settings = Settings(limits.settings(text, "nanotron"))
-    config = Told(framework="nanotron")
+    config = ParsedConfig(framework="nanotron")
     axes, tokens, model = (settings.part(name) for name in ("parallelism", "tokens", "model"))
     optimizer = settings.part("optimizer")
     data_ranks = axes.count("dp")
@@ -31,7 +35,7 @@ def read(text: str) -> Told:
     config.schedule = _ENGINES[engine]
     if axes.flag("recompute_layer"):
         config.recompute = "full"
-    axes.take("tp_linear_async_communication")
+    axes.pop("tp_linear_async_communication")
     config.micro_batch = tokens.count("micro_batch_size")
     config.micro_batches = tokens.count("batch_accumulation_per_replica")
     config.seq_len = tokens.number("sequence_length")
@@ -52,9 +56,9 @@ def read(text: str) -> Told:
             config.model[name] = value
     config.zero = optimizer.number("zero_stage") or 0
     factory = optimizer.part("optimizer_factory")
-    optimizer.take("accumulate_grad_in_fp32")
-    optimizer.take("weight_decay_exclude_named_params")
-    factory.take("torch_adam_is_fused")
+    optimizer.pop("accumulate_grad_in_fp32")
+    optimizer.pop("weight_decay_exclude_named_params")
+    factory.pop("torch_adam_is_fused")
     kind = factory.word("name")
     if kind not in (None, "adamW"):
         config.assumed.append(f"optimizer_factory.name {kind!r:.40}: AdamW instead")
@@ -72,7 +76,7 @@ def read(text: str) -> Told:
         config.devices = (
             data_ranks * config.tensor * config.pipeline * config.context * config.expert
         )
-    config.unknown = [*settings.left]
+    config.unknown = [*settings.unread]
     for name, section in (
         ("parallelism", axes),
         ("tokens", tokens),
@@ -82,15 +86,15 @@ def read(text: str) -> Told:
         ("optimizer.optimizer_factory", factory),
         ("optimizer.learning_rate_scheduler", rates),
     ):
-        config.unknown += under(name, section)
+        config.unknown += unread_keys(name, section)
     return config
 
 
-def _rates(rates: Settings, config: Told, steps: int | None) -> None:
+def _rates(rates: Settings, config: ParsedConfig, steps: int | None) -> None:
     rate, least = rates.amount("learning_rate"), rates.amount("min_decay_lr")
     warmup = rates.number("lr_warmup_steps") or 0
     begin, fall = rates.number("lr_decay_starting_step"), rates.number("lr_decay_steps")
-    rates.take("lr_warmup_style")
+    rates.pop("lr_warmup_style")
     style = rates.word("lr_decay_style")
     config.trains(learning_rate=rate, warmup_steps=warmup)
     if least is not None and least == rate:

@@ -20,7 +20,7 @@ class Settings:
         self._values = dict(values)
         self._taken: set[str] = set()
 
-    def take(self, key: str, *others: str) -> Any:
+    def pop(self, key: str, *others: str) -> Any:
         """Return what a key says, or one of its other names; None if none of them is there."""
         result = None
         for name in (key, *others):
@@ -31,7 +31,7 @@ class Settings:
 
     def word(self, key: str, *others: str) -> str | None:
         """Return a word or number as text; DocumentError if it is a list or a section."""
-        value = self.take(key, *others)
+        value = self.pop(key, *others)
         if value is None or isinstance(value, str):
             return value
         if not isinstance(value, bool | int | float):
@@ -40,7 +40,7 @@ class Settings:
 
     def number(self, key: str, *others: str) -> int | None:
         """Return a whole number; DocumentError if it is none."""
-        return _number(self.take(key, *others), key, whole=True)  # type: ignore[return-value]
+        return _number(self.pop(key, *others), key, whole=True)  # type: ignore[return-value]
 
     def count(self, key: str, *others: str) -> int | None:
         """Return a whole number from 1, None where nothing or 0 is said."""
@@ -58,7 +58,7 @@ class Settings:
 
     def bound(self, key: str, *others: str) -> float | None:
         """Return a number, which may be infinite; DocumentError if it is none."""
-        return _number(self.take(key, *others), key, whole=False)
+        return _number(self.pop(key, *others), key, whole=False)
 
     def amount(self, key: str, *others: str) -> float | None:
         """Return a finite number; DocumentError if it is none."""
@@ -76,7 +76,7 @@ class Settings:
 
     def pair(self, key: str) -> tuple[float | None, float | None]:
         """Return two numbers of a list; DocumentError if it says anything else."""
-        value = self.take(key)
+        value = self.pop(key)
         if value is None or value == "auto":
             return None, None
         if not isinstance(value, list | tuple) or len(value) != 2:
@@ -86,7 +86,7 @@ class Settings:
 
     def words(self, key: str) -> list[str]:
         """Return the words of a list, or of a text with commas; none where nothing is said."""
-        value = self.take(key)
+        value = self.pop(key)
         if value is None:
             return []
         listed = value if isinstance(value, list | tuple) else str(value).split(",")
@@ -94,7 +94,7 @@ class Settings:
 
     def flag(self, key: str, *others: str) -> bool | None:
         """Return whether a switch is on."""
-        value = self.take(key, *others)
+        value = self.pop(key, *others)
         if value is None or isinstance(value, bool):
             return value
         truth = WORDS_OF_TRUTH.get(str(value).lower())
@@ -104,7 +104,7 @@ class Settings:
 
     def part(self, key: str) -> Settings:
         """Return the settings of a section; the caller puts what it leaves under `key`."""
-        value = self.take(key)
+        value = self.pop(key)
         if value is None:
             return Settings({})
         if not isinstance(value, dict):
@@ -112,7 +112,7 @@ class Settings:
         return Settings(value)
 
     @property
-    def left(self) -> list[str]:
+    def unread(self) -> list[str]:
         """Keys that nobody asked for, in their order."""
         return [key for key in self._values if key not in self._taken]
 
@@ -133,7 +133,7 @@ def _number(value: Any, key: str, *, whole: bool) -> float | None:
 
 
 @dataclass(kw_only=True)
-class Told:
+class ParsedConfig:
     """What a configuration says; None where it says nothing."""
 
     framework: str
@@ -182,12 +182,12 @@ class Told:
         self.training |= {name: value for name, value in values.items() if value is not None}
 
 
-def scheduled(framework: str, word: str) -> str | None:
+def schedule_name(framework: str, word: str) -> str | None:
     """Return the schedule that a framework calls so."""
     return next((s.name for s in SCHEDULES.values() if s.names.get(framework) == word), None)
 
 
-def under(section: str, settings: Settings) -> Iterator[str]:
+def unread_keys(section: str, settings: Settings) -> Iterator[str]:
     """Yield the keys that are left in a section, with its name."""
-    for key in settings.left:
+    for key in settings.unread:
         yield f"{section}.{key}"

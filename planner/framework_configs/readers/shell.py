@@ -119,12 +119,12 @@ def _split(text: str) -> list[str]:
         word = _WORD.match(text, at)
         if word is None:
             return text.split()
-        words.append(_PIECE.sub(_unquoted, word[0]))
+        words.append(_PIECE.sub(_unquote, word[0]))
         at = _GAP.match(text, word.end()).end()  # type: ignore[union-attr]
     return words
 
 
-def _unquoted(piece: re.Match[str]) -> str:
+def _unquote(piece: re.Match[str]) -> str:
     if piece[3] is not None:
         return re.sub(r'\\(["\\])', r"\1", piece[3])
     return piece[1] if piece[1] is not None else piece[2]
@@ -160,21 +160,21 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def _sum(text: str, variables: dict[str, str], otherwise: str) -> str:
     """Return a whole number that is computed in a script, or the text as it stands."""
 
-    def of(node: ast.expr) -> int:
+    def evaluate(node: ast.expr) -> int:
         match node:
             case ast.Constant(value=int(number)):
                 return number
             case ast.Name(id=name):
                 return int(variables[name])
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-                result = _OPERATIONS[type(op)](of(left), of(right))
+                result = _OPERATIONS[type(op)](evaluate(left), evaluate(right))
                 if abs(result) < _WIDEST:
                     return result
         raise ValueError(text)
 
     try:
         node = expression(text)
-        return otherwise if node is None else str(of(node))
+        return otherwise if node is None else str(evaluate(node))
     except (ValueError, KeyError, ZeroDivisionError, RecursionError):
         return otherwise
 
@@ -207,10 +207,10 @@ def directives(text: str) -> dict[str, str]:
     }
 
 
-def counted(text: str | None) -> int | None:
+def device_count(text: str | None) -> int | None:
     """Return a count of `8`, `gpu:8` or `gpu:h100:8`; None for anything else.
 
-    >>> counted("gpu:h100:8"), counted("2-4")
+    >>> device_count("gpu:h100:8"), device_count("2-4")
     (8, None)
     """
     last = (text or "").rpartition(":")[2]

@@ -11,7 +11,11 @@ from typing import Any
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, under
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    unread_keys,
+)
 from meshwright.planner.schedules import SCHEDULES
 
 _CLASSES = {
@@ -28,7 +32,7 @@ _CLASSES = {
 _MODES = {"FullAC": "full", "SelectiveAC": "selective"}
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what a TOML or a Python configuration says."""
     sections = limits.toml_or_module(text, "torchtitan")
     return of_sections(of_python(sections) if isinstance(sections, ast.Module) else sections)
@@ -39,7 +43,7 @@ def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for
     sections: dict[str, Any] = {}
     names: dict[str, ast.expr] = {}
 
-    def put(section: str, key: str, node: ast.expr) -> None:
+    def assign(section: str, key: str, node: ast.expr) -> None:
         try:
             value = limits.literal(node)
         except ValueError:
@@ -56,17 +60,17 @@ def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for
             case ast.Assign(
                 targets=[ast.Attribute(value=ast.Attribute(attr=section), attr=key)], value=value
             ):
-                put(section, key, value)
+                assign(section, key, value)
             case ast.Assign(targets=[ast.Attribute(attr="activation_checkpoint")], value=value):
                 if isinstance(value, ast.Constant) and value.value is None:
                     sections["activation_checkpoint"] = {"mode": "none"}
             case ast.Call(func=function, keywords=keywords):
-                chain = limits.dotted(function)
+                chain = limits.dotted_names(function)
                 classes = [part for part in chain if part in _CLASSES]
                 if classes:
                     for keyword in keywords:
                         if keyword.arg:
-                            put(_CLASSES[classes[-1]], keyword.arg, keyword.value)
+                            assign(_CLASSES[classes[-1]], keyword.arg, keyword.value)
                     if classes[-1] in _MODES:
                         section = sections.setdefault("activation_checkpoint", {})
                         section["mode"] = _MODES[classes[-1]]
@@ -132,7 +136,7 @@ def _group(
                 continue
 
 
-def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
+def of_flags(flags: dict[str, str | bool | list[str]]) -> ParsedConfig:
     """Return what flags such as `--parallelism.tensor_parallel_degree 8` say."""
     sections: dict[str, Any] = {}
     for name, value in flags.items():
@@ -144,10 +148,10 @@ def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
     return of_sections(sections)
 
 
-def of_sections(sections: dict[str, Any]) -> Told:
+def of_sections(sections: dict[str, Any]) -> ParsedConfig:
     """Return what sections of settings say."""
     settings = Settings(sections)
-    config = Told(framework="torchtitan")
+    config = ParsedConfig(framework="torchtitan")
     parts = {
         name: settings.part(name)
         for name in (
@@ -167,10 +171,10 @@ def of_sections(sections: dict[str, Any]) -> Told:
     _rates(parts["optimizer"], parts["lr_scheduler"], config)
     mode = parts["activation_checkpoint"].word("mode")
     config.recompute = {"full": "full", "none": "none"}.get(str(mode), "selective")
-    parts["activation_checkpoint"].take("selective_ac_option")
+    parts["activation_checkpoint"].pop("selective_ac_option")
     if parts["compile"].flag("enable", "model"):
         config.compile = "block"
-    parts["compile"].take("components")
+    parts["compile"].pop("components")
     # Of its section `compile` since 0.3, and of `parallelism` before.
     async_ = [
         parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
@@ -180,13 +184,13 @@ def of_sections(sections: dict[str, Any]) -> Told:
     _model(parts["model"], config)
     _quantize(parts["model"], parts["quantize"], config)
     config.unknown = [
-        *settings.left,
-        *(key for name, section in parts.items() for key in under(name, section)),
+        *settings.unread,
+        *(key for name, section in parts.items() for key in unread_keys(name, section)),
     ]
     return config
 
 
-def _degrees(axes: Settings, config: Told) -> None:
+def _degrees(axes: Settings, config: ParsedConfig) -> None:
     config.data_replicate = axes.degree("data_parallel_replicate_degree")
     shard = axes.number("data_parallel_shard_degree")
     config.data_shard = -1 if shard is None else shard
@@ -204,7 +208,7 @@ def _degrees(axes: Settings, config: Told) -> None:
     config.zero = 3 if (default if again == "default" else again) == "always" else 2
     if config.pipeline == 1:
         for key in ("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"):
-            axes.take(key)
+            axes.pop(key)
         return
     name = axes.word("pipeline_parallel_schedule") or "1F1B"
     names = [
@@ -219,8 +223,8 @@ def _degrees(axes: Settings, config: Told) -> None:
         )
     config.schedule = names[0]
     config.micro_batch = axes.count("pipeline_parallel_microbatch_size") or 1
-    axes.take("pipeline_parallel_expert_parallel_overlap")
-    parts = axes.take("module_fqns_per_model_part")
+    axes.pop("pipeline_parallel_expert_parallel_overlap")
+    parts = axes.pop("module_fqns_per_model_part")
     if isinstance(parts, list | tuple):
         if not parts or not all(isinstance(part, list | tuple) for part in parts):
             raise DocumentError(
@@ -239,7 +243,7 @@ def _degrees(axes: Settings, config: Told) -> None:
         config.model["blocks_of_stage"] = each_stage
 
 
-def _training(training: Settings, config: Told) -> None:
+def _training(training: Settings, config: ParsedConfig) -> None:
     local = training.count("local_batch_size", "batch_size") or 8
     config.global_batch = training.number("global_batch_size")
     if config.global_batch is not None and config.global_batch < 0:
@@ -254,7 +258,7 @@ def _training(training: Settings, config: Told) -> None:
     config.precision = {"bfloat16": "bf16", "float32": "fp32"}.get(str(working), "bf16")
     if training.flag("enable_cpu_offload"):
         config.offload = "parameters"
-    training.take("disable_cuda_graphs")
+    training.pop("disable_cuda_graphs")
     bound = training.bound("max_norm")
     if bound is not None:
         config.trains(clip_norm=0.0 if bound == float("inf") else bound)
@@ -263,7 +267,7 @@ def _training(training: Settings, config: Told) -> None:
         config.model["steps"] = steps
 
 
-def _rates(optimizer: Settings, rates: Settings, config: Told) -> None:
+def _rates(optimizer: Settings, rates: Settings, config: ParsedConfig) -> None:
     first, second = optimizer.pair("betas")
     name = optimizer.word("name")
     if name not in (None, "AdamW"):
@@ -292,7 +296,7 @@ def _rates(optimizer: Settings, rates: Settings, config: Told) -> None:
         config.trains(floor=least)
 
 
-def _model(model: Settings, config: Told) -> None:
+def _model(model: Settings, config: ParsedConfig) -> None:
     registered = model.word("registered")
     name, flavor = model.word("name", "module"), model.word("flavor")
     if registered:
@@ -304,7 +308,7 @@ def _model(model: Settings, config: Told) -> None:
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def _quantize(model: Settings, quantize: Settings, config: Told) -> None:
+def _quantize(model: Settings, quantize: Settings, config: ParsedConfig) -> None:
     """Read converters and their settings: scales, how weights travel, what stays in 16 bits."""
     names = set(model.words("converters"))
     float8 = bool(names & {"quantize.linear.float8", "float8"})
@@ -314,7 +318,7 @@ def _quantize(model: Settings, quantize: Settings, config: Told) -> None:
     for name in ("float8", "mx"):
         experts = grouped.part(name)
         for key in ("fqns", "recipe_name", "pad_multiple"):
-            experts.take(key)
+            experts.pop(key)
     if float8 or mx:
         config.precision = "fp8" if float8 else "mxfp8"
         if f"quantize.grouped_mm.{'float8' if float8 else 'mx'}" in names:
@@ -330,10 +334,10 @@ def _quantize(model: Settings, quantize: Settings, config: Told) -> None:
             )
         if section.flag("enable_fsdp_float8_all_gather") and config.zero == 3:
             config.axes["weight_wire"] = "fp8"
-        section.take("precompute_float8_dynamic_scale_for_fsdp")
-        section.take("force_recompute_fp8_weight_in_bwd")
-    section.take("mxfp8_dim1_cast_kernel_choice")
-    left, taken = set(section.words("filter_fqns")) - {""}, section.take("fqns")
+        section.pop("precompute_float8_dynamic_scale_for_fsdp")
+        section.pop("force_recompute_fp8_weight_in_bwd")
+    section.pop("mxfp8_dim1_cast_kernel_choice")
+    left, taken = set(section.words("filter_fqns")) - {""}, section.pop("fqns")
     if "auto_filter_small_kn" in left:
         config.options.append("auto-filter")
     others = sorted(left - {"lm_head", "output", "router.gate", "auto_filter_small_kn"})

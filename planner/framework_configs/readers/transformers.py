@@ -6,7 +6,11 @@ from typing import Any
 
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import Settings, Told, under
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    unread_keys,
+)
 
 _RATES = {
     "cosine": "cosine",
@@ -17,12 +21,12 @@ _RATES = {
 }
 
 
-def read(text: str) -> Told:
+def read(text: str) -> ParsedConfig:
     """Return what the arguments say."""
     return of_settings(limits.settings(text, "transformers"))
 
 
-def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
+def of_flags(flags: dict[str, str | bool | list[str]]) -> ParsedConfig:
     """Return what flags of a script say."""
     data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
     nested = data.get("fsdp_config")
@@ -31,11 +35,11 @@ def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
     return of_settings(data)
 
 
-def of_settings(data: dict[str, Any]) -> Told:
+def of_settings(data: dict[str, Any]) -> ParsedConfig:
     """Return what arguments say."""
     settings = Settings(data)
-    config = Told(framework="transformers")
-    nested = settings.take("deepspeed")
+    config = ParsedConfig(framework="transformers")
+    nested = settings.pop("deepspeed")
     if isinstance(nested, dict):
         config = deepspeed.of_settings(nested)
     elif nested is not None:
@@ -53,7 +57,7 @@ def of_settings(data: dict[str, Any]) -> Told:
         _of_fsdp(settings, config)
     if settings.flag("gradient_checkpointing"):
         config.recompute = "full"
-    settings.take("gradient_checkpointing_kwargs")
+    settings.pop("gradient_checkpointing_kwargs")
     if settings.flag("torch_compile"):
         config.compile = "block"
     config.seq_len = settings.number(
@@ -66,12 +70,12 @@ def of_settings(data: dict[str, Any]) -> Told:
     if optimizer is not None and not optimizer.startswith("adamw_torch"):
         config.assumed.append(f"optim {optimizer!r:.40}: AdamW in the plan's types instead")
     _rates(settings, config)
-    config.unknown += settings.left
+    config.unknown += settings.unread
     return config
 
 
-def _of_fsdp(settings: Settings, config: Told) -> None:
-    value, nested = settings.take("fsdp"), settings.take("fsdp_config")
+def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
+    value, nested = settings.pop("fsdp"), settings.pop("fsdp_config")
     if isinstance(nested, str):
         config.assumed.append(
             f"fsdp_config {nested!r:.60}: another file, of which nothing is known"
@@ -95,12 +99,12 @@ def _of_fsdp(settings: Settings, config: Told) -> None:
     if fsdp.flag("activation_checkpointing"):
         config.recompute = "full"
     for key in ("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap"):
-        fsdp.take(key)
-    settings.take("fsdp_transformer_layer_cls_to_wrap")
-    config.unknown += under("fsdp_config", fsdp)
+        fsdp.pop(key)
+    settings.pop("fsdp_transformer_layer_cls_to_wrap")
+    config.unknown += unread_keys("fsdp_config", fsdp)
 
 
-def _rates(settings: Settings, config: Told) -> None:
+def _rates(settings: Settings, config: ParsedConfig) -> None:
     config.trains(
         learning_rate=settings.amount("learning_rate"),
         beta1=settings.amount("adam_beta1"),
@@ -122,7 +126,7 @@ def _rates(settings: Settings, config: Told) -> None:
     config.trains(warmup_steps=None if warmup is None else int(warmup))
     kind, values = (
         settings.word("lr_scheduler_type") or "linear",
-        settings.take("lr_scheduler_kwargs"),
+        settings.pop("lr_scheduler_kwargs"),
     )
     if isinstance(values, str):
         values = limits.json_settings(values, "lr_scheduler_kwargs")
@@ -138,4 +142,4 @@ def _rates(settings: Settings, config: Told) -> None:
             config.trains(decay_steps=kwargs.number("num_decay_steps"))
             if kwargs.word("decay_type") not in (None, "linear"):
                 config.assumed.append("lr_scheduler_kwargs.decay_type: it falls linearly")
-    config.unknown += under("lr_scheduler_kwargs", kwargs)
+    config.unknown += unread_keys("lr_scheduler_kwargs", kwargs)

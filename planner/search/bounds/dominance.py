@@ -24,8 +24,8 @@ from meshwright.planner.search.space import complexity
 
 def twins(layout: Layout) -> Iterator[Layout]:
     """Yield the layouts that may dominate this one."""
-    if layout.executed.no_slower is not None:
-        yield replace(layout, schedule=layout.executed.no_slower)
+    if layout.executed_schedule.no_slower is not None:
+        yield replace(layout, schedule=layout.executed_schedule.no_slower)
     if layout.zero > 1:
         yield replace(layout, zero=1)
     if layout.data_replicate > 1:
@@ -113,7 +113,7 @@ class Covering:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], deque[Sequence[LayoutCosts]]] = {}
 
-    def keep(self, layout: Layout, costs: Sequence[LayoutCosts]) -> None:
+    def add(self, layout: Layout, costs: Sequence[LayoutCosts]) -> None:
         """Keep a layout with its costs on each type of devices."""
         self._known.setdefault(_shape(layout), deque(maxlen=MOST_KEPT)).append(costs)
 
@@ -133,7 +133,7 @@ def _shape(layout: Layout) -> tuple[object, ...]:
     """What layouts have in common whose costs can be compared."""
     degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
     chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
-    return *degrees, *chosen, Saving.of(layout), layout.compile
+    return *degrees, *chosen, Saving.of_layout(layout), layout.compile
 
 
 def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:

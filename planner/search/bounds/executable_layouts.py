@@ -46,7 +46,7 @@ class StatedProblem(NamedTuple):
     instance: Instance
 
 
-def executed(
+def executable_families(
     request: Request, refusal: Refusal, saving: Refusal, refused: Counter[str]
 ) -> Iterator[LayoutFamily]:
     """Yield the families that run.  Of refused degrees no axis orders are distinguished.
@@ -106,7 +106,9 @@ class Configurations:
         self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
         self._known_instances: dict[Layout, Instance] = {}
         self.refused: Counter[str] = Counter()
-        self.families = list(executed(request, self._refusal_of, self._refusal_of, self.refused))
+        self.families = list(
+            executable_families(request, self._refusal_of, self._refusal_of, self.refused)
+        )
         self.frontiers = FrontierStore() if frontiers is None else frontiers
 
     def _refusal_of(self, plain: Layout) -> str | None:
@@ -131,9 +133,14 @@ class Configurations:
                 self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
             )
             if self.pins.require and key[1] > 1:
-                from meshwright.planner.search.partition.stage_size_rows import both, required_rows  # noqa: PLC0415 - few ask
+                from meshwright.planner.search.partition.stage_size_rows import (  # noqa: PLC0415 - few ask
+                    intersect_rows,
+                    required_rows,
+                )
 
-                size_rows = both(size_rows, required_rows(self.model, layout, self.pins.require))
+                size_rows = intersect_rows(
+                    size_rows, required_rows(self.model, layout, self.pins.require)
+                )
             self._known_rows[key] = size_rows
         return self._known_rows[key]
 
@@ -157,17 +164,17 @@ class Configurations:
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout."""
-        return self.tables.of(layout)
+        return self.tables.costs_of(layout)
 
     def instance(self, layout: Layout) -> Instance:
         """Return the partition problem of a layout."""
         if layout not in self._known_instances:
-            self._known_instances[layout] = self._instance(layout, self.tables.of(layout))
+            self._known_instances[layout] = self._instance(layout, self.tables.costs_of(layout))
         return self._known_instances[layout]
 
-    def stated(self, layout: Layout) -> StatedProblem:
+    def problem_of(self, layout: Layout) -> StatedProblem:
         """Return the partition problem of a layout with its costs."""
-        return StatedProblem(self.tables.of(layout), self.instance(layout))
+        return StatedProblem(self.tables.costs_of(layout), self.instance(layout))
 
     def stated_of_any_loss(self, layout: Layout) -> StatedProblem:
         """Return one for all layouts that differ in how they compute the loss alone.

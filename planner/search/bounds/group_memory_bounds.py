@@ -20,8 +20,8 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.costs.activations import treated
-from meshwright.planner.costs.calibration import taken
+from meshwright.planner.costs.activations import activation_cost
+from meshwright.planner.costs.calibration import figures_at
 from meshwright.planner.costs.cost_cache import KindFigures
 from meshwright.planner.costs.layer_strategy import (
     Recomputes,
@@ -37,9 +37,9 @@ from meshwright.planner.documents.tolerances import SLACK
 from meshwright.planner.operators.operator_table import RECOMPUTES, either
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.search.bounds import multi_stage_memory as spread
-from meshwright.planner.search.bounds.multi_stage_memory import Spread
+from meshwright.planner.search.bounds.multi_stage_memory import StageMemorySpread
 from meshwright.planner.search.bounds.peak_moments import MemoryMoment, binding, loads_of
-from meshwright.planner.search.bounds.stage_capacity import Options, Stages, hosted
+from meshwright.planner.search.bounds.stage_capacity import Options, Stages, capacity_bounds_s
 from meshwright.planner.search.partition.stage_counts import Shares, longest_run, shares_of
 from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Timetable
 
@@ -47,7 +47,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-class Unit(NamedTuple):
+class GroupUnderSharding(NamedTuple):
     """Layouts that are looked at together: a family's, of which none has less than under one
     sharing."""
 
@@ -55,7 +55,7 @@ class Unit(NamedTuple):
     leanest: ShardingChoice
 
 
-class Paces(NamedTuple):
+class ObjectiveCoefficients(NamedTuple):
     """[pace, problem] How a timetable turns the seconds of ranks into a bound of those of a step.
 
     `actions` of all ranks and of any at least, which no layer counts; a credit counts `credited`.
@@ -69,17 +69,19 @@ class Paces(NamedTuple):
     least_actions: Floats
 
     @classmethod
-    def together(cls, some: Sequence[Paces]) -> Paces:
+    def together(cls, some: Sequence[ObjectiveCoefficients]) -> ObjectiveCoefficients:
         """Return those of several problems in a row."""
         return cls(*(np.concatenate(rows, axis=1) for rows in zip(*some, strict=True)))
 
-    def of(self, problems: Indices) -> Paces:
+    def of_problems(self, problems: Indices) -> ObjectiveCoefficients:
         """Return those of some problems."""
-        return Paces(*(column[:, problems] for column in self))
+        return ObjectiveCoefficients(*(column[:, problems] for column in self))
 
-    def one_by_one(self, number: int) -> list[Paces]:
+    def one_by_one(self, number: int) -> list[ObjectiveCoefficients]:
         """Return the first paces one by one."""
-        return [Paces(*(column[at : at + 1] for column in self)) for at in range(number)]
+        return [
+            ObjectiveCoefficients(*(column[at : at + 1] for column in self)) for at in range(number)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class _Ranks(NamedTuple):
     """[timetable, 2] Least in flight, and least buffers."""
 
 
-class Rooms:
+class MemoryBounds:
     """Bounds on the families of one search."""
 
     def __init__(
@@ -147,7 +149,7 @@ class Rooms:
                 tables.cluster.groups[0], tables.request.stack.offload.host_share
             )
 
-    def of(self, chain: ChainFigures) -> Rooms:
+    def with_credits(self, chain: ChainFigures) -> MemoryBounds:
         """Return the same with other credits."""
         bounds = copy(self)
         bounds._chain = chain
@@ -155,9 +157,9 @@ class Rooms:
 
     def bounds_s(
         self,
-        units: Sequence[Unit],
+        units: Sequence[GroupUnderSharding],
         settings: Indices,
-        paces: Paces,
+        paces: ObjectiveCoefficients,
         added_s: Floats,
         seen_s: Floats | None = None,
     ) -> Floats:
@@ -187,7 +189,13 @@ class Rooms:
         costs = LayersTogether(self._tables, figures, layouts, members, recompute)
         holdings = np.concatenate([of_unit_s.holding for of_unit_s in units_s])
         options = Options(
-            **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
+            **dict(
+                zip(
+                    _FIGURES,
+                    costs.figures_of(self._chain.commonest, holdings, of_unit),
+                    strict=True,
+                )
+            )
         )
         options = replace(options, transient_bytes=self._working(options, costs, of_unit))
         if seen_s is not None:
@@ -200,9 +208,9 @@ class Rooms:
         bound_s = np.full(len(of_unit), np.inf)
         if len(kept):
             ranks = _some(units_s, degree, of_unit, kept)
-            options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
+            options, degree, of_unit = options.for_pipelines(kept), degree[kept], of_unit[kept]
             stages = self._stages(ranks, options, degree, boundary_bytes[kept], costs, of_unit)
-            rest = settings[of_unit], paces.of(kept), added_s[of_unit]
+            rest = settings[of_unit], paces.of_problems(kept), added_s[of_unit]
             bound_s[kept] = self._bound_s(options, stages, *rest)
             alone = np.flatnonzero(degree == 1)
             if self._host_bytes is not None and len(alone):
@@ -218,7 +226,7 @@ class Rooms:
         stages: Stages,
         on_host: Floats,
         setting: Indices,
-        paces: Paces,
+        paces: ObjectiveCoefficients,
         added_s: Floats,
     ) -> Floats:
         """[timetable without a pipeline] Least seconds by the memory of device and host together.
@@ -227,18 +235,18 @@ class Rooms:
         """
         at = np.flatnonzero(stages.counts == 1)
         room_bytes = self._host_bytes or 0.0
-        among = options.of(at)
+        among = options.for_pipelines(at)
         among = replace(
             among,
             stored_bytes=among.stored_bytes + on_host[0][:, at],
             resident_bytes=among.resident_bytes + on_host[1][:, at],
         )
-        part = stages.of(stages.counts == 1)
+        part = stages.for_pipelines(stages.counts == 1)
         return self._bound_s(
             among,
             replace(part, free_bytes=part.free_bytes + room_bytes),
             setting[at],
-            paces.of(at),
+            paces.of_problems(at),
             added_s[at],
         )
 
@@ -285,7 +293,7 @@ class Rooms:
             if kind is None or kind == self._chain.commonest:
                 continue
             at = starts + ranks.ends[:, last]
-            figures = costs.of(kind, ranks.holding, of_unit).min(axis=1)
+            figures = costs.figures_of(kind, ranks.holding, of_unit).min(axis=1)
             time_s, stored, resident, transient, kept = figures
             beside_s[at] += time_s
             place = ranks.depths - 1 if last else 0
@@ -341,16 +349,16 @@ class Rooms:
         load: MemoryMoment,
         free_bytes: Floats,
         degree: Indices,
-    ) -> Spread:
+    ) -> StageMemorySpread:
         """[rank] What a rank counts of its like layers."""
-        result = Spread(*(np.zeros(len(problem)) for _ in range(3)))
+        result = StageMemorySpread(*(np.zeros(len(problem)) for _ in range(3)))
         number = self._chain.counts[self._chain.commonest]
         starts = np.cumsum(degree) - degree
         for virtual in np.unique(ranks.depths).tolist():
             at = np.flatnonzero(ranks.depths[problem] == virtual)
             numbers = problem[at]
             stored = options.stored_bytes[:, numbers]
-            room = spread.RankRoom(
+            room = spread.RankMemory(
                 alive=load.alive[:virtual, at],
                 kept_bytes=options.kept_bytes.min(axis=0)[numbers] * load.waiting[:virtual, at],
                 free_bytes=free_bytes[at],
@@ -369,13 +377,18 @@ class Rooms:
                     uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
             for shares, some in uneven.items():
                 there = np.array(some)
-                relief = spread.relieved(room, shares, np.searchsorted(at, there))
+                relief = spread.relieved_spread(room, shares, np.searchsorted(at, there))
                 for column, values in zip(result, relief, strict=True):
                     column[there] = values
         return result
 
     def _bound_s(
-        self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
+        self,
+        options: Options,
+        stages: Stages,
+        setting: Indices,
+        paces: ObjectiveCoefficients,
+        added_s: Floats,
     ) -> Floats:
         """[timetable] Least seconds, by the slowest stage and by all of them, at every pace."""
         chain, action_s, ranks = self._chain, self._tables.action_s, stages.counts
@@ -383,7 +396,9 @@ class Rooms:
         fastest_s = chain.fastest_s[:, setting]
         even_s = np.ceil(counts[:, None] / ranks) * fastest_s
         at = list(chain.counts).index(chain.commonest)
-        slowest_s, counted_s = hosted(options, stages, chain.counts[chain.commonest], even_s[at])
+        slowest_s, counted_s = capacity_bounds_s(
+            options, stages, chain.counts[chain.commonest], even_s[at]
+        )
         fits = np.isfinite(counted_s)
         layers_s = np.where(fits, counted_s, 0.0)
         layers_s += np.delete(counts, at) @ np.delete(fastest_s, at, axis=0)
@@ -418,10 +433,10 @@ class LayersTogether:
         self._pipelined = cast(bool, np.array([layout.pipeline > 1 for layout in layouts[0]]))
         self._parts: dict[str, list[StrategyParts]] = {}
 
-    def of(self, kind: str, holdings: Indices, layouts: Indices) -> Floats:
+    def figures_of(self, kind: str, holdings: Indices, layouts: Indices) -> Floats:
         """[figure, choice, place] One kind's `_FIGURES`, for layouts that hold things somehow."""
         if kind not in self._parts:
-            self._parts[kind] = list(self._of(kind))
+            self._parts[kind] = list(self._choices_of(kind))
         parts = self._parts[kind]
         result = np.empty((len(_FIGURES), len(parts), len(layouts)))
         some = [(n, np.flatnonzero(holdings == n)) for n in np.unique(holdings).tolist()]
@@ -444,7 +459,7 @@ class LayersTogether:
     def working(self, kind: str) -> Floats:
         """[layout] The least working memory of one kind in its backward."""
         if kind not in self._parts:
-            self._parts[kind] = list(self._of(kind))
+            self._parts[kind] = list(self._choices_of(kind))
         of_kinds = [
             np.broadcast_to(part.backward_transient_bytes, (len(self._settings),))
             for part in self._parts[kind]
@@ -461,20 +476,20 @@ class LayersTogether:
                 result[row, choice] = figure[layouts] if isinstance(figure, np.ndarray) else figure
         return result
 
-    def _of(self, kind: str) -> Iterable[StrategyParts]:
+    def _choices_of(self, kind: str) -> Iterable[StrategyParts]:
         """Yield the choices of a kind; the last layer's under each loss."""
         for place in self._losses if kind == self._tables.model.chain_kinds[-1] else (0,):
             yield from self._of_loss(kind, place)
 
     def _of_loss(self, kind: str, place: int) -> Iterable[StrategyParts]:
         at = self._kinds.index(kind)
-        states = _stacked([states[at] for states in self._states[place]])
+        states = _stack_states([states[at] for states in self._states[place]])
         last = kind == self._tables.end_kinds[1]
         last = last and self._tables.rates.stack.pipeline.keeps_results
         for recompute, many in zip(RECOMPUTES, self._figures[kind], strict=True):
             if recompute not in choices_of(self._recompute, kind):
                 continue
-            figures = taken(many, self._settings[:, place])
+            figures = figures_at(many, self._settings[:, place])
             for activations in self._tables.activations:
                 passed = figures.passed_bytes(activations) if last else 0.0
                 passed = either(self._pipelined, passed, 0.0)
@@ -483,7 +498,9 @@ class LayersTogether:
                     activations=activations,
                     figures=figures,
                     states=states,
-                    treated=treated(activations, figures, self._tables.rates, passed=passed),
+                    treated=activation_cost(
+                        activations, figures, self._tables.rates, passed=passed
+                    ),
                     gather_s=0.0,
                     backward_shard_s=0.0,
                     sync_s=0.0,
@@ -498,7 +515,7 @@ _HELD = ((False, False), (False, True), (True, False))
 def holding_of(layout: Layout) -> int:
     """Return the place in `_HELD` of a layout."""
     whole = counted_by_rank(layout)
-    return _HELD.index((whole, layout.executed.forwards_first and not whole))
+    return _HELD.index((whole, layout.executed_schedule.forwards_first and not whole))
 
 
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
@@ -507,7 +524,7 @@ _BELOW = 1.0 - SLACK
 """A bound may not be above what it bounds."""
 
 
-def _stacked(states: Sequence[States]) -> States:
+def _stack_states(states: Sequence[States]) -> States:
     """Return states that are arrays."""
     numbers: dict[tuple[float, ...], int] = {}
     place = np.array([numbers.setdefault(_row(state), len(numbers)) for state in states])
@@ -519,7 +536,7 @@ _STATES = tuple(field.name for field in fields(States))
 _row = attrgetter(*_STATES)
 
 
-def _layout(unit: Unit, loss: int = 0) -> Layout:
+def _layout(unit: GroupUnderSharding, loss: int = 0) -> Layout:
     """Return a layout of the unit; what it has is the same under every timetable."""
     place = min(loss, len(unit.family.losses) - 1)
     return unit.family.layout(unit.leanest, Timetable(), place=place)
@@ -545,7 +562,7 @@ def _ranks_of(
         layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
         homes.append(rank_of_stage(name, stages=layout.stages, virtual_stages=virtual))
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-        uneven = shares is not None and shares.relieved(homes[-1][-1])
+        uneven = shares is not None and shares.is_relieved(homes[-1][-1])
         relieved.append(shares if uneven else None)
         holding.append(holding_of(layout))
     depths = np.array([timetable.virtual_stages for timetable in timetables])
@@ -572,10 +589,10 @@ def _some(ranks: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indi
     here = np.flatnonzero(np.isin(of_unit, chosen))
     stays = np.isin(here, kept)
     at = np.flatnonzero(np.repeat(stays, degree[here]))
-    early = MemoryMoment.together([memory.early for memory in some]).of(at)
+    early = MemoryMoment.together([memory.early for memory in some]).of_ranks(at)
     late = early
     if any(memory.late is not memory.early for memory in some):
-        late = MemoryMoment.together([memory.late for memory in some]).of(at)
+        late = MemoryMoment.together([memory.late for memory in some]).of_ranks(at)
     relieved = [shares for memory in some for shares in memory.relieved]
     return _Ranks(
         early,

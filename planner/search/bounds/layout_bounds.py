@@ -38,7 +38,7 @@ class Candidates(FamilyBounds):
     """What a search looks at; parts of it answer other pins of the same request."""
 
     @property
-    def whole(self) -> ClusterSpec:
+    def whole_cluster(self) -> ClusterSpec:
         """The cluster, all of whose devices are alike."""
         return self.cluster
 
@@ -115,7 +115,7 @@ class Candidates(FamilyBounds):
         return self._known_communication_s[layout]
 
     def _communication_s(self, layout: Layout) -> float:
-        costs = self.tables.of(layout)
+        costs = self.tables.costs_of(layout)
         rows = []
         for kind, table in costs.kinds.items():
             among = choices_of(self.recompute, kind)
@@ -124,7 +124,7 @@ class Candidates(FamilyBounds):
             rows.append((self._counts[kind], fastest_s, min(cost.sync_s for cost in choices)))
         steady, fill = layout_pace(self.model, layout)
         credits_s = 0.0
-        if layout.executed.splits_backward:
+        if layout.executed_schedule.splits_backward:
             credits_s = fill * sum(
                 self._counts[kind] * min(part.figures.credit_s for part in parts)
                 for kind, parts in costs.parts.items()
@@ -144,18 +144,18 @@ class Candidates(FamilyBounds):
     def memory_s(self, layout: Layout) -> float:
         """Least seconds with what each stage can hold; inf if the layout does not fit."""
         if layout not in self._known_memory_s:
-            seconds = bounds.counted_s(self.instance(layout)) + self.tables.of(layout).step_s
+            seconds = bounds.counted_s(self.instance(layout)) + self.tables.costs_of(layout).step_s
             self._known_memory_s[layout] = seconds
         return self._known_memory_s[layout]
 
     def dominator(self, layout: Layout) -> Layout | None:
         """Return a candidate that can do all that this layout can, if one is known."""
-        costs = self.tables.of(layout)
+        costs = self.tables.costs_of(layout)
         for changed in twins(layout):
             twin = canonical(self.cluster, changed)
             if twin == layout or not self.pins.allow(twin) or self.refusal(twin) is not None:
                 continue
-            if dominates(twin, self.tables.of(twin), layout, costs):
+            if dominates(twin, self.tables.costs_of(twin), layout, costs):
                 return twin
         return None
 

@@ -39,7 +39,12 @@ from meshwright.planner.documents.tolerances import ROUNDING, SLACK
 from meshwright.planner.frameworks.native_limits import Rules
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.executable_layouts import Configurations
-from meshwright.planner.search.bounds.group_memory_bounds import ChainFigures, Paces, Rooms, Unit
+from meshwright.planner.search.bounds.group_memory_bounds import (
+    ChainFigures,
+    GroupUnderSharding,
+    MemoryBounds,
+    ObjectiveCoefficients,
+)
 from meshwright.planner.search.bounds.sharding_costs import ShardingCosts, ShardingTable
 from meshwright.planner.search.offload_choices import Saving, offload_s
 from meshwright.planner.search.partition.layout_partition import layout_pace
@@ -73,7 +78,7 @@ class FamilyBounds(Configurations):
         for layer in self.model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
-        self._known_paces: dict[tuple[object, ...], Paces] = {}
+        self._known_paces: dict[tuple[object, ...], ObjectiveCoefficients] = {}
         self._rates = self.tables.rates
         self._types = state_types(
             self._rates.stack, request.job.precision, moments=self.model.optimizer_bytes
@@ -112,7 +117,7 @@ class FamilyBounds(Configurations):
 
     def _computation_s(self) -> bounds.Floats:
         if not self._divided:
-            some = {family.divided: family for family in self.families}
+            some = {family.computation_key: family for family in self.families}
             firsts: dict[tuple[object, ...], Layout] = {}
             for (*alike, _), family in some.items():
                 for place, loss in enumerate(family.losses):
@@ -150,9 +155,9 @@ class FamilyBounds(Configurations):
             credits_s=(counts @ least_credits_s(figures))[members].max(axis=-1),
         )
         whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
-        some = self.tables.unlinked(self.families[0].first)
+        some = self.tables.costs_without_links(self.families[0].first)
         free_bytes = room_bytes(whole_bytes, some)
-        self._rooms = Rooms(
+        self._rooms = MemoryBounds(
             self.tables,
             self._chain,
             capacity_bytes=free_bytes * (1 + ROUNDING),
@@ -177,11 +182,11 @@ class FamilyBounds(Configurations):
         number, stages, paces = [], [], []
         for family in families:
             paces.append(self._paces_of(family))
-            number += [self._divided[family.divided]] * len(family.timetables)
+            number += [self._divided[family.computation_key]] * len(family.timetables)
             stages += [float(family.degrees.pipeline)] * len(family.timetables)
-        steady, fill, credited, actions, fewest_s = Paces.together(paces)
+        steady, fill, credited, actions, fewest_s = ObjectiveCoefficients.together(paces)
         each_s = bounds.balanced_s(
-            _unsynced(self._counts.values(), self._chain.fastest_s[:, number]),
+            _without_sync(self._counts.values(), self._chain.fastest_s[:, number]),
             stages=cast(float, np.array(stages)),
             steady=cast(float, steady),
             fill=cast(float, fill),
@@ -192,7 +197,7 @@ class FamilyBounds(Configurations):
         longest_s: bounds.Floats = self.tables.step_s + np.max(each_s, axis=0)
         return longest_s
 
-    def _paces_of(self, family: LayoutFamily) -> Paces:
+    def _paces_of(self, family: LayoutFamily) -> ObjectiveCoefficients:
         """Return the paces of a family's timetables: arrays [pace, timetable].
 
         Actions are counted by the seconds of one with one stage a rank.  Those at the ends of the
@@ -210,15 +215,15 @@ class FamilyBounds(Configurations):
                 layout = Layout(
                     pipeline=pipeline, micro_batches=count, schedule=name, virtual_stages=virtual
                 )
-                rows = [self._counted(layout, *pace) for pace in self.paces(layout)]
+                rows = [self._pace_figures(layout, *pace) for pace in self.paces(layout)]
                 columns.append((rows * self._most_paces)[: self._most_paces])
             # [timetable, pace, figure] -> [figure, pace, timetable]
-            self._known_paces[key] = Paces(*np.array(columns).T)
+            self._known_paces[key] = ObjectiveCoefficients(*np.array(columns).T)
         return self._known_paces[key]
 
-    def _counted(self, layout: Layout, steady: float, fill: float) -> tuple[float, ...]:
-        """Return the figures of `Paces` for one pace of a layout's timetable."""
-        schedule = layout.executed
+    def _pace_figures(self, layout: Layout, steady: float, fill: float) -> tuple[float, ...]:
+        """Return the figures of `ObjectiveCoefficients` for one pace of a layout's timetable."""
+        schedule = layout.executed_schedule
         actions = self._actions(layout, fill) if layout.pipeline > 1 else 0
         share = self.tables.action_share(layout.virtual_stages)
         return (
@@ -231,11 +236,11 @@ class FamilyBounds(Configurations):
 
     def _leaves_w_out(self, layout: Layout) -> bool:
         """Whether `fill` counts what W takes back as credits."""
-        return layout.executed.splits_backward
+        return layout.executed_schedule.splits_backward
 
     def _actions(self, layout: Layout, fill: float) -> int:
         """Return the actions of a rank for one micro-batch that a pace with `fill` counts."""
-        return (3 if layout.executed.splits_backward else 2) * layout.virtual_stages
+        return (3 if layout.executed_schedule.splits_backward else 2) * layout.virtual_stages
 
     def parts(self, family: LayoutFamily, levels: Levels) -> list[tuple[LayoutFamily, float]]:
         """Return a family's part of each ZeRO level and timetable, with its bound of `levels`.
@@ -267,7 +272,7 @@ class FamilyBounds(Configurations):
         """
         levels = [self._levels(family) for family in families]
         units = [
-            Unit(family, level[0])
+            GroupUnderSharding(family, level[0])
             for family, levels_s in zip(families, levels, strict=True)
             for level in levels_s
         ]
@@ -293,8 +298,8 @@ class FamilyBounds(Configurations):
 
     def _within_memory_s(
         self,
-        units: Sequence[Unit],
-        paces: Sequence[Paces],
+        units: Sequence[GroupUnderSharding],
+        paces: Sequence[ObjectiveCoefficients],
         once_s: bounds.Floats,
         seen_s: bounds.Floats | None = None,
     ) -> list[bounds.Floats]:
@@ -307,8 +312,8 @@ class FamilyBounds(Configurations):
             once_s = once_s + [self._added_s(family.savings[0]) for family, _ in units]
         bounds_s = self._rooms.bounds_s(
             units,
-            np.array([self._divided[family.divided] for family, _ in units]),
-            Paces.together(paces),
+            np.array([self._divided[family.computation_key] for family, _ in units]),
+            ObjectiveCoefficients.together(paces),
             once_s,
             seen_s,
         )
@@ -320,13 +325,13 @@ class FamilyBounds(Configurations):
         `part` has one ZeRO level, timetable and loss.  The other layers take their fewest seconds
         anywhere, and what crosses a boundary of the pipeline takes no time.
         """
-        return self._shared(part).least_s
+        return self._sharing_bounds(part).least_s
 
-    def _shared(self, part: LayoutFamily) -> _PartBounds:
+    def _sharing_bounds(self, part: LayoutFamily) -> _PartBounds:
         """Return what sharing takes of the commonest layers."""
         if part in self._known_shared:
             return self._known_shared[part]
-        number, moved = self._divided[part.divided], self._sharding.of(part)
+        number, moved = self._divided[part.computation_key], self._sharding.costs_of(part)
         commonest, layers = self._commonest
         rows = [
             (self._counts[kind], float(self._chain.fastest_s[at, number]), 0.0)
@@ -366,7 +371,7 @@ class FamilyBounds(Configurations):
         result, units, paces, once_s, seen_s = [], [], [], [], []
         members: list[tuple[bounds.Floats, list[int]]] = []
         for part in parts:
-            shared = self._shared(part)
+            shared = self._sharing_bounds(part)
             least_s, moved = shared.least_s.copy(), shared.moved
             many = max(1.0, self._commonest[1] / part.degrees.pipeline)
             groups: dict[tuple[int, int], list[int]] = {}
@@ -376,7 +381,7 @@ class FamilyBounds(Configurations):
             coefficients = self._paces_of(part).one_by_one(len(self.paces(part.first)))
             for group, pace in itertools.product(groups.values(), coefficients):
                 members.append((least_s, group))
-                units.append(Unit(part, part.sharings[group[0]]))
+                units.append(GroupUnderSharding(part, part.sharings[group[0]]))
                 paces.append(pace)
                 seen, once = self._with_once(
                     part,
@@ -425,7 +430,9 @@ class _PartBounds(NamedTuple):
     moved: ShardingCosts
 
 
-def _unsynced(counts: Iterable[int], fastest_s: bounds.Floats) -> list[tuple[int, float, float]]:
+def _without_sync(
+    counts: Iterable[int], fastest_s: bounds.Floats
+) -> list[tuple[int, float, float]]:
     """[kind] How many layers there are, their fewest seconds [kind, problem], nothing to sync."""
     return [
         (count, cast(float, seconds), 0.0) for count, seconds in zip(counts, fastest_s, strict=True)

@@ -30,7 +30,12 @@ from numpy.typing import NDArray
 from meshwright.planner.costs.layer_strategy import StrategyParts, least_resident
 from meshwright.planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from meshwright.planner.documents.plan import Layout
-from meshwright.planner.search.bounds.multi_stage_memory import RankRoom, Spread, evenly, relieved
+from meshwright.planner.search.bounds.multi_stage_memory import (
+    RankMemory,
+    StageMemorySpread,
+    evenly,
+    relieved_spread,
+)
 from meshwright.planner.search.bounds.peak_moments import MemoryMoment, binding, loads_of
 from meshwright.planner.search.partition.stage_counts import Shares
 from meshwright.planner.solver.partition_problem import Option
@@ -75,7 +80,7 @@ class BytesBounds:
         self._working = self._working_by_kind()
         self._load = self._binding(capacity_bytes)
         fixed_bytes = self._buffers_bytes()
-        counted = Spread(self._load.alive[0], self._load.waiting[0], fixed_bytes)
+        counted = StageMemorySpread(self._load.alive[0], self._load.waiting[0], fixed_bytes)
         if shares is not None:
             self._acting = self._working_of_acting(shares)
             counted = self._of_several(shares, fixed_bytes + self._acting, capacity_bytes)
@@ -207,7 +212,9 @@ class BytesBounds:
                 working[rank] = min([working[rank], *map(self._working_of, kinds)])
         return working
 
-    def _of_several(self, shares: Shares, fixed_bytes: Floats, capacity_bytes: float) -> Spread:
+    def _of_several(
+        self, shares: Shares, fixed_bytes: Floats, capacity_bytes: float
+    ) -> StageMemorySpread:
         """[rank] What ranks of several stages count: see `option` for their layers."""
         run, like, load = shares.run, self.like, self._load
         free_bytes = capacity_bytes - fixed_bytes
@@ -220,7 +227,7 @@ class BytesBounds:
                 for part in self._choices[self._chain[at]]
             )
         ones = np.ones(shares.ranks)
-        ranks = RankRoom(
+        ranks = RankMemory(
             alive=load.alive,
             kept_bytes=load.waiting * like.kept,
             free_bytes=free_bytes,
@@ -231,14 +238,16 @@ class BytesBounds:
         )
         split = evenly(ranks)
         last = shares.home[-1]
-        if shares.relieved(last):
-            for column, value in zip(split, relieved(ranks, shares, np.array([last])), strict=True):
+        if shares.is_relieved(last):
+            for column, value in zip(
+                split, relieved_spread(ranks, shares, np.array([last])), strict=True
+            ):
                 column[last] = value[0]
         always = split.in_flight * like.least_stored + like.resident
         # A stage of the solver has no layers of less than nothing.
         each_bytes = np.maximum(split.each_bytes, -always)
         less_bytes = run.alike * (each_bytes - split.each_bytes)
-        return Spread(
+        return StageMemorySpread(
             split.in_flight,
             (each_bytes + always) / like.carrier,
             fixed_bytes + split.fixed_bytes - less_bytes,
@@ -250,7 +259,7 @@ class BytesBounds:
         return least_resident(
             part.states,
             whole=self._by_rank,
-            forwards_first=layout.executed.forwards_first,
+            forwards_first=layout.executed_schedule.forwards_first,
             once=layout.micro_batches == 1,
         )
 

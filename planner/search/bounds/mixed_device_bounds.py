@@ -38,7 +38,7 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.memory_peaks import fullest
 from meshwright.planner.search.bounds.dominance import dominates, twins
-from meshwright.planner.search.bounds.executable_layouts import executed
+from meshwright.planner.search.bounds.executable_layouts import executable_families
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.partition.layout_partition import layout_pace, unkept
 from meshwright.planner.search.partition.stage_size_rows import not_required, required_rows
@@ -62,7 +62,7 @@ class GroupCandidates:
         self.cluster = request.cluster
         self.job = request.job
         self.pins = request.pins
-        self.whole = whole or request.cluster
+        self.whole_cluster = whole or request.cluster
         self.recompute = request.pins.recompute
         self.activations = activations(request.cluster, request.pins)
         self.group_costs = GroupCosts(request, self.activations)
@@ -113,7 +113,7 @@ class GroupCandidates:
         pins = replace(self.pins, order=self.pins.order or INSIDE_OUT)
         request, refused = replace(self.request, pins=pins), Counter[str]()
         families: list[LayoutFamily] = []
-        for family in executed(request, self._executes, self.refusal, refused):
+        for family in executable_families(request, self._executes, self.refusal, refused):
             for part in family.by_timetable():
                 if not schedule_of(part.timetables[0].schedule).stale:
                     families += part.by_loss()
@@ -188,7 +188,7 @@ class GroupCandidates:
                 resident = least_resident(
                     part.states,
                     whole=counted_by_rank(layout),
-                    forwards_first=layout.executed.forwards_first,
+                    forwards_first=layout.executed_schedule.forwards_first,
                     once=layout.micro_batches == 1,
                 )
                 each_bytes = np.maximum(1.0, resident + alive * part.stored_bytes)
@@ -272,7 +272,7 @@ class GroupCandidates:
         fastest = FastestOnTypes(
             counts=self.counts,
             time_s=time_s,
-            credits_s=fill * layout.executed.splits_backward * credits_s,
+            credits_s=fill * layout.executed_schedule.splits_backward * credits_s,
             stages=self.stages(layout),
             steady=steady,
             fill=fill,
@@ -287,13 +287,13 @@ class GroupCandidates:
         """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
         if not self._known_s:
             self._work_out([family.first for family in self._families[0]] or [layout])
-        if _divided(layout) not in self._known_s:
+        if _computation_key(layout) not in self._known_s:
             self._work_out([layout])
-        return self._known_s[_divided(layout)]
+        return self._known_s[_computation_key(layout)]
 
     def _work_out(self, layouts: Sequence[Layout]) -> None:
         """Work `passes_s` of many layouts out together."""
-        some = {_divided(layout): layout for layout in reversed(layouts)}
+        some = {_computation_key(layout): layout for layout in reversed(layouts)}
         of_groups = [
             tables.passes_s(list(some.values()), self.pins.recompute)
             for tables in self.group_costs.tables.values()
@@ -312,7 +312,7 @@ class GroupCandidates:
     def _better(self, twin: Layout, layout: Layout) -> bool:
         """Whether a twin that can run dominates a layout."""
         return all(
-            dominates(twin, tables.of(twin), layout, tables.of(layout))
+            dominates(twin, tables.costs_of(twin), layout, tables.costs_of(layout))
             for tables in self.group_costs.tables.values()
         )
 
@@ -334,7 +334,7 @@ def _alive(layout: Layout) -> Floats:
     return alive
 
 
-def _divided(layout: Layout) -> tuple[object, ...]:
+def _computation_key(layout: Layout) -> tuple[object, ...]:
     """What the computation inside layers depends on; axes lie in one order."""
     degrees = layout.tensor, layout.context, layout.expert
     return *degrees, layout.micro_batch, layout.loss, *computed_by(layout)

@@ -23,7 +23,7 @@ _LOWEST = 0.25
 """Of α, which a solver's stage counts as micro-batches in flight."""
 
 
-class Spread(NamedTuple):
+class StageMemorySpread(NamedTuple):
     """[rank] Multiple of what a layer stores; bytes of a layer beside that, and of all of them."""
 
     in_flight: Floats
@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankRoom:
+class RankMemory:
     """What a rank has alive and waiting, room for, and the least and most of a like layer."""
 
     alive: Floats
@@ -45,9 +45,9 @@ class RankRoom:
     most_stored: Floats
     resident: Floats
 
-    def of(self, places: NDArray[np.intp]) -> RankRoom:
+    def at_places(self, places: NDArray[np.intp]) -> RankMemory:
         """Return some of them."""
-        return RankRoom(
+        return RankMemory(
             alive=self.alive[:, places],
             kept_bytes=self.kept_bytes[:, places],
             free_bytes=self.free_bytes[places],
@@ -90,23 +90,25 @@ class RankRoom:
         return mean + alpha * self.least_stored + self.resident
 
 
-def evenly(ranks: RankRoom) -> Spread:
+def evenly(ranks: RankMemory) -> StageMemorySpread:
     """Return what ranks count whose stages are alike up to a layer, the later ones larger."""
     virtual, alpha = len(ranks.alive), ranks.alpha()
     layer_bytes = ranks.layer_bytes(alpha)
     slope = layer_bytes.sum(axis=0) / virtual
     behind = np.cumsum(layer_bytes[::-1], axis=0)[:-1]
     beside = behind - np.arange(1, virtual)[:, None] * slope
-    return Spread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
+    return StageMemorySpread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
 
 
-def relieved(ranks: RankRoom, shares: Shares, places: NDArray[np.intp]) -> Spread:
+def relieved_spread(
+    ranks: RankMemory, shares: Shares, places: NDArray[np.intp]
+) -> StageMemorySpread:
     """Return what the ranks at `places` count, whose last stage takes what the others leave.
 
     Their layers are those of `shares`: of n like ones each stage has some number, and what depends
     on that is bounded by a line in n that meets it at the mean rank.
     """
-    some = ranks.of(places)
+    some = ranks.at_places(places)
     alpha, sizes = some.alpha(), sizes_of(shares)
     values = sizes @ some.layer_bytes(alpha)
     mean = min(max(1, round(shares.run.alike / shares.ranks)), len(sizes) - 1)
@@ -116,7 +118,7 @@ def relieved(ranks: RankRoom, shares: Shares, places: NDArray[np.intp]) -> Sprea
     slope = np.minimum(before.max(axis=0), behind.min(axis=0, initial=np.inf))
     slope = np.maximum(slope, -alpha * some.least_stored - some.resident)
     number = np.arange(len(sizes))[:, None]
-    return Spread(alpha, slope, (values - slope * number).min(axis=0))
+    return StageMemorySpread(alpha, slope, (values - slope * number).min(axis=0))
 
 
 @lru_cache(maxsize=1 << 10)
@@ -130,7 +132,7 @@ def sizes_of(shares: Shares) -> Floats:
     return np.array([shares.sizes(shares.home[-1], number) for number in numbers], dtype=float)
 
 
-def alike(ranks: RankRoom) -> Spread:
+def alike(ranks: RankMemory) -> StageMemorySpread:
     """Return what ranks count that may have any layers on any stage."""
     lowest = ranks.alive.min(axis=0)
-    return Spread(lowest, ranks.kept_bytes.min(axis=0), np.zeros(len(lowest)))
+    return StageMemorySpread(lowest, ranks.kept_bytes.min(axis=0), np.zeros(len(lowest)))

@@ -42,7 +42,7 @@ class MemoryMoment(NamedTuple):
     bare: Floats
     """1 where none of the like layers may act."""
 
-    def of(self, ranks: NDArray[np.intp]) -> MemoryMoment:
+    def of_ranks(self, ranks: NDArray[np.intp]) -> MemoryMoment:
         """Return those of some ranks."""
         return MemoryMoment(*(column[..., ranks] for column in self))
 
@@ -51,7 +51,9 @@ class MemoryMoment(NamedTuple):
         """Return the ranks of several pipelines in a row, with as many stages as any has."""
         depth = max(len(load.alive) for load in moments)
         some = [
-            load._replace(alive=_padded(load.alive, depth), waiting=_padded(load.waiting, depth))
+            load._replace(
+                alive=_pad_stages(load.alive, depth), waiting=_pad_stages(load.waiting, depth)
+            )
             for load in moments
         ]
         return MemoryMoment(
@@ -108,7 +110,7 @@ def _of_several(kinds: tuple[str, ...], layout: Layout, deferred: float) -> Memo
     bare = np.zeros(ranks)
     if shares is not None:
         bare = np.maximum(first_acts, last_acts if shares.folded else 0.0)
-        bare = np.maximum(bare, last if shares.relieved(home[-1]) else 0.0)
+        bare = np.maximum(bare, last if shares.is_relieved(home[-1]) else 0.0)
     alive = most.holding.sum(axis=0)
     return MemoryMoment(
         alive=most.holding,
@@ -148,7 +150,7 @@ def binding(
     return MemoryMoment(*(np.where(bind, b, a) for a, b in zip(early, late, strict=True)))
 
 
-def _padded(numbers: Floats, depth: int) -> Floats:
+def _pad_stages(numbers: Floats, depth: int) -> Floats:
     """[stage, rank] Numbers for as many stages as any rank has."""
     padded = np.zeros((depth, numbers.shape[1]))
     padded[: len(numbers)] = numbers

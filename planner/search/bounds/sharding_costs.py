@@ -40,7 +40,7 @@ class ShardingTable:
         self._traffic: dict[tuple[object, ...], Moved] = {}
         """Of all micro-batches."""
 
-    def of(self, part: LayoutFamily) -> ShardingCosts:
+    def costs_of(self, part: LayoutFamily) -> ShardingCosts:
         """Return what sharing takes in the layouts of a part, no matter of which timetable.
 
         But for one: a pipeline that never drains has parameters more than once.
@@ -60,15 +60,15 @@ class ShardingTable:
                 self._traffic[alike] = traffic
             together = self._tables.parts_together(kind, part.first, traffic)
             parts = [part for part in together if part.recompute in self._choices]
-            each_s = [_all(part.forward_s + part.backward_s, sharings) for part in parts]
+            each_s = [_per_sharing(part.forward_s + part.backward_s, sharings) for part in parts]
             costs = self._known[key] = ShardingCosts(
                 np.min(each_s, axis=0),
-                np.min([_all(part.once_s, sharings) for part in parts], axis=0),
-                np.stack([_all(part.sharing_s, sharings) for part in parts], axis=1),
+                np.min([_per_sharing(part.once_s, sharings) for part in parts], axis=0),
+                np.stack([_per_sharing(part.sharing_s, sharings) for part in parts], axis=1),
             )
         return costs
 
 
-def _all(seconds: float, sharings: Sequence[ShardingChoice]) -> Floats:
+def _per_sharing(seconds: float, sharings: Sequence[ShardingChoice]) -> Floats:
     """[sharing] Seconds that may be one number for all."""
     return np.broadcast_to(np.asarray(seconds, dtype=float), (len(sharings),)).copy()

@@ -80,7 +80,7 @@ class Placed:
 
 
 @lru_cache(maxsize=256)
-def drained(
+def drained_backwards(
     schedule: str, stages: int, virtual_stages: int, micro_batches: int
 ) -> tuple[Floats, NDArray[np.bool_]] | None:
     """[stage] How many W stand behind the last way back of its rank; whether one is on the way.
@@ -88,7 +88,8 @@ def drained(
     None if ranks do not begin and end with their first stage.  The end of the lists is the same
     from 5 P micro-batches on but for whole rounds (`meshwright.planner.schedules.steady_state`).
 
-    >>> drained("zb-h1", 3, 1, 8)[0].tolist(), drained("interleaved", 6, 2, 6)[0].tolist()
+    >>> problems = (("zb-h1", 3, 1, 8), ("interleaved", 6, 2, 6))
+    >>> tuple(drained_backwards(*problem)[0].tolist() for problem in problems)
     ([1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
     ranks = stages // virtual_stages
@@ -141,13 +142,15 @@ class Cuts:
         self._ranks, self._count, self._hops_s = ranks, count, 2 * transfer_s
         self._rounds = (
             count // ranks
-            if schedule_of(layout.executed.name).phi_bound and count >= 2 * ranks
+            if schedule_of(layout.executed_schedule.name).phi_bound and count >= 2 * ranks
             else 0
         )
         forward_s, whole_s, inputs_s, weight_s = np.moveaxis(placed.seconds, 1, 0)
         passes_s = (forward_s + whole_s).sum(axis=1)
         first = np.arange(len(placed.rank)), placed.rank
-        drain = drained(layout.executed.name, layout.stages, layout.virtual_stages, count)
+        drain = drained_backwards(
+            layout.executed_schedule.name, layout.stages, layout.virtual_stages, count
+        )
         own_s = count * passes_s
         straight_s = np.zeros(len(passes_s))
         if drain is not None:

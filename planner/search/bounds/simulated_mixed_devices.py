@@ -32,7 +32,7 @@ from meshwright.planner.documents.tolerances import ROUNDING, SLACK
 from meshwright.planner.search.bounds.mixed_device_bounds import Floats, GroupCandidates
 from meshwright.planner.search.bounds.simulated_step import forward_share, paces, split_fill
 from meshwright.planner.search.partition.stage_counts import run_of
-from meshwright.planner.solver.heterogeneous.reach import Counts, changed
+from meshwright.planner.solver.heterogeneous.reach import Counts, shift_count
 
 _RANGE, _HALVES = 0.2, 7
 """How far below a limit a step is looked for, relatively, and how often that is halved."""
@@ -42,7 +42,7 @@ class SimulatedGroupCandidates(GroupCandidates):
     """The layouts of some groups whose bounds are those of the simulated step."""
 
     @classmethod
-    def of(cls, candidates: GroupCandidates) -> SimulatedGroupCandidates:
+    def from_candidates(cls, candidates: GroupCandidates) -> SimulatedGroupCandidates:
         """Return the same layouts, with what is known of them."""
         bounds = cls.__new__(cls)
         bounds.__dict__.update(candidates.__dict__)
@@ -78,16 +78,16 @@ class SimulatedGroupCandidates(GroupCandidates):
         if not time_s[:, like].all():
             return 0.0
         last = kinds.index(self.model.layers[-1].kind)
-        back_s = forward_s if layout.executed.splits_backward else time_s
+        back_s = forward_s if layout.executed_schedule.splits_backward else time_s
         ranks = WholeLayers(
             numbers=tuple(self.stages(layout).tolist()),
             room=self.most_layers(layout, of_groups).max(axis=1).tolist(),
             passes=(
-                LayerPasses.of(count * time_s, back_s, like, last),
-                LayerPasses.of(count * time_s + sync_s, forward_s, like, last),
+                LayerPasses.from_seconds(count * time_s, back_s, like, last),
+                LayerPasses.from_seconds(count * time_s + sync_s, forward_s, like, last),
             ),
             virtual_stages=layout.virtual_stages,
-            folded=layout.executed.placement == "v",
+            folded=layout.executed_schedule.placement == "v",
             layers=int(max(self.counts)),
         )
         step_s = self._step_s(layout)
@@ -103,7 +103,7 @@ class SimulatedGroupCandidates(GroupCandidates):
 
     def fill_of(self, layout: Layout) -> float:
         """K of T >= K Σ t by what the layers of a layout take; 0 where none is known."""
-        if self.model.edges or not layout.executed.splits_backward:
+        if self.model.edges or not layout.executed_schedule.splits_backward:
             return fill_of(layout)
         ends = next(iter(self.group_costs.tables.values())).end_kinds
         among = self.pins.recompute
@@ -134,7 +134,7 @@ class LayerPasses(NamedTuple):
     first_s: list[float]
 
     @classmethod
-    def of(cls, seconds: Floats, first_s: Floats, like: int, last: int) -> LayerPasses:
+    def from_seconds(cls, seconds: Floats, first_s: Floats, like: int, last: int) -> LayerPasses:
         """Read those [group, kind] of the like layers and of the last one."""
         last_s = 0.0 * seconds[:, last] if last == like else seconds[:, last]
         return cls(seconds[:, like].tolist(), last_s.tolist(), first_s[:, like].tolist())
@@ -157,7 +157,7 @@ class WholeLayers(NamedTuple):
         step_s *= 1 + SLACK
         none, *others = _counts(self.numbers)
         groups = range(len(none))
-        alone = [self._most(g, step_s, (0.0, 0.0), last=False) for g in groups]
+        alone = [self._most_layers(g, step_s, (0.0, 0.0), last=False) for g in groups]
         spare = sum(alone[g] * self.numbers[g] for g in groups) - self.layers
         if spare < 0:
             return False
@@ -168,18 +168,20 @@ class WholeLayers(NamedTuple):
             for g in groups:
                 if not counts[g]:
                     continue
-                behind = changed(counts, g, -1)
+                behind = shift_count(counts, g, -1)
                 first, second = (
                     sum(behind[h] * firsts[h] * pass_.first_s[h] for h in groups)
                     for pass_ in self.passes
                 )
                 last = behind == none if self.folded else counts == self.numbers
-                number = self._most(g, step_s, (first, second), last=last)
+                number = self._most_layers(g, step_s, (first, second), last=last)
                 most = max(most, least_s[behind] + number)
             least_s[counts] = most
         return least_s[self.numbers] >= self.layers
 
-    def _most(self, g: int, step_s: float, before_s: tuple[float, float], *, last: bool) -> float:
+    def _most_layers(
+        self, g: int, step_s: float, before_s: tuple[float, float], *, last: bool
+    ) -> float:
         """Return how many layers a rank of a group may have behind what lies before it."""
         most = self.room[g]
         for pass_, waited_s in zip(self.passes, before_s, strict=True):
@@ -196,7 +198,7 @@ def _counts(numbers: tuple[int, ...]) -> tuple[Counts, ...]:
 
 def fill_of(layout: Layout) -> float:
     """K of T >= K Σ t; 0 where W is no part of it."""
-    if layout.pipeline == 1 or layout.executed.splits_backward:
+    if layout.pipeline == 1 or layout.executed_schedule.splits_backward:
         return 0.0
     shape = layout.pipeline, layout.micro_batches, layout.virtual_stages
     return paces(layout.schedule, *shape)[-1][1]

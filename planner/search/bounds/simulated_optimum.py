@@ -1,9 +1,9 @@
 """The least simulated step of one layout: a program whose rows are paths.
 
 A *column* is what one rank may hold on a device type: what lies between two places of the chain
-(planner.search.partition.rank_partition) or the graph (`Places`), with one option each, within its
-memory, no other choice of which is as fast layer by layer.  With z one or zero for each, and t_z
-the seconds of its stages,
+(planner.search.partition.rank_partition) or the graph (`CutPoints`), with one option each, within
+its memory, no other choice of which is as fast layer by layer.  With z one or zero for each, and
+t_z the seconds of its stages,
 
     min θ + ω
     Σ z of a rank = 1                         ranks follow each other: layers are used once
@@ -48,9 +48,9 @@ from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
-from meshwright.planner.solver.chain import narrowed
+from meshwright.planner.solver.chain import with_allowed_options
 from meshwright.planner.solver.highs import highspy, silent_highs
-from meshwright.planner.solver.partition_problem import Instance, Option, Solution, priced
+from meshwright.planner.solver.partition_problem import Instance, Option, Solution, evaluate_split
 
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
@@ -63,7 +63,7 @@ Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Column:
+class RankColumn:
     """What a rank may hold, wherever its entries begin, and its seconds but for transfers."""
 
     rank: int
@@ -74,7 +74,7 @@ class Column:
     update_s: float
 
 
-class Places:
+class CutPoints:
     """Where the entries of a chain, or the layers of a graph, can be cut: their downsets."""
 
     def __init__(self, downsets: Downsets) -> None:
@@ -85,10 +85,10 @@ class Places:
         """[place] Entries before it."""
 
     @cached_property
-    def nested(self) -> NDArray[np.bool_]:
+    def is_nested(self) -> NDArray[np.bool_]:
         """[place, place] Whether the second has all that the first has."""
         count = len(self.downsets)
-        pairs = self.downsets.nested(count**2)
+        pairs = self.downsets.nested_pairs(count**2)
         assert pairs is not None, "there are no more"
         reachable = np.eye(count, dtype=bool)
         reachable[pairs] = True
@@ -98,7 +98,7 @@ class Places:
         """[place] Sums of `values` [entry] before it."""
         return self.downsets.totals(np.array(values)[:, None])[:, 0]
 
-    def before(self, place: int) -> Sequence[int]:
+    def places_before(self, place: int) -> Sequence[int]:
         """Return what lies before a place."""
         return self.downsets.difference(0, place)
 
@@ -119,14 +119,14 @@ Read = Callable[[Sequence[int], Sequence[int], Sequence[int]], Any]
 """Return the split of device types [rank], places [rank + 1] and options, rank after rank."""
 
 
-class Choices:
+class ColumnProgram:
     """What the ranks of a layout may hold in plans that beat a limit."""
 
     def __init__(
         self,
         layout: Layout,
         listed: Sequence[Columns],
-        columns: Sequence[Column],
+        columns: Sequence[RankColumn],
         placed: Placed,
         read: Read,
     ) -> None:
@@ -185,7 +185,7 @@ def of_chain(
     *,
     ways: int,
     fastest_only: bool = False,
-) -> Choices | None:
+) -> ColumnProgram | None:
     """Return what ranks may hold; None where that is too much, or the layout has what is not known.
 
     Too much are more than `ways` to choose options on a rank.  With `fastest_only` no choice is
@@ -198,7 +198,7 @@ def of_chain(
     columns = Columns(*prices, layout, instance, limit_s, ways)
 
     def read(_: Sequence[int], cuts: Sequence[int], options: Sequence[int]) -> Solution:
-        return priced(instance, cuts, options)
+        return evaluate_split(instance, cuts, options)
 
     links = [[np.full(len(columns.places.sizes), costs.transfer_s)]]
     return choices_of(
@@ -215,7 +215,7 @@ def choices_of(
     read: Read,
     *,
     fastest_only: bool = False,
-) -> Choices | None:
+) -> ColumnProgram | None:
     """Return what ranks may hold on every type; None where that is too much.
 
     `of_types` and `numbers` [type] are its columns and how many ranks it has.  With `fastest_only`
@@ -234,9 +234,9 @@ def choices_of(
     """[rank, place] Whether the ranks from it on can hold what lies behind."""
     for _ in range(ranks):
         within = total_s[able[-1]] <= total_s[:, None] + most_s
-        able.append((within & places.nested[:, able[-1]]).any(axis=1))
+        able.append((within & places.is_nested[:, able[-1]]).any(axis=1))
     able.reverse()
-    columns: list[Column] = []
+    columns: list[RankColumn] = []
     where: list[tuple[int, int, int, int]] = []
     starts = {0} if able[0][0] else set[int]()
     rows = some.instance.sizes
@@ -249,11 +249,13 @@ def choices_of(
             most_layers = max(row[rank][1] for row in rows)
         for number, first in itertools.product(range(len(of_types)), sorted(starts)):
             layers = sizes - sizes[first]
-            ends = places.nested[first] & able[rank + 1] & (sizes <= count - behind)
+            ends = places.is_nested[first] & able[rank + 1] & (sizes <= count - behind)
             ends &= (layers >= least_layers) & (layers <= most_layers)
             ends &= totals_s[number] <= totals_s[number][first] + most_s
             for end in np.flatnonzero(ends).tolist():
-                options = of_types[number].of(rank, first, end, fastest_only=fastest_only)
+                options = of_types[number].columns_between(
+                    rank, first, end, fastest_only=fastest_only
+                )
                 if options is None or len(columns) + len(options) > MOST_COLUMNS:
                     return None
                 if options:
@@ -261,8 +263,8 @@ def choices_of(
                 columns += options
                 where += [(rank, first, end, number)] * len(options)
         starts = following
-    return Choices(
-        layout, of_types, *joined(layout, columns, where, numbers, links, some.costs), read
+    return ColumnProgram(
+        layout, of_types, *join_columns(layout, columns, where, numbers, links, some.costs), read
     )
 
 
@@ -278,7 +280,7 @@ class Columns:
         instance: Instance,
         limit_s: float,
         ways: int,
-        places: Places | None = None,
+        places: CutPoints | None = None,
     ) -> None:
         self.costs = costs
         self._ties = [tie for tie in instance.sides if not tie.options]
@@ -286,10 +288,10 @@ class Columns:
         """[kind][option] Its number before, where options of some layers are required."""
         self.instance = instance
         if len(self._ties) < len(instance.sides):
-            narrow, self._kept = narrowed(instance)
+            narrow, self._kept = with_allowed_options(instance)
             self.instance = narrow or instance
         instance = self.instance
-        self.places = places or Places(Prefixes(len(instance.layers)))
+        self.places = places or CutPoints(Prefixes(len(instance.layers)))
         self.fastest_s = [
             min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
         ]
@@ -301,11 +303,11 @@ class Columns:
         )
         self._room_s = limit_s - costs.step_s
         self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
-        self._known: dict[tuple[object, ...], list[Column] | None] = {}
+        self._known: dict[tuple[object, ...], list[RankColumn] | None] = {}
 
-    def of(
+    def columns_between(
         self, rank: int, first: int, end: int, *, fastest_only: bool = False
-    ) -> list[Column] | None:
+    ) -> list[RankColumn] | None:
         """Return the columns of a rank between two places; None where there are too many.
 
         With `fastest_only` one that no column is below, or none.
@@ -326,10 +328,12 @@ class Columns:
         ways = [math.comb(n + len(options[kind]) - 1, n) for kind, n in counts.items()]
         return math.prod(ways) > self._ways
 
-    def _new(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column] | None:
+    def _new(
+        self, rank: int, first: int, end: int, kinds: tuple[int, ...]
+    ) -> list[RankColumn] | None:
         if self._too_many(kinds):
             return None
-        most, others, numbers = self._beside(kinds)
+        most, others, numbers = self._main_kind_and_rest(kinds)
         tables = self.instance.kinds
         columns = []
         earlier: list[tuple[list[Option], list[tuple[int, ...]]]] = []
@@ -421,7 +425,9 @@ class Columns:
         able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
         return order, numbers[able], passes_s[able]
 
-    def _quickest(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
+    def _quickest(
+        self, rank: int, first: int, end: int, kinds: tuple[int, ...]
+    ) -> list[RankColumn]:
         """Return a column that no other between two places is below; none if there is none.
 
         It has the seconds of the fastest options, and what memory takes more by sums of bytes,
@@ -439,7 +445,7 @@ class Columns:
         summed_bytes = sum(map(stage.summed_bytes, taken))
         summed_bytes += max((option.transient_bytes for option in taken), default=0.0)
         if summed_bytes > stage.free_bytes:
-            most, others, numbers = self._beside(kinds)
+            most, others, numbers = self._main_kind_and_rest(kinds)
             least_s = math.inf
             for beside in numbers:
                 given = dict(zip(others, beside, strict=True))
@@ -460,7 +466,7 @@ class Columns:
             min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
         )
 
-    def _beside(
+    def _main_kind_and_rest(
         self, kinds: tuple[int, ...]
     ) -> tuple[tuple[int, int], list[int], Iterator[tuple[tuple[int, ...], ...]]]:
         """Return the kind that most entries have and how many, and the others with their options.
@@ -481,7 +487,7 @@ class Columns:
     def _fits(self, rank: int, span: tuple[int, int], options: tuple[int, ...]) -> bool:
         instance = self.instance
         assert instance.used_bytes is not None
-        layers, before = self.places.between(*span), self.places.before(span[0])
+        layers, before = self.places.between(*span), self.places.places_before(span[0])
         used = instance.used_bytes.of(rank, before, layers, self._numbers(span, options))
         capacity = instance.stages[rank].capacity_bytes
         return used <= capacity + ROUNDING * abs(capacity)
@@ -499,9 +505,9 @@ class Columns:
         """[stage] Position and choice of its layers."""
         return self._problem.contents(rank, first, options)
 
-    def _column(self, rank: int, first: int, end: int, options: tuple[int, ...]) -> Column:
+    def _column(self, rank: int, first: int, end: int, options: tuple[int, ...]) -> RankColumn:
         layout, action_s = self._layout, self.costs.action_s
-        stages, splits = layout.stages, layout.executed.splits_backward
+        stages, splits = layout.stages, layout.executed_schedule.splits_backward
         seconds = np.zeros((len(KINDS), stages))
         sync_s = update_s = 0.0
         options = self._numbers((first, end), options)
@@ -513,7 +519,7 @@ class Columns:
             if splits:
                 seconds[3, stage] = weight_s + action_s
             sync_s, update_s = sync_s + synced_s, update_s + updated_s
-        return Column(rank, options, seconds, sync_s, update_s)
+        return RankColumn(rank, options, seconds, sync_s, update_s)
 
     def _layer(self, position: int, choice: int) -> tuple[float, ...]:
         """Return forward, backward, weights, and the least of any choice once per step."""
@@ -540,14 +546,14 @@ def no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
     )
 
 
-def joined(
+def join_columns(
     layout: Layout,
-    columns: Sequence[Column],
+    columns: Sequence[RankColumn],
     where: Sequence[tuple[int, int, int, int]],
     numbers: Sequence[int],
     links: Links,
     costs: LayoutCosts,
-) -> tuple[list[Column], Placed]:
+) -> tuple[list[RankColumn], Placed]:
     """Return columns by rank, first place, end and type, with what their transfers take.
 
     Where links differ, a place is one for each pair of types that may meet there, so that a column
@@ -590,7 +596,7 @@ def joined(
         each_s = {1: ahead, -1: back}.get(to, np.full(len(places), costs.transfer_s))
         mine = rank_of == rank
         seconds[mine, kind, stage] += costs.waits * each_s[mine]
-    if layout.executed.splits_backward:
+    if layout.executed_schedule.splits_backward:
         seconds[:, 2] = seconds[:, 1] - seconds[:, 3]
     chosen = [columns[at] for at in places.tolist()]
     return chosen, Placed(
@@ -643,7 +649,7 @@ class Program:
     def __init__(
         self,
         layout: Layout,
-        columns: Sequence[Column],
+        columns: Sequence[RankColumn],
         placed: Placed,
         read: Read,
         step_s: float,
@@ -662,7 +668,7 @@ class Program:
             if abs(pair[0] - pair[1]) == 1:
                 self._behind[min(pair), boundary] = 1.0
         self._graph: Graph = graph_of(
-            layout.executed.name,
+            layout.executed_schedule.name,
             stages=layout.stages,
             micro_batches=layout.micro_batches,
             virtual_stages=layout.virtual_stages,
@@ -696,7 +702,7 @@ class Program:
             self.row(
                 0.0, infinite, [*of_rank, number], [*(-self._update_s[of_rank] / self._unit_s), 1.0]
             )
-            self._add(self._alone(rank))
+            self._add(self._rank_path(rank))
         for number, most in enumerate(placed.numbers) if len(placed.numbers) > 1 else ():
             of_rank = np.flatnonzero(placed.number == number)
             self.row(float(most), float(most), *_ones(of_rank))
@@ -737,7 +743,7 @@ class Program:
         places = np.array(at, dtype=np.int32)
         self._highs.addRow(lower, upper, len(places), places, np.array(values, dtype=float))
 
-    def _alone(self, rank: int) -> Path:
+    def _rank_path(self, rank: int) -> Path:
         """Return the path of all that a rank does."""
         layout = self._layout
         visits = np.zeros((len(KINDS), layout.stages))

@@ -160,7 +160,7 @@ def split_fill(layout: Layout, share: float, run: LongestRun | None) -> float:
     `share` is that of forward in the seconds of layers, `run` those that are alike.
     """
     ranks, count, virtual = layout.pipeline, layout.micro_batches, layout.virtual_stages
-    if ranks == 1 or not layout.executed.splits_backward or not share:
+    if ranks == 1 or not layout.executed_schedule.splits_backward or not share:
         return 0.0
     # Of what an action takes besides its layers, a third is of forwards.
     fill = forward_fill(ranks, count, min(share, 1 / 3) * first_share(run, ranks, virtual))
@@ -205,7 +205,7 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
     """
     p, m, v = ranks, micro_batches, virtual_stages
 
-    def needed(fill: float) -> float:
+    def needed_s(fill: float) -> float:
         behind = 0.0
         for _ in range(p):
             last = (fill - behind / v) / m
@@ -216,7 +216,7 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
     lower, upper = 0.0, (m + p) / p
     for _ in range(40):
         middle = (lower + upper) / 2
-        lower, upper = (middle, upper) if needed(middle) <= 1.0 else (lower, middle)
+        lower, upper = (middle, upper) if needed_s(middle) <= 1.0 else (lower, middle)
     return lower
 
 
@@ -229,7 +229,7 @@ class SimulatedCandidates(Candidates):
     """The same by the closed form."""
 
     @classmethod
-    def of(cls, candidates: Candidates) -> SimulatedCandidates:
+    def from_candidates(cls, candidates: Candidates) -> SimulatedCandidates:
         """Return the same candidates; what depends on how a step is measured is not known yet."""
         if not candidates._divided:
             candidates.computation_s()
@@ -248,7 +248,7 @@ class SimulatedCandidates(Candidates):
             counts = np.array([chain.counts[kind] for kind in chain.figures])
             credits_s = (counts @ np.array(weights_s))[chain.members].max(axis=-1)
             bounds._chain = replace(chain, credits_s=credits_s)
-            bounds._rooms = candidates._rooms.of(bounds._chain)
+            bounds._rooms = candidates._rooms.with_credits(bounds._chain)
         return bounds
 
     def paces(self, layout: Layout) -> tuple[Pace, ...]:
@@ -282,7 +282,7 @@ class SimulatedCandidates(Candidates):
 
     def _leaves_w_out(self, layout: Layout) -> bool:
         """As there; a constant of forwards counts all."""
-        split = layout.executed.splits_backward
+        split = layout.executed_schedule.splits_backward
         return split and not self._forward_fill(layout, self._forward_share)
 
     def _actions(self, layout: Layout, fill: float) -> int:
@@ -307,7 +307,7 @@ class SimulatedCandidates(Candidates):
 
     def _communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding takes, memory ignored."""
-        costs, bound_s = self.tables.of(layout), 0.0
+        costs, bound_s = self.tables.costs_of(layout), 0.0
         for steady, fill in self._whole_paces(layout, costs):
             once = 0.0 if fill else 1.0 / layout.micro_batches
             rows = []
@@ -328,7 +328,7 @@ class SimulatedCandidates(Candidates):
     def _whole_paces(self, layout: Layout, costs: LayoutCosts) -> tuple[Pace, ...]:
         """Return the paces that count both passes whole, by what the layers of a layout take."""
         paces = self.paces(layout)
-        if not layout.executed.splits_backward:
+        if not layout.executed_schedule.splits_backward:
             return paces
         fill = self._forward_fill(layout, self._share_of(costs))
         return (paces[0], (0.0, fill)) if fill else paces[:1]
@@ -345,7 +345,7 @@ class SimulatedCandidates(Candidates):
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds with what each stage can hold, by every pace that is known."""
-        return self.within_memory_s(layout, self._closed_form.stated(layout))
+        return self.within_memory_s(layout, self._closed_form.problem_of(layout))
 
     def within_memory_s(
         self, layout: Layout, stated: StatedProblem, enough_s: float = math.inf
@@ -382,7 +382,7 @@ class SimulatedCandidates(Candidates):
         *_, (_, fill) = self._whole_paces(layout, costs)
         if not fill:
             return [(steady, 0.0)]
-        if layout.executed.splits_backward:
+        if layout.executed_schedule.splits_backward:
             counted = self._counted_whole(layout, self._share_of(costs))
             stages = (replace(stage, exposed_s=counted * stage.exposed_s) for stage in base.stages)
             base = replace(base, stages=tuple(stages))
@@ -400,7 +400,7 @@ class SimulatedCandidates(Candidates):
         all stages and back.  The optimum is no bound: it lies within 3 % of the simulated step of
         most layouts whose stages are even, and below it of those whose stages are not.
         """
-        stated = self._closed_form.stated(layout)
+        stated = self._closed_form.problem_of(layout)
         ways_s = 2 * (layout.stages - 1) * hidden_s(stated.costs)
         return _sending(layout, stated), stated.costs.step_s + ways_s
 
@@ -428,7 +428,7 @@ def transfers(layout: Layout) -> int:
     >>> transfers(Layout(pipeline=4, micro_batches=9)), transfers(Layout(micro_batches=9))
     (12, 0)
     """
-    schedule, ranks, m = layout.executed, layout.pipeline, layout.micro_batches
+    schedule, ranks, m = layout.executed_schedule, layout.pipeline, layout.micro_batches
     if schedule.forwards_first:
         return 2 * (ranks - 1)
     return 2 * (ranks - 1) * (m // ranks) if schedule.phi_bound and m >= 2 * ranks else 0

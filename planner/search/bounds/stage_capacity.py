@@ -56,7 +56,7 @@ class Options:
     transient_bytes: Floats
     kept_bytes: Floats
 
-    def of(self, pipelines: Indices) -> Options:
+    def for_pipelines(self, pipelines: Indices) -> Options:
         """Return those of some pipelines."""
         names = (field.name for field in fields(self))
         return Options(**{name: getattr(self, name)[:, pipelines] for name in names})
@@ -87,7 +87,7 @@ class Stages:
         firsts: Indices = np.cumsum(self.counts) - self.counts
         return firsts
 
-    def of(self, pipelines: Booleans) -> Stages:
+    def for_pipelines(self, pipelines: Booleans) -> Stages:
         """Return those of some pipelines."""
         kept = np.repeat(pipelines, self.counts)
         names = (field.name for field in fields(self) if field.name != "counts")
@@ -95,7 +95,9 @@ class Stages:
         return Stages(counts=self.counts[pipelines], **columns)
 
 
-def hosted(options: Options, stages: Stages, layers: int, least_s: Floats) -> tuple[Floats, Floats]:
+def capacity_bounds_s(
+    options: Options, stages: Stages, layers: int, least_s: Floats
+) -> tuple[Floats, Floats]:
     """[pipeline] No split has a slowest stage below the first, or takes less than the second.
 
     The second are the seconds of the counted layers on all stages.  Both are inf where the layers
@@ -107,12 +109,12 @@ def hosted(options: Options, stages: Stages, layers: int, least_s: Floats) -> tu
     if not fitting.any():
         return slowest_s, total_s
     at = np.flatnonzero(fitting)
-    options, stages, low_s = options.of(at), stages.of(fitting), least_s[at]
+    options, stages, low_s = options.for_pipelines(at), stages.for_pipelines(fitting), least_s[at]
     room = _Room(options, stages, layers)
     high_s = np.maximum.reduceat(stages.beside_s, stages.firsts)
     high_s = np.maximum(low_s, (high_s + layers * options.time_s.max(axis=0)) * (1 + SLACK))
-    holds = room.holds(high_s)
-    slowest_s[at[holds]] = room.of(holds).ceiling_s(low_s[holds], high_s[holds])
+    holds = room.is_enough(high_s)
+    slowest_s[at[holds]] = room.for_pipelines(holds).ceiling_s(low_s[holds], high_s[holds])
     total_s[at[holds]] = room.total_s(options)[holds]
     return slowest_s, total_s
 
@@ -124,7 +126,7 @@ def _may_fit(options: Options, stages: Stages, layers: int) -> Booleans:
     fewest_bytes = np.maximum(
         options.transient_bytes.min(axis=0)[at], stages.beside_transient_bytes
     )
-    most = _whole(_quotient(stages.free_bytes - fewest_bytes, lean), layers)
+    most = _whole_layers(_quotient(stages.free_bytes - fewest_bytes, lean), layers)
     most[stages.free_bytes < stages.beside_transient_bytes] = -np.inf
     fits: Booleans = np.add.reduceat(most, stages.firsts) >= layers
     return fits
@@ -138,7 +140,7 @@ def _layer_bytes(options: Options, stages: Stages, at: Indices) -> Floats:
     return layer_bytes
 
 
-def _whole(numbers: Floats, layers: int) -> Floats:
+def _whole_layers(numbers: Floats, layers: int) -> Floats:
     """Return how many whole layers fit, between none and all."""
     whole: Floats = np.floor(np.clip(numbers, 0.0, layers) * (1 + SLACK) + SLACK)
     return whole
@@ -177,23 +179,23 @@ class _Room:
         np.divide(prices * self._left[:, None], least_s, out=self._of_bytes, where=whole)
         self._empty = stages.free_bytes >= stages.beside_transient_bytes
 
-    def of(self, pipelines: Booleans) -> _Room:
+    def for_pipelines(self, pipelines: Booleans) -> _Room:
         """Return that of some pipelines, for ceilings alone."""
         if pipelines.all():
             return self
         kept = np.repeat(pipelines, self._stages.counts)
         part: _Room = object.__new__(_Room)
-        part._stages, part._layers = self._stages.of(pipelines), self._layers
+        part._stages, part._layers = self._stages.for_pipelines(pipelines), self._layers
         part._most, part._empty = self._most[:, kept], self._empty[kept]
         part._per_s, part._of_bytes = self._per_s[:, :, kept], self._of_bytes[:, :, kept]
         return part
 
-    def holds(self, ceiling_s: Floats) -> Booleans:
+    def is_enough(self, ceiling_s: Floats) -> Booleans:
         """[pipeline] Whether all stages together may hold all layers under a ceiling for each."""
         stages = self._stages
         own_s = np.repeat(ceiling_s, stages.counts) - stages.beside_s
         in_time = (self._per_s * np.maximum(own_s, 0.0) + self._of_bytes).min(axis=1)
-        number = _whole(np.minimum(in_time, self._most).max(axis=0), self._layers)
+        number = _whole_layers(np.minimum(in_time, self._most).max(axis=0), self._layers)
         possible = self._empty & (own_s >= -SLACK * stages.beside_s)
         number[~possible] = -np.inf
         together: Booleans = np.add.reduceat(number, stages.firsts) >= self._layers
@@ -202,14 +204,14 @@ class _Room:
     def ceiling_s(self, low_s: Floats, high_s: Floats) -> Floats:
         """[pipeline] A ceiling that is too low, or `low_s` where that might do."""
         found_s = low_s.copy()
-        tight = ~self.holds(low_s) if len(low_s) else np.zeros(0, dtype=bool)
+        tight = ~self.is_enough(low_s) if len(low_s) else np.zeros(0, dtype=bool)
         if not tight.any():
             return found_s
-        part, low_s, high_s = self.of(tight), low_s[tight], high_s[tight]
+        part, low_s, high_s = self.for_pipelines(tight), low_s[tight], high_s[tight]
         near_s = np.minimum(_NEAR * low_s, high_s)
         for halving in range(_HALVINGS + 1):
             middle_s = near_s if halving == 0 else np.sqrt(low_s * high_s)
-            holds = part.holds(middle_s)
+            holds = part.is_enough(middle_s)
             low_s, high_s = np.where(holds, low_s, middle_s), np.where(holds, middle_s, high_s)
         found_s[tight] = low_s
         return found_s

@@ -32,7 +32,7 @@ def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> 
     ]
 
 
-def allowed(
+def allowed_options(
     table: tuple[StrategyCost, ...],
     layout: Layout,
     recompute: Recomputes,
@@ -58,7 +58,7 @@ def allowed_places(
     `every` choice is wanted: then no optimum needs it.  Forward and backward count apart only if
     all forwards come first.  `kind` is the layer's, where choices are given by kind.
     """
-    apart, choices = layout.executed.forwards_first, choices_of(recompute, kind)
+    apart, choices = layout.executed_schedule.forwards_first, choices_of(recompute, kind)
     asked = [
         (at, cost)
         for at, cost in enumerate(table)

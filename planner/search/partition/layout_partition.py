@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from meshwright.planner.costs.cut_tensors import colocated
+from meshwright.planner.costs.cut_tensors import colocated_places
 from meshwright.planner.costs.layer_strategy import Recomputes, StrategyCost
 from meshwright.planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from meshwright.planner.costs.memory.host_memory import hosts
@@ -43,13 +43,13 @@ from meshwright.planner.documents.units import LONGEST_S
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules.closed_form import pace
 from meshwright.planner.schedules.schedule import rank_of_stage, splits_backward
-from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.search.partition.stage_counts import largest_stage, run_of
 from meshwright.planner.solver.graph_instance import DeviceType, GraphInstance
 from meshwright.planner.solver.partition_problem import Instance, Solution
 from meshwright.planner.solver.requirements import Requirement
-from meshwright.planner.solver.side_constraints import Tie
+from meshwright.planner.solver.side_constraints import SideConstraint
 
 SHORTEST_TIMEOUT_S = 120.0
 
@@ -94,7 +94,7 @@ def unkept(
 
 def _ties(
     model: ModelGraph, layout: Layout, require: tuple[Requirement, ...], ordered: ModelGraph
-) -> tuple[Tie, ...]:
+) -> tuple[SideConstraint, ...]:
     """Return what is required of a layout's stages, for layers numbered as in `ordered`.
 
     Where ranks have several stages it is met by their numbers of layers
@@ -119,9 +119,11 @@ def _free_instance(
     steady, fill = layout_pace(model, layout)
     exposed_s = boundaries_s(costs, layout)
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
-    tables = [allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()]
+    tables = [
+        allowed_options(table, layout, recompute, kind) for kind, table in costs.kinds.items()
+    ]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
-    apart = layout.executed.forwards_first and same_forward
+    apart = layout.executed_schedule.forwards_first and same_forward
     return RankProblem(model, layout, costs, recompute).instance(
         capacity, steady=steady, fill=fill, exposed_s=exposed_s, forward_apart=apart
     )
@@ -152,7 +154,7 @@ def branching_problem(
         edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
         output_s=output_s,
         names=tuple(number),
-        colocated=colocated(model),
+        colocated=colocated_places(model),
     )
 
 
@@ -207,9 +209,11 @@ def plan_of(
     """
     model, recompute = request.model, recompute or request.pins.recompute
     names = [name for name, _ in model.chain]
-    choices = {kind: allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()}
+    choices = {
+        kind: allowed_options(table, layout, recompute, kind) for kind, table in costs.kinds.items()
+    }
     if layout.virtual_stages > 1:
-        placed = RankProblem(model, layout, costs, recompute).placed(solution)
+        placed = RankProblem(model, layout, costs, recompute).layer_choices(solution)
     else:
         placed = [
             [(at, solution.options[at]) for at in range(first, end)]

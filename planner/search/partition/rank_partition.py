@@ -23,8 +23,8 @@ from meshwright.planner.costs.layer_strategy import (
 )
 from meshwright.planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from meshwright.planner.costs.memory.rank_memory import (
-    Passing,
     StageBytes,
+    StageTraffic,
     dynamic_parts,
     in_flight_at_most,
     parts_of_several,
@@ -33,7 +33,11 @@ from meshwright.planner.costs.memory.rank_memory import (
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.schedules.closed_form import InFlightCounts, held, most_on_first_stage
+from meshwright.planner.schedules.closed_form import (
+    InFlightCounts,
+    in_flight_counts,
+    most_on_first_stage,
+)
 from meshwright.planner.schedules.schedule import splits_backward
 from meshwright.planner.search.bounds.memory_bounds import BytesBounds
 from meshwright.planner.search.partition.layer_options import allowed_places, option_of
@@ -103,7 +107,7 @@ class RankProblem:
     ) -> Instance:
         """Return the problem with the bytes of splits, and sums that are no more."""
         layers, groups = self._entries()
-        choices = {kind: [part for _, part in self._of(kind)] for kind in set(self._chain)}
+        choices = {kind: [part for _, part in self._pairs_of(kind)] for kind in set(self._chain)}
         bounds = BytesBounds(
             self._chain,
             self._shares,
@@ -233,7 +237,7 @@ class RankProblem:
     def _fields_of(self, kind: str) -> Floats:
         """[field of `LayerBytes`, choice] What a layer of this kind has."""
         if kind not in self._fields:
-            by_choice = [part.layer_bytes for _, part in self._of(kind)]
+            by_choice = [part.layer_bytes for _, part in self._pairs_of(kind)]
             self._fields[kind] = np.array(by_choice, dtype=float).T
         return self._fields[kind]
 
@@ -265,14 +269,14 @@ class RankProblem:
         """[choice] What a layer of the chain has."""
         kind = self._chain[at]
         if kind not in self._bytes:
-            self._bytes[kind] = [part.layer_bytes for _, part in self._of(kind)]
+            self._bytes[kind] = [part.layer_bytes for _, part in self._pairs_of(kind)]
         return self._bytes[kind]
 
-    def placed(self, solution: Solution) -> list[list[tuple[int, int]]]:
+    def layer_choices(self, solution: Solution) -> list[list[tuple[int, int]]]:
         """Return the position and the choice of every stage's layers."""
         assert self._shares is not None, "with one stage a rank the cuts say it"
         chosen = [self._choices_of(at)[option] for at, option in enumerate(solution.options)]
-        return self._shares.placed(solution.cuts, chosen, self._order)
+        return self._shares.layer_choices(solution.cuts, chosen, self._order)
 
     def contents(self, rank: int, first: int, options: Sequence[int]) -> dict[int, list[Placed]]:
         """Return (position, choice) of the layers of a rank's stages, by its entries from `first`.
@@ -288,14 +292,14 @@ class RankProblem:
 
     def part(self, position: int, choice: int) -> StrategyParts:
         """Return what a layer of the chain takes and has under one of its choices."""
-        return self._of(self._chain[position])[choice][1]
+        return self._pairs_of(self._chain[position])[choice][1]
 
     def _choices_of(self, entry: int) -> list[tuple[int, ...]]:
         """[option] The choice of each layer that an entry stands for."""
         assert self._shares is not None
         kinds = tuple(self._chain[at] for at in self._shares.entries[entry])
         if kinds not in self._products:
-            numbers = (range(len(self._of(kind))) for kind in kinds)
+            numbers = (range(len(self._pairs_of(kind))) for kind in kinds)
             self._products[kinds] = list(itertools.product(*numbers))
         return self._products[kinds]
 
@@ -309,7 +313,7 @@ class RankProblem:
     def _order(self) -> list[int]:
         """Choices of like layers, the one that stores least first."""
         assert self._shares is not None
-        like = self._of(self._chain[self._shares.run.before])
+        like = self._pairs_of(self._chain[self._shares.run.before])
         return sorted(range(len(like)), key=lambda choice: (like[choice][1].stored_bytes, -choice))
 
     @property
@@ -319,7 +323,7 @@ class RankProblem:
 
     def choices(self, kind: str) -> list[StrategyCost]:
         """[choice] What a layer of a kind may take."""
-        return [cost for cost, _ in self._of(kind)]
+        return [cost for cost, _ in self._pairs_of(kind)]
 
     def chosen(self, entry: int, option: int) -> list[tuple[str, int]]:
         """Return (kind, choice) of each layer that an entry stands for, under an option."""
@@ -350,7 +354,7 @@ class RankProblem:
 
     def _in_flight(self, rank: int) -> InFlightCounts:
         layout = self.layout
-        return held(
+        return in_flight_counts(
             layout.schedule,
             rank,
             ranks=layout.pipeline,
@@ -358,8 +362,8 @@ class RankProblem:
             virtual_stages=layout.virtual_stages,
         )
 
-    def _of(self, kind: str) -> list[Pair]:
-        """Return what a layer of a kind may take, in the order of `allowed`."""
+    def _pairs_of(self, kind: str) -> list[Pair]:
+        """Return what a layer of a kind may take, in the order of `allowed_options`."""
         if kind not in self._pairs:
             table, parts = self.costs.kinds[kind], self.costs.parts[kind]
             some = allowed_places(table, self.layout, self._recompute, kind, every=self._every)
@@ -398,7 +402,7 @@ class RankProblem:
     ) -> tuple[Option, ...]:
         """Return the options of an entry: one of every layer's, together."""
         rows = [
-            [option(at, option_of(cost), part) for cost, part in self._of(self._chain[at])]
+            [option(at, option_of(cost), part) for cost, part in self._pairs_of(self._chain[at])]
             for at in group
         ]
         return tuple(_together(chosen) for chosen in itertools.product(*rows))
@@ -411,13 +415,13 @@ class Crossing:
         self._size_bytes = [output_bytes[kind] for kind in model.chain_kinds]
         self._readers = readers_of(model)
 
-    def passing(self, before: Sequence[int], layers: Sequence[int]) -> Passing:
+    def passing(self, before: Sequence[int], layers: Sequence[int]) -> StageTraffic:
         """Return what crosses; `before` are the layers of the stages before."""
         inside = {*before}
         received = self._crosses(inside, before)
         inside |= {*layers}
         crosses = self._crosses(inside, layers)
-        return Passing(
+        return StageTraffic(
             received_bytes=received,
             made_bytes=crosses,
             sent_bytes=crosses + self._crosses(inside, before),

@@ -147,13 +147,13 @@ class Shares:
             self.entries = [combined, *like] if combined else [*like]
         self.fewest_entries = [self._fewest_entries(rank) for rank in range(self.ranks)]
 
-    def relieved(self, rank: int) -> bool:
+    def is_relieved(self, rank: int) -> bool:
         """Whether the last stage of a rank takes what its others leave."""
         return not self.folded and self.run.behind > 0 and rank == self.home[-1]
 
     def _fewest_entries(self, rank: int) -> int:
         first, last = self.home[0] == rank, self.home[-1] == rank
-        if self.relieved(rank):
+        if self.is_relieved(rank):
             return self.virtual_stages - 1 + self.run.behind + self.run.before * first
         begins = first and self.run.before > 0
         ends = last and self.run.behind > 0
@@ -205,7 +205,7 @@ class Shares:
             layers.insert(position if first else len(layers), (position, at))
         return result
 
-    def placed(
+    def layer_choices(
         self, cuts: Sequence[int], choices: Sequence[Sequence[int]], order: Sequence[int]
     ) -> list[list[tuple[int, int]]]:
         """Return (position in the model's chain, choice) of every stage's layers.
@@ -225,7 +225,7 @@ class Shares:
     def sizes(self, rank: int, number: int) -> list[int]:
         """Return how many of `number` like layers on a rank each of its stages has."""
         virtual = self.virtual_stages
-        if not self.relieved(rank):
+        if not self.is_relieved(rank):
             return [(number + at) // virtual for at in range(virtual)]
         others = -(-(self.run.alike - number + (self.run.before > 0)) // (self.ranks - 1))
         sizes = [max(1, (others + at) // virtual) for at in range(virtual - 1)]

@@ -20,7 +20,7 @@ from meshwright.planner.documents.plan import Layout
 from meshwright.planner.frameworks.stage_rules import Rows
 from meshwright.planner.search.partition.stage_counts import Shares, shares_of
 from meshwright.planner.solver.requirements import Requirement
-from meshwright.planner.solver.side_constraints import Tie
+from meshwright.planner.solver.side_constraints import SideConstraint
 
 MOST_ROWS = 200
 """Boxes of one layout; each is a partition problem of its own."""
@@ -55,18 +55,18 @@ def not_required(
     return None
 
 
-def within(sizes: Sequence[int], row: Sequence[tuple[int, int]]) -> bool:
+def is_within(sizes: Sequence[int], row: Sequence[tuple[int, int]]) -> bool:
     """Whether ranks hold the numbers of a row."""
     return all(fewest <= size <= most for size, (fewest, most) in zip(sizes, row, strict=True))
 
 
-def rows_of(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
+def rows_of(shares: Shares, ties: Sequence[SideConstraint]) -> Rows | None:
     """Return the rows of entries [rank] that keep all ties, none of which speaks of options.
 
     None if no split does, or they are more than MOST_ROWS.
     """
     stages = _LayersOfStages(shares)
-    rows = list(itertools.islice(stages.kept(stages.whole, ties), MOST_ROWS + 1))
+    rows = list(itertools.islice(stages.boxes_that_keep(stages.whole, ties), MOST_ROWS + 1))
     if not 0 < len(rows) <= MOST_ROWS:
         return None
     return tuple(
@@ -78,7 +78,7 @@ def rows_of(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
     )
 
 
-def both(first: Rows | None, other: Rows | None) -> Rows | None:
+def intersect_rows(first: Rows | None, other: Rows | None) -> Rows | None:
     """Return the rows that two rules allow; None if there is none, empty if any will do."""
     if not (first and other):
         return None if first is None or other is None else first or other
@@ -113,7 +113,7 @@ class _LayersOfStages:
                 for stage, size in zip(lower_end, shares.sizes(rank, number), strict=True):
                     self._sizes[stage].append(size + beside.get(stage, 0))
 
-    def kept(self, box: Box, ties: Sequence[Tie]) -> Iterator[Box]:
+    def boxes_that_keep(self, box: Box, ties: Sequence[SideConstraint]) -> Iterator[Box]:
         """Yield boxes of vectors that keep all ties, every such vector of a box in one of them."""
         lower, upper = (sum(sizes[at] for sizes in box) for at in (0, 1))
         if lower > self._like or upper < self._like:
@@ -123,7 +123,7 @@ class _LayersOfStages:
         )
         spans = [self._span(box, stage) for stage in range(len(self._home))]
         places = self._places(spans)
-        answers = [_keeps(tie, spans, places) for tie in ties]
+        answers = [_all_keep(tie, spans, places) for tie in ties]
         if False in answers:
             return
         open_ = [tie for tie, answer in zip(ties, answers, strict=True) if answer is None]
@@ -133,7 +133,7 @@ class _LayersOfStages:
         rank = self._decisive(open_[0], box, spans)
         (a, b), middle = box[rank], sum(box[rank]) // 2
         for part in ((a, middle), (middle + 1, b)):
-            yield from self.kept((*box[:rank], part, *box[rank + 1 :]), open_)
+            yield from self.boxes_that_keep((*box[:rank], part, *box[rank + 1 :]), open_)
 
     def _span(self, box: Box, stage: int) -> tuple[int, int]:
         """Return the fewest and the most layers of a stage."""
@@ -161,7 +161,7 @@ class _LayersOfStages:
             rows.append(range(first, last + 1))
         return rows
 
-    def _decisive(self, tie: Tie, box: Box, spans: Sequence[tuple[int, int]]) -> int:
+    def _decisive(self, tie: SideConstraint, box: Box, spans: Sequence[tuple[int, int]]) -> int:
         """Return the rank to halve: of the stages that tell most of the tie, the least sure one."""
         count = len(spans)
         named = [stage for stage in tie.stages or range(count) if stage < count]
@@ -174,7 +174,9 @@ class _LayersOfStages:
         return self._home[max(wide, key=lambda s: spans[s][1] - spans[s][0])]
 
 
-def _keeps(tie: Tie, spans: Sequence[tuple[int, int]], places: Sequence[range]) -> bool | None:
+def _all_keep(
+    tie: SideConstraint, spans: Sequence[tuple[int, int]], places: Sequence[range]
+) -> bool | None:
     """Whether all splits keep a tie, or none; None if some may."""
     if tie.at_most is not None:
         tied = [span for s, span in enumerate(spans) if not tie.stages or s in tie.stages]

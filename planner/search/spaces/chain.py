@@ -16,8 +16,8 @@ from meshwright.planner.costs.layout_costs import LayoutCosts
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.answer import TIES_LIMIT_S
 from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.goals import SplitSolution, judged
-from meshwright.planner.search.plan_candidate import Ranked, ranked
+from meshwright.planner.search.goals import SplitSolution, split_or_pruned
+from meshwright.planner.search.plan_candidate import Ranked, candidate_of
 from meshwright.planner.search.proof_account import (
     BOUNDS,
     COMMUNICATION,
@@ -27,13 +27,13 @@ from meshwright.planner.search.proof_account import (
     SHARED_ROOM,
     UNKEPT,
 )
-from meshwright.planner.search.queue import Bound, Layouts, Lost, Next, QueueEntry
+from meshwright.planner.search.queue import Bound, Next, Pruned, QueueEntry, SearchSpace
 from meshwright.planner.search.space import LayoutFamily
 from meshwright.planner.solver.bounds.memory_feasibility import why_infeasible
 from meshwright.planner.solver.chain import solve_chain
 from meshwright.planner.solver.frontier import FrontierStore
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Solution,
@@ -48,12 +48,12 @@ BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 TRIED_FOR_S = 5.0
 """Seconds of the integer program where it is only asked whether a layout fits."""
 
-Outcome = Solution | Infeasible | Fathomed | Unfinished
+Outcome = Solution | Infeasible | CutOff | Unfinished
 Solve = Callable[[Instance, float], Outcome]
 B = TypeVar("B")
 
 
-class Families(Layouts):
+class Families(SearchSpace):
     """The families of some candidates, whose bounds are those of a step as they measure it."""
 
     groups = LAYOUT
@@ -84,10 +84,10 @@ class Families(Layouts):
         """What excludes entries at each level."""
         return (*BOUNDS[:LAYOUT], *(name for name, _ in self.bounds))
 
-    def opened(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
+    def expand(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the parts of families, or the layouts of parts."""
         if level == FAMILY:
-            yield from self._divided(some)
+            yield from self._parts_of(some)
         elif level == PART:
             for entry in some:
                 for part in entry.item.by_loss():
@@ -100,7 +100,7 @@ class Families(Layouts):
                 for layout, least_s in layouts:
                     yield max(entry.bound_s, least_s), LAYOUT, layout
 
-    def _divided(self, some: Sequence[QueueEntry]) -> Iterable[Next]:
+    def _parts_of(self, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the parts of families: savings first, then levels and timetables."""
         candidates = self.candidates
         single = []
@@ -142,18 +142,18 @@ class ChainSpace(Families):
             (BOUNDS[MEMORY], self._memory_s),
         ]
 
-    def _memory_s(self, layout: Layout) -> float | Lost:
+    def _memory_s(self, layout: Layout) -> float | Pruned:
         if self.candidates.dominator(layout) is not None:
-            return Lost(DOMINATED)
+            return Pruned(DOMINATED)
         return self.candidates.memory_s(layout)
 
-    def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[Solution] | Lost:
+    def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[Solution] | Pruned:
         """Return the best split of a layout."""
         step_s = self.candidates.costs(layout).step_s
         solution = self.solver(self.candidates.instance(layout), cutoff_s - step_s)
         if isinstance(solution, Infeasible):
-            return Lost(UNKEPT if self.candidates.pins.require else OUT_OF_MEMORY)
-        return judged(solution, layout, cutoff_s, step_s)
+            return Pruned(UNKEPT if self.candidates.pins.require else OUT_OF_MEMORY)
+        return split_or_pruned(solution, layout, cutoff_s, step_s)
 
     def fits(self, layout: Layout) -> bool:
         """Whether a layout fits its devices, and what it puts on hosts fits them."""
@@ -162,9 +162,9 @@ class ChainSpace(Families):
             return False
         return isinstance(solve_chain(instance, time_limit_s=TRIED_FOR_S), Solution)
 
-    def ranked(self, solution: SplitSolution[Solution]) -> Ranked:
+    def candidate_of(self, solution: SplitSolution[Solution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        return ranked(self.candidates, solution.layout, solution.split)
+        return candidate_of(self.candidates, solution.layout, solution.split)
 
 
 def _together(

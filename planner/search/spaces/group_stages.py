@@ -20,7 +20,7 @@ from meshwright.planner.documents.plan import Layout, Plan
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.search.goals import SplitSolution
-from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.layout_partition import (
     branching_problem,
     plan_with,
@@ -169,14 +169,14 @@ def _exposed_s(layout: Layout, tables: CostTables, widest_s: float) -> list[floa
     return result
 
 
-def planned(space: GroupSpace, split: SplitSolution[GraphSolution]) -> Plan:
+def plan_of_split(space: GroupSpace, split: SplitSolution[GraphSolution]) -> Plan:
     """Return the plan that a solution describes."""
     layout, group_of_rank = split.layout, split.split.stage_types
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
     names = [name for name, _ in space.ordered.chain]
-    placed = (_shared if layout.virtual_stages > 1 else _consecutive)(space, split)
+    placed = (_split_shares if layout.virtual_stages > 1 else _consecutive)(space, split)
     groups = space.planned_groups
     return plan_with(
         space.request,
@@ -203,9 +203,10 @@ def _consecutive(space: GroupSpace, solution: SplitSolution[GraphSolution]) -> P
     for group, (first, end) in zip(
         solution.split.stage_types, itertools.pairwise(split.cuts), strict=True
     ):
-        tables = space.costs.tables[group].of(layout).kinds
+        tables = space.costs.tables[group].costs_of(layout).kinds
         choices = {
-            kind: allowed(tables[kind], layout, space.candidates.recompute, kind) for kind in tables
+            kind: allowed_options(tables[kind], layout, space.candidates.recompute, kind)
+            for kind in tables
         }
         placed.append(
             [
@@ -216,13 +217,13 @@ def _consecutive(space: GroupSpace, solution: SplitSolution[GraphSolution]) -> P
     return placed
 
 
-def _shared(space: GroupSpace, solution: SplitSolution[GraphSolution]) -> Placed:
+def _split_shares(space: GroupSpace, solution: SplitSolution[GraphSolution]) -> Placed:
     """The same where ranks have several stages: shares of like layers (`stage_counts`)."""
     layout, split = solution.layout, solution.split.split
     groups = sorted(set(solution.split.stage_types))
     problems = {
         group: RankProblem(
-            space.model, layout, space.costs.tables[group].of(layout), space.pins.recompute
+            space.model, layout, space.costs.tables[group].costs_of(layout), space.pins.recompute
         )
         for group in groups
     }
@@ -246,5 +247,5 @@ def _shared(space: GroupSpace, solution: SplitSolution[GraphSolution]) -> Placed
         for entry in range(first, end):
             chosen = problems[group].chosen(entry, split.options[entry])
             choices.append(tuple(first_of[group, kind] + choice for kind, choice in chosen))
-    placed = shares.placed(split.cuts, choices, order)
+    placed = shares.layer_choices(split.cuts, choices, order)
     return [[(at, numbered[choice]) for at, choice in stage] for stage in placed]

@@ -12,12 +12,12 @@ from meshwright.planner.documents.plan import Layout, PlannedGroup
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.partition.layout_partition import instance_of
-from meshwright.planner.search.queue import Layouts
+from meshwright.planner.search.queue import SearchSpace
 from meshwright.planner.solver.partition_problem import Instance
 from meshwright.planner.solver.side_constraints import HostMemory
 
 
-class GroupSpace(Layouts):
+class GroupSpace(SearchSpace):
     """Some groups of a cluster, each to be used whole, and what a model costs on them."""
 
     def __init__(self, candidates: GroupCandidates | Candidates) -> None:
@@ -27,7 +27,7 @@ class GroupSpace(Layouts):
         self.model = model = candidates.model
         self.cluster = candidates.cluster
         self.job = candidates.job
-        self.whole = candidates.whole
+        self.whole = candidates.whole_cluster
         """The cluster whose groups these are."""
         self.pins = candidates.pins
         self.ordered = in_order(model) if model.edges else model
@@ -42,7 +42,7 @@ class GroupSpace(Layouts):
     @property
     def planned_groups(self) -> tuple[PlannedGroup, ...] | None:
         """The groups of the whole cluster as a plan names them; None where all are alike."""
-        if not self.whole.mixed:
+        if not self.whole.is_mixed:
             return None
         return tuple(
             PlannedGroup(name=group.name, devices=group.devices) for group in self.whole.groups
@@ -55,14 +55,14 @@ class GroupSpace(Layouts):
                 self.ordered,
                 self.cluster.part((group,)),
                 layout,
-                self.costs.tables[group.name].of(layout),
+                self.costs.tables[group.name].costs_of(layout),
                 self.candidates.recompute,
                 self.pins.require,
                 self.model,
             )
             for group in self.cluster.groups
         }
-        if not self.whole.mixed:
+        if not self.whole.is_mixed:
             return instances
         return {
             name: replace(chain, hosts=self._hosts(layout, name, chain))

@@ -30,9 +30,9 @@ from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.answer import TIES_LIMIT_S
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
-from meshwright.planner.search.goals import SplitSolution, judged
-from meshwright.planner.search.partition.stage_size_rows import within
-from meshwright.planner.search.plan_candidate import Ranked, predicted
+from meshwright.planner.search.goals import SplitSolution, split_or_pruned
+from meshwright.planner.search.partition.stage_size_rows import is_within
+from meshwright.planner.search.plan_candidate import Ranked, predict_candidate
 from meshwright.planner.search.proof_account import (
     BOUNDS,
     COMMUNICATION,
@@ -43,17 +43,21 @@ from meshwright.planner.search.proof_account import (
     UNFINISHED,
     UNKEPT,
 )
-from meshwright.planner.search.queue import Bound, Lost
+from meshwright.planner.search.queue import Bound, Pruned
 from meshwright.planner.search.space import LayoutFamily
-from meshwright.planner.search.spaces.group_stages import graph_problem, planned, stages_problem
+from meshwright.planner.search.spaces.group_stages import (
+    graph_problem,
+    plan_of_split,
+    stages_problem,
+)
 from meshwright.planner.search.spaces.groups import GroupSpace
 from meshwright.planner.solver import ilp
 from meshwright.planner.solver.bounds.memory_feasibility import why_no_split
 from meshwright.planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
-from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Instance, Unfinished
+from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Instance, Unfinished
 from meshwright.planner.solver.solve import solve, split_bound_s
 
-Split = GraphSolution | Infeasible | Fathomed | Unfinished
+Split = GraphSolution | Infeasible | CutOff | Unfinished
 
 
 class MixedSpace(GroupSpace):
@@ -107,13 +111,13 @@ class MixedSpace(GroupSpace):
             self._known_instances[layout] = self.problem(layout, self.chains(layout))
         return self._known_instances[layout]
 
-    def _memory_s(self, layout: Layout) -> float | Lost:
+    def _memory_s(self, layout: Layout) -> float | Pruned:
         """Return the bound within memory, where no other layout can do all that this one can."""
         if self.candidates.dominator(layout) is not None:
-            return Lost(DOMINATED)
+            return Pruned(DOMINATED)
         least_s = self.memory_s(layout)
         if least_s == math.inf and self.model.edges:
-            return Lost(OUT_OF_MEMORY, reason=why_no_split(self.instance(layout)))
+            return Pruned(OUT_OF_MEMORY, reason=why_no_split(self.instance(layout)))
         return least_s
 
     def memory_s(self, layout: Layout) -> float:
@@ -140,19 +144,19 @@ class MixedSpace(GroupSpace):
             time_limit_s=self._limit_s,
         )
 
-    def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[GraphSolution] | Lost:
+    def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[GraphSolution] | Pruned:
         """Return the best order of groups, cuts and options of a layout."""
         step_s, problem = self._step_s(layout), self.instance(layout)
         if self.effort.ways <= 0 and cutoff_s < math.inf:
-            return Lost(UNFINISHED, bound_s=self.candidates.communication_s(layout))
+            return Pruned(UNFINISHED, bound_s=self.candidates.communication_s(layout))
         answer = self.best_split(problem, cutoff_s - step_s)
         answer = self._in_rows(layout, problem, answer, cutoff_s - step_s)
         if isinstance(answer, Infeasible) and self.pins.require:
-            return Lost(UNKEPT)
+            return Pruned(UNKEPT)
         known_s = 0.0
-        if isinstance(answer, Unfinished | Fathomed):
+        if isinstance(answer, Unfinished | CutOff):
             known_s = self.candidates.communication_s(layout)
-        return judged(answer, layout, cutoff_s, step_s, known_s)
+        return split_or_pruned(answer, layout, cutoff_s, step_s, known_s)
 
     def _in_rows(
         self, layout: Layout, problem: GraphInstance, free: Split, cutoff_s: float
@@ -165,12 +169,12 @@ class MixedSpace(GroupSpace):
         if not rows or not isinstance(free, GraphSolution):
             return free
         sizes = [end - first for first, end in itertools.pairwise(free.split.cuts)]
-        if any(within(sizes, row) for row in rows):
+        if any(is_within(sizes, row) for row in rows):
             return free
         splits: list[Split] = []
         for row in rows:
             solution = ilp.solve_graph(
-                problem.limited(row),
+                problem.with_sizes(row),
                 time_limit_s=TIES_LIMIT_S,
                 at_least_s=free.lower_bound_s,
                 cutoff_s=cutoff_s,
@@ -184,13 +188,13 @@ class MixedSpace(GroupSpace):
         best = [split for split in left if isinstance(split, GraphSolution)]
         bound_s = min(split.lower_bound_s for split in left)
         if not best:
-            return Unfinished(bound_s) if Unfinished in map(type, left) else Fathomed(bound_s)
+            return Unfinished(bound_s) if Unfinished in map(type, left) else CutOff(bound_s)
         split = replace(best[-1].split, lower_bound_s=bound_s)
         return replace(best[-1], split=split)
 
-    def ranked(self, split: SplitSolution[GraphSolution]) -> Ranked:
+    def candidate_of(self, split: SplitSolution[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        plan = planned(self, split)
+        plan = plan_of_split(self, split)
         branches = branches_of(plan, self.model)
         groups = [stage.group or self.cluster.groups[0].name for stage in plan.stages]
         tables = self.costs.tables[groups[0]]
@@ -198,7 +202,7 @@ class MixedSpace(GroupSpace):
             seats = branching(tables, plan.layout, branches)
         else:
             seats = self.costs.seats(plan.layout, groups, branches)
-        return predicted(plan, split.objective_s, self.model, tables, seats)
+        return predict_candidate(plan, split.objective_s, self.model, tables, seats)
 
 
 class GraphSpace(MixedSpace):

@@ -32,7 +32,7 @@ from meshwright.planner.schedules import PLAIN
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.goals import SplitSolution
 from meshwright.planner.search.offload_choices import savings_of
-from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.layout_partition import layout_pace, plan_with, stage_of
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.search.plan_candidate import Ranked
@@ -43,7 +43,7 @@ from meshwright.planner.search.proof_account import (
     OUT_OF_MEMORY,
     UNFINISHED,
 )
-from meshwright.planner.search.queue import Bound, Bundle, Lost
+from meshwright.planner.search.queue import Bound, LayoutBatch, Pruned
 from meshwright.planner.search.space import (
     LARGEST_MICRO_BATCH,
     Degrees,
@@ -58,7 +58,13 @@ from meshwright.planner.search.space import (
 from meshwright.planner.search.spaces.groups import GroupSpace
 from meshwright.planner.solver.chain import solve
 from meshwright.planner.solver.heterogeneous.micro_batch_shares import Replica, fastest_shares
-from meshwright.planner.solver.partition_problem import Infeasible, Instance, Solution, fits, priced
+from meshwright.planner.solver.partition_problem import (
+    Infeasible,
+    Instance,
+    Solution,
+    evaluate_split,
+    fits,
+)
 from meshwright.planner.solver.side_constraints import HostMemory
 
 
@@ -103,10 +109,10 @@ class ShareSpace(GroupSpace):
         refusals = (refusal(self.model, alike, self.job, layout) for alike in self._alike)
         return next(filter(None, refusals), None)
 
-    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
+    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, LayoutBatch]]:
         """Yield every layout that keeps what the user fixed, each by itself."""
         for layout in filter(self.pins.allow, self._every_layout()):
-            yield 0.0, Bundle((layout,))
+            yield 0.0, LayoutBatch((layout,))
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""
@@ -136,7 +142,7 @@ class ShareSpace(GroupSpace):
                         compile=blocks,
                     )
                     every = itertools.product(
-                        savings_of(plain, request, self._unsaved),
+                        savings_of(plain, request, self._saving_obstacle),
                         tensor_overlaps(plain, request, self.refusal),
                         compiled,
                         ways,
@@ -144,9 +150,9 @@ class ShareSpace(GroupSpace):
                     for saving, overlapped, blocks_are, loss in every:
                         if not overlapped.overlaps_tensors or blocks_are == "block":
                             layout_ = replace(overlapped, compile=blocks_are, loss=loss)
-                            yield saving.on(layout_)
+                            yield saving.applied_to(layout_)
 
-    def _unsaved(self, layout: Layout) -> str | None:
+    def _saving_obstacle(self, layout: Layout) -> str | None:
         """Return why a layout cannot save what it does, or None if it can."""
         if layout.zero and layout.offload == "parameters":
             return "ranks that divide parameters gather those of hosts in every micro-batch"
@@ -176,7 +182,7 @@ class ShareSpace(GroupSpace):
             for _ in range(group.devices // layout.tensor)
         )
 
-    def solve(self, layout: Layout, _: float) -> SplitSolution[Shared] | Lost:
+    def solve(self, layout: Layout, _: float) -> SplitSolution[Shared] | Pruned:
         """Return the best shares of a layout."""
         chains = self._chains(layout)
         ranks = self.groups_of_ranks(layout)
@@ -186,11 +192,12 @@ class ShareSpace(GroupSpace):
             fastest = solve(chain, frontiers=self.frontiers)
             if not isinstance(fastest, Solution):
                 reason = fastest.reason if isinstance(fastest, Infeasible) else ""
-                return Lost(OUT_OF_MEMORY, reason=reason)
+                return Pruned(OUT_OF_MEMORY, reason=reason)
             unproven_s = fastest.objective_s - fastest.lower_bound_s
             least_s[name] = fastest.stage_s[0] - unproven_s / (chain.steady + chain.fill)
             taken = {
-                other: priced(chains[other], fastest.cuts, fastest.options) for other in chains
+                other: evaluate_split(chains[other], fastest.cuts, fastest.options)
+                for other in chains
             }
             if not all(fits(chains[other], solution) for other, solution in taken.items()):
                 continue
@@ -202,7 +209,7 @@ class ShareSpace(GroupSpace):
                 best = total_s, shares, fastest
         if best is None:
             # Measured bytes differ between the groups, and what is best on one is too much for all.
-            return Lost(UNFINISHED, bound_s=self.bound_s(layout))
+            return Pruned(UNFINISHED, bound_s=self.bound_s(layout))
         total_s, shares, split = best
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         rank_s = [least_s[group] for group in ranks]
@@ -261,12 +268,12 @@ class ShareSpace(GroupSpace):
             for name, of_group in costs.items()
         }
 
-    def ranked(self, split: SplitSolution[Shared]) -> Ranked:
+    def candidate_of(self, split: SplitSolution[Shared]) -> Ranked:
         """Return the plan of some shares and its prediction."""
         shared, layout = split.split, split.layout
         choices = {
-            kind: allowed(table, layout, self.pins.recompute, every=True)
-            for kind, table in self.costs.tables[shared.groups[0]].of(layout).kinds.items()
+            kind: allowed_options(table, layout, self.pins.recompute, every=True)
+            for kind, table in self.costs.tables[shared.groups[0]].costs_of(layout).kinds.items()
         }
         stage = stage_of(
             (name, choices[layer.kind][option])

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from meshwright.planner.search.goals import Simulated
+from meshwright.planner.search.goals import SimulatedStepGoal
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import UNFINISHED
 from meshwright.planner.search.proof_budget import Effort
-from meshwright.planner.search.queue import Layouts, Lost
+from meshwright.planner.search.queue import Pruned, SearchSpace
 
 BOUNDED, SOLVED, PROGRAMS = (
     "layouts within memory",
@@ -24,7 +24,7 @@ BOUNDED, SOLVED, PROGRAMS = (
 class Tried:
     """How many layouts of a space got which bound; its plans are offered to a goal."""
 
-    def __init__(self, goal: Simulated, *, further: bool = False) -> None:
+    def __init__(self, goal: SimulatedStepGoal, *, further: bool = False) -> None:
         """`further` says whether more may be taken while the gap is large."""
         self.goal = goal
         self.looked_at: Counter[str] = Counter()
@@ -35,36 +35,36 @@ class Tried:
         """What may be taken now."""
         return self.goal.effort if self._further else self._first
 
-    def left(self, what: str, most: int) -> bool:
+    def has_left(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely."""
         return not self.goal.late and self.looked_at[what] < most
 
-    def may(self, what: str, most: int) -> bool:
+    def try_one(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely; it is counted."""
-        if not self.left(what, most):
+        if not self.has_left(what, most):
             return False
         self.looked_at[what] += 1
         return True
 
-    def keep(self, plan: Ranked) -> float:
+    def offer(self, plan: Ranked) -> float:
         """Offer a plan if it fits; return its step, inf if it does not."""
         return self.goal.offer(self, plan)
 
 
-class BySimulation(Layouts):
+class BySimulation(SearchSpace):
     """The last bound of a layout is what its splits, which are tried, leave unproven."""
 
     keeps_ties = False
     tried: Tried
 
-    def may(self, level: int) -> bool:
+    def may_refine(self, level: int) -> bool:
         """Whether an entry of a level may get another bound: `Effort.solved` layouts are solved."""
         settled = self.groups + len(self.bounds) - 1
         if level == settled - 1:
-            return self.tried.left(SOLVED, self.tried.effort.solved)
+            return self.tried.has_left(SOLVED, self.tried.effort.solved)
         return level < settled
 
 
-def bound_of(lost: Lost) -> float | Lost:
+def bound_of(lost: Pruned) -> float | Pruned:
     """Return the bound of a layout that was not solved to the end; others are lost."""
     return lost.bound_s or 0.0 if lost.outcome == UNFINISHED else lost

@@ -25,10 +25,10 @@ from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.search.bounds.dominance import Covering
 from meshwright.planner.search.bounds.executable_layouts import StatedProblem
 from meshwright.planner.search.bounds.layout_groups import Bounded
-from meshwright.planner.search.bounds.simulated_optimum import Choices, of_chain
+from meshwright.planner.search.bounds.simulated_optimum import ColumnProgram, of_chain
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
-from meshwright.planner.search.goals import Simulated, timetable
-from meshwright.planner.search.plan_candidate import Ranked, ranked
+from meshwright.planner.search.goals import SimulatedStepGoal, timetable
+from meshwright.planner.search.plan_candidate import Ranked, candidate_of
 from meshwright.planner.search.proof_account import (
     BOUNDS,
     CUTS,
@@ -39,11 +39,16 @@ from meshwright.planner.search.proof_account import (
     SOLVED,
 )
 from meshwright.planner.search.proof_budget import NEAR, Effort
-from meshwright.planner.search.queue import Bound, Item, Lost, Next, QueueEntry
+from meshwright.planner.search.queue import Bound, Item, Next, Pruned, QueueEntry
 from meshwright.planner.search.space import LayoutFamily, canonical, kind, timetables
 from meshwright.planner.search.spaces.chain import LAYOUT, ChainSpace, Families
 from meshwright.planner.solver.bounds import path_bounds as bounds
-from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Solution, priced
+from meshwright.planner.solver.partition_problem import (
+    CutOff,
+    Infeasible,
+    Solution,
+    evaluate_split,
+)
 
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """What is known of a layout: all of its memory; the least of all cuts by paths that stay with a
@@ -67,7 +72,7 @@ class Spent:
     entries: Counter[int] = field(default_factory=Counter)
     stages: Counter[int] = field(default_factory=Counter)
 
-    def may(self, level: int, effort: Effort) -> bool:
+    def may_refine(self, level: int, effort: Effort) -> bool:
         """Whether another entry of a level may get a bound."""
         if level < LAYOUT:
             return sum(self.entries[level] for level in range(LAYOUT)) < effort.families
@@ -94,11 +99,11 @@ class SimulatedChain(Families):
     """The families of a chain with bounds of the simulated step."""
 
     def __init__(
-        self, space: ChainSpace, goal: Simulated, spent: Spent, closed_form_s: float
+        self, space: ChainSpace, goal: SimulatedStepGoal, spent: Spent, closed_form_s: float
     ) -> None:
         """`space` has the same layouts by the closed form, where none takes `closed_form_s`."""
         self.candidates: SimulatedCandidates
-        super().__init__(SimulatedCandidates.of(space.candidates))
+        super().__init__(SimulatedCandidates.from_candidates(space.candidates))
         self.closed_form, self.goal, self.spent = space, goal, spent
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
         self._polished: dict[Layout, float] = {}
@@ -120,7 +125,7 @@ class SimulatedChain(Families):
         ]
         return [(BOUNDS[at], bound) for at, bound in named]
 
-    def may(self, level: int) -> bool:
+    def may_refine(self, level: int) -> bool:
         """Whether an entry of a level may get another bound.
 
         Where the lowest of all may not, the proof ends there, and others are only looked at for
@@ -129,42 +134,42 @@ class SimulatedChain(Families):
         goal = self.goal
         if level == SETTLED or goal.late:
             return False
-        if goal.blocked and level != OPTIMUM and not self.spent.may(CUT, goal.effort):
+        if goal.blocked and level != OPTIMUM and not self.spent.may_refine(CUT, goal.effort):
             return False
-        return self.spent.may(level, goal.effort)
+        return self.spent.may_refine(level, goal.effort)
 
     def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
         """Yield the families with their seconds by computation alone."""
         for bound_s, family in super().bundles(refused):
-            yield self._raised(bound_s, family), family
+            yield self._raise_bound(bound_s, family), family
 
-    def advance(self, level: int, some: Sequence[QueueEntry]) -> list[Next | Lost | None]:
+    def advance(self, level: int, some: Sequence[QueueEntry]) -> list[Next | Pruned | None]:
         """Return what takes the place of entries."""
         self.spent.entries[level] += len(some)
         if level >= LAYOUT:
             self.spent.stages[level] += some[0].layout.stages
-        nodes: list[Next | Lost | None] = []
+        nodes: list[Next | Pruned | None] = []
         for node in super().advance(level, some):
             if level < LAYOUT and isinstance(node, tuple):
-                nodes.append((self._raised(node[0], node[2]), node[1], node[2]))
+                nodes.append((self._raise_bound(node[0], node[2]), node[1], node[2]))
             else:
                 nodes.append(node)
         return nodes
 
-    def _raised(self, bound_s: float, item: Item) -> float:
+    def _raise_bound(self, bound_s: float, item: Item) -> float:
         """Return a bound; without a pipeline the closed form is the simulated step."""
         pipeline = item.pipeline if isinstance(item, Layout) else item.degrees.pipeline
         return max(bound_s, self._unpiped_s) if pipeline == 1 else bound_s
 
     # Bounds of a layout.
 
-    def _memory_s(self, layout: Layout) -> float | Lost:
+    def _memory_s(self, layout: Layout) -> float | Pruned:
         """Return the least of a layout with what each rank has."""
         costs_of = self.closed_form.costs_of
         if self._excluded.cover(layout, costs_of) or self._bounded.cover(layout, costs_of):
             self._unspend(LAYOUT, layout)
-            return Lost(DOMINATED)
-        self._bounded.keep(layout, costs_of(layout))
+            return Pruned(DOMINATED)
+        self._bounded.add(layout, costs_of(layout))
         least_s, limit_s = self.candidates.communication_s(layout), self.goal.limit_s
         if least_s < limit_s:
             together = self._together(layout)
@@ -185,11 +190,11 @@ class SimulatedChain(Families):
             self._any_loss[key] = _AnyLoss(stated)
         return self._any_loss[key]
 
-    def _cut_s(self, layout: Layout) -> float | Lost:
+    def _cut_s(self, layout: Layout) -> float | Pruned:
         """Return the least of a layout's cuts by paths; 0 if that is not known."""
         if self._excluded.cover(layout, self.closed_form.costs_of):
             self._unspend(WITHIN_MEMORY, layout)
-            return Lost(DOMINATED)
+            return Pruned(DOMINATED)
         together = self._together(layout)
         if together.cut_s is None:
             together.cut_s = self._cuts_s(layout, together.stated)
@@ -211,14 +216,14 @@ class SimulatedChain(Families):
         """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
         step_s = self.closed_form.candidates.costs(layout).step_s
         most_s = -math.inf
-        stated = self.closed_form.candidates.stated(layout)
+        stated = self.closed_form.candidates.problem_of(layout)
         for instance, waited_s in self.candidates.instances(layout, stated):
             # Sums of bytes are no more than what ranks hold, and quicker.
             relaxed = replace(instance, used_bytes=None)
             solution = self.closed_form.solver(relaxed, self.goal.limit_s - step_s - waited_s)
             if isinstance(solution, Infeasible):
                 return self._bounded_s(layout, math.inf)
-            if isinstance(solution, Solution | Fathomed):
+            if isinstance(solution, Solution | CutOff):
                 most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
             if isinstance(solution, Solution):
                 self._try(layout, solution)
@@ -233,7 +238,7 @@ class SimulatedChain(Families):
 
     def _by_program(self, layout: Layout) -> float:
         effort = self.goal.effort
-        choices = self._choices(layout, self.closed_form.candidates.stated(layout))
+        choices = self._choices(layout, self.closed_form.candidates.problem_of(layout))
         if choices is None:
             return 0.0
         return choices.optimum(
@@ -248,7 +253,7 @@ class SimulatedChain(Families):
 
     def _choices(
         self, layout: Layout, stated: StatedProblem, *, fastest_only: bool = False
-    ) -> Choices | None:
+    ) -> ColumnProgram | None:
         """Return what the ranks of a layout may hold, if that is known."""
         return of_chain(
             self.closed_form.candidates,
@@ -262,7 +267,7 @@ class SimulatedChain(Families):
     def _bounded_s(self, layout: Layout, bound_s: float) -> float:
         """Keep the costs of a layout that does not beat the best, for those that can do no more."""
         if bound_s >= self.goal.limit_s:
-            self._excluded.keep(layout, self.closed_form.costs_of(layout))
+            self._excluded.add(layout, self.closed_form.costs_of(layout))
         return bound_s
 
     def _unspend(self, level: int, layout: Layout) -> None:
@@ -274,8 +279,8 @@ class SimulatedChain(Families):
     def _try(self, layout: Layout, solution: Solution) -> float:
         """Simulate the plan of a solution, return its step; it may be the best that is known."""
         candidates = self.closed_form.candidates
-        closed = priced(candidates.instance(layout), solution.cuts, solution.options)
-        return self.goal.offer(self, ranked(candidates, layout, closed))
+        closed = evaluate_split(candidates.instance(layout), solution.cuts, solution.options)
+        return self.goal.offer(self, candidate_of(candidates, layout, closed))
 
     def try_likeliest(self, layout: Layout) -> float:
         """Simulate the plan of a layout that is likely to be the fastest, if it may be."""
@@ -303,7 +308,7 @@ class SimulatedChain(Families):
             layout for layouts in self.closed_form.candidates.opened.values() for layout in layouts
         ]
 
-    def rescheduled(self, best: Layout) -> Bounded:
+    def other_schedules(self, best: Layout) -> Bounded:
         """Return a layout under its other schedules."""
         candidates = self.closed_form.candidates
         solutions = []
@@ -332,7 +337,7 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
     goal = home.goal
     alike: dict[tuple[object, ...], tuple[float, SimulatedChain, Layout]] = {}
     for space in spaces:
-        others = space.rescheduled(best.plan.layout) if space is home else []
+        others = space.other_schedules(best.plan.layout) if space is home else []
         for layout, bound_s in (*space.opened_layouts(), *others):
             sizes = layout.micro_batch, layout.loss, layout.zero > 2
             key = space, timetable(layout), kind(layout), *sizes
@@ -349,7 +354,9 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
         owner.polish(layout)
 
 
-def _try_in_turn(goal: Simulated, estimates: list[tuple[float, SimulatedChain, Layout]]) -> None:
+def _try_in_turn(
+    goal: SimulatedStepGoal, estimates: list[tuple[float, SimulatedChain, Layout]]
+) -> None:
     """Simulate layouts by their estimates, each as far off as the last one of its schedule."""
     off: dict[str, float] = {}
 

@@ -30,21 +30,21 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.planner.costs.cut_tensors import colocated, readers_of
+from meshwright.planner.costs.cut_tensors import colocated_places, readers_of
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.bounds.simulated_mixed_devices import fill_of
 from meshwright.planner.search.bounds.simulated_optimum import (
-    Column,
     Columns,
+    CutPoints,
     Links,
-    Places,
+    RankColumn,
     no_slower,
 )
 from meshwright.planner.search.bounds.simulated_step import transfers
 from meshwright.planner.search.spaces.group_stages import graph_problem
 from meshwright.planner.search.spaces.mixed import GraphSpace
-from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed
+from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed_form_solution
 from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
 from meshwright.planner.solver.graphs.ideals import ideals
 from meshwright.planner.solver.partition_problem import Instance
@@ -61,7 +61,9 @@ class GraphColumns(Columns):
     ) -> dict[int, list[tuple[int, int]]]:
         return {rank: list(zip(self.places.between(first, end), options, strict=True))}
 
-    def _new(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column] | None:
+    def _new(
+        self, rank: int, first: int, end: int, kinds: tuple[int, ...]
+    ) -> list[RankColumn] | None:
         fastest = self._fastest(kinds)
         if self._sure(kinds, fastest) and self._fits(rank, (first, end), fastest):
             return [self._column(rank, first, end, fastest)]
@@ -69,7 +71,9 @@ class GraphColumns(Columns):
             return self._quickest(rank, first, end, kinds)
         return super()._new(rank, first, end, kinds)
 
-    def _quickest(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
+    def _quickest(
+        self, rank: int, first: int, end: int, kinds: tuple[int, ...]
+    ) -> list[RankColumn]:
         if self._too_many(kinds):
             return [self._column(rank, first, end, self._fastest(kinds))]
         return super()._quickest(rank, first, end, kinds)
@@ -93,7 +97,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
 
     columns_of = GraphColumns
 
-    def places(self, layout: Layout) -> Places | None:
+    def places(self, layout: Layout) -> CutPoints | None:
         """Return the downsets, if they are few."""
         return self._places
 
@@ -108,7 +112,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         ]
 
     @cached_property
-    def _places(self) -> Places | None:
+    def _places(self) -> CutPoints | None:
         return places_of(self.ordered)
 
     def read(
@@ -117,7 +121,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         """Return the split of types [rank], downsets [rank + 1] and options."""
         assert self._places is not None
         layers, cuts = self._places.laid(ends)
-        return closed(self.closed_form, layout, order, cuts, options, layers)
+        return closed_form_solution(self.closed_form, layout, order, cuts, options, layers)
 
     def computing(
         self, layout: Layout, chains: dict[str, Instance], *, flat: bool
@@ -138,7 +142,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         return replace(problem, output_s=output_s)
 
 
-def places_of(model: ModelGraph) -> Places | None:
+def places_of(model: ModelGraph) -> CutPoints | None:
     """Return where a graph of layers one by one can be cut, if its places are few."""
-    every = ideals(readers_of(model), most=MOST_PLACES, colocated=colocated(model))
-    return None if every is None else Places(every)
+    every = ideals(readers_of(model), most=MOST_PLACES, colocated=colocated_places(model))
+    return None if every is None else CutPoints(every)

@@ -37,19 +37,19 @@ from meshwright.planner.search.bounds.simulated_mixed_devices import (
     share_of,
 )
 from meshwright.planner.search.bounds.simulated_optimum import (
-    Choices,
+    ColumnProgram,
     Columns,
+    CutPoints,
     Links,
-    Places,
     choices_of,
 )
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.goals import SplitSolution
-from meshwright.planner.search.partition.stage_size_rows import within
+from meshwright.planner.search.partition.stage_size_rows import is_within
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import BOUNDS, DOMINATED
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
-from meshwright.planner.search.queue import Bound, Lost
+from meshwright.planner.search.queue import Bound, Pruned
 from meshwright.planner.search.spaces.group_stages import computing_problem
 from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import (
@@ -62,11 +62,11 @@ from meshwright.planner.search.spaces.simulated import (
 from meshwright.planner.solver.bounds.downsets import Prefixes
 from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     broken,
-    priced,
+    evaluate_split,
 )
 
 MOST_MOVES = 120
@@ -84,7 +84,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def __init__(self, space: MixedSpace, tried: Tried, closed_form_s: float) -> None:
         """`space` has the same layouts by the closed form, where none takes `closed_form_s`."""
-        super().__init__(_simulated(space.candidates), effort=space.effort)
+        super().__init__(_with_simulated_bounds(space.candidates), effort=space.effort)
         self._bounded = Covering()
         self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
@@ -106,19 +106,19 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """What every plan of a layout takes once, besides what ranks do."""
         return min(tables.layout_step_s(layout) for tables in self.costs.tables.values())
 
-    def _memory_s(self, layout: Layout) -> float | Lost:
+    def _memory_s(self, layout: Layout) -> float | Pruned:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit.
 
         What another layout can do as well need not be known.
         """
         ordered_s = self._ordered_s(layout)
-        if self.tried.goal.over(ordered_s) or not self.tried.left(
+        if self.tried.goal.exceeds(ordered_s) or not self.tried.has_left(
             BOUNDED, self.tried.effort.layouts
         ):
             return ordered_s
         if self._bounded.cover(layout, self.costs_of):
-            return Lost(DOMINATED)
-        self._bounded.keep(layout, self.costs_of(layout))
+            return Pruned(DOMINATED)
+        self._bounded.add(layout, self.costs_of(layout))
         self.tried.looked_at[BOUNDED] += 1
         least_s = max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
         return max(ordered_s, least_s)
@@ -191,13 +191,13 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     # Splits.
 
-    def keeps(self, layout: Layout, split: GraphSolution) -> bool:
+    def meets_requirements(self, layout: Layout, split: GraphSolution) -> bool:
         """Whether a split keeps what is required of it and the memory of hosts."""
         cuts = split.split.cuts
         if broken(split.problem.laid(split.order, cuts, split.types), split.split) is not None:
             return False
         rows, sizes = self.candidates.rows(layout), [b - a for a, b in itertools.pairwise(cuts)]
-        return not rows or any(within(sizes, row) for row in rows)
+        return not rows or any(is_within(sizes, row) for row in rows)
 
     def solved_s(self, layout: Layout) -> float:
         """Return seconds that no split of a layout simulates below, or the limit."""
@@ -221,11 +221,11 @@ class SimulatedMixed(BySimulation, MixedSpace):
             search.improve(columns, MOST_MOVES)
         return search.best
 
-    def simulated(self, layout: Layout, split: GraphSolution) -> Ranked:
+    def simulate(self, layout: Layout, split: GraphSolution) -> Ranked:
         """Return the plan of a split; those that fit are kept."""
         closed_s = split.split.objective_s + self._step_s(layout)
-        plan = self.closed_form.ranked(SplitSolution(closed_s, closed_s, layout, split))
-        self.tried.keep(plan)
+        plan = self.closed_form.candidate_of(SplitSolution(closed_s, closed_s, layout, split))
+        self.tried.offer(plan)
         return plan
 
     columns_of = Columns
@@ -248,7 +248,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
         limits = []
         rows = self.candidates.rows(layout) or ()
         for name, chain in chains.items():
-            costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
+            costs = replace(
+                self.costs.tables[name].costs_of(layout), transfer_s=sent_s, step_s=step_s
+            )
             prices = self.ordered, self.candidates.recompute, costs
             most = limit_s, self.tried.effort.ways
             limits.append(
@@ -256,9 +258,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
             )
         return limits
 
-    def places(self, layout: Layout) -> Places | None:
+    def places(self, layout: Layout) -> CutPoints | None:
         """Return where the layers can be cut; None where downsets are many."""
-        return Places(Prefixes(len(self.closed_form.instance(layout).chain.layers)))
+        return CutPoints(Prefixes(len(self.closed_form.instance(layout).chain.layers)))
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer; inf where they never meet.
@@ -279,7 +281,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def choices(
         self, layout: Layout, columns: Sequence[Columns], limit_s: float, *, fastest_only: bool
-    ) -> Choices | None:
+    ) -> ColumnProgram | None:
         """Return what ranks may hold on every type; None where that is too much."""
         numbers = list(self.costs.stages_of(layout).values())
         read = partial(self.read, layout)
@@ -290,12 +292,12 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
-        return closed(self.closed_form, layout, order, ends, options)
+        return closed_form_solution(self.closed_form, layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
         """Whether the program of another layout, with this number of `columns`, may be tried."""
         most = self.tried.effort.programs
-        return (columns <= FEW_COLUMNS or most > 1) and self.tried.may(PROGRAMS, most)
+        return (columns <= FEW_COLUMNS or most > 1) and self.tried.try_one(PROGRAMS, most)
 
 
 class _LayoutSearch:
@@ -310,9 +312,9 @@ class _LayoutSearch:
 
     def _try(self, split: GraphSolution) -> float:
         """Simulate a split and return its step; inf if it does not fit or keep what is required."""
-        if not self._space.keeps(self._layout, split):
+        if not self._space.meets_requirements(self._layout, split):
             return math.inf
-        plan = self._space.simulated(self._layout, split)
+        plan = self._space.simulate(self._layout, split)
         step_s = plan.prediction.step_time_s
         if not plan.prediction.fits:
             return math.inf
@@ -335,8 +337,8 @@ class _LayoutSearch:
                 return math.inf
             if isinstance(answer, GraphSolution):
                 low_s = max(low_s, answer.split.lower_bound_s + step_s)
-                self._try(self._closed(answer))
-            elif isinstance(answer, Fathomed):
+                self._try(self._in_closed_form(answer))
+            elif isinstance(answer, CutOff):
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
@@ -413,16 +415,16 @@ class _LayoutSearch:
         for rank, (number, span) in enumerate(zip(order, itertools.pairwise(cuts), strict=True)):
             if sizes[rank] < of_types[number].instance.stages[rank].least_layers:
                 return None
-            columns = of_types[number].of(rank, *span)
+            columns = of_types[number].columns_between(rank, *span)
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
-        return closed(self._space.closed_form, self._layout, order, cuts, options)
+        return closed_form_solution(self._space.closed_form, self._layout, order, cuts, options)
 
-    def _closed(self, solution: GraphSolution) -> GraphSolution:
+    def _in_closed_form(self, solution: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = solution.split
-        return closed(
+        return closed_form_solution(
             self._space.closed_form,
             self._layout,
             solution.types,
@@ -456,7 +458,7 @@ def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int
             yield [order[r] for r in places], list(sizes)
 
 
-def closed(
+def closed_form_solution(
     space: MixedSpace,
     layout: Layout,
     order: Sequence[int],
@@ -467,14 +469,16 @@ def closed(
     """Return a split with what it takes in the closed form, of `layers` in their order."""
     problem: GraphInstance = space.instance(layout)
     layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
-    split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
+    split = evaluate_split(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
     return GraphSolution(
         problem=problem, order=layers, types=tuple(order), split=split, method="chain"
     )
 
 
-def _simulated(candidates: GroupCandidates | Candidates) -> GroupCandidates | Candidates:
+def _with_simulated_bounds(
+    candidates: GroupCandidates | Candidates,
+) -> GroupCandidates | Candidates:
     """Return the same layouts with bounds of the simulated step."""
     if isinstance(candidates, Candidates):
-        return SimulatedCandidates.of(candidates)
-    return SimulatedGroupCandidates.of(candidates)
+        return SimulatedCandidates.from_candidates(candidates)
+    return SimulatedGroupCandidates.from_candidates(candidates)

@@ -16,11 +16,11 @@ from operator import itemgetter
 from typing import Any
 
 from meshwright.planner.documents.plan import Layout
-from meshwright.planner.search.goals import Simulated
+from meshwright.planner.search.goals import SimulatedStepGoal
 from meshwright.planner.search.proof_account import BOUNDS, COMMUNICATION, COMPUTATION
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
 from meshwright.planner.search.proof_budget import NEAR
-from meshwright.planner.search.queue import Bound, Lost
+from meshwright.planner.search.queue import Bound, Pruned
 from meshwright.planner.search.space import Degrees, compiles, micro_batches, timetables
 from meshwright.planner.search.spaces.mixed import GraphSpace
 from meshwright.planner.search.spaces.shares import ShareSpace
@@ -49,7 +49,7 @@ class SimulatedShares(BySimulation, ShareSpace):
             (BOUNDS[BY_OPTIMUM], self.solved_s),
         ]
 
-    def may(self, level: int) -> bool:
+    def may_refine(self, level: int) -> bool:
         """Whether an entry of a level may get another bound: all are soon solved."""
         return level < self.groups + len(self.bounds) - 1
 
@@ -66,17 +66,17 @@ class SimulatedShares(BySimulation, ShareSpace):
         ]
         return max(replicas) - min(replicas)
 
-    def solved_s(self, layout: Layout) -> float | Lost:
+    def solved_s(self, layout: Layout) -> float | Pruned:
         """Return what no shares of a layout simulate below; those of the closed form are tried."""
         answer = self._closed_form.solve(layout, self.tried.goal.step_s)
-        if isinstance(answer, Lost):
+        if isinstance(answer, Pruned):
             return bound_of(answer)
-        self.tried.keep(self._closed_form.ranked(answer))
+        self.tried.offer(self._closed_form.candidate_of(answer))
         return answer.lower_bound_s - self._spread_s(layout)
 
 
 def simulated_spaces(
-    spaces: Sequence[Any], goal: Simulated, closed_form_s: float
+    spaces: Sequence[Any], goal: SimulatedStepGoal, closed_form_s: float
 ) -> list[SimulatedShares | SimulatedMixed]:
     """Return the layouts of some spaces by what they simulate.
 
@@ -95,7 +95,7 @@ def simulated_spaces(
     return every
 
 
-def look_near(every: Sequence[Any], goal: Simulated) -> None:
+def look_near(every: Sequence[Any], goal: SimulatedStepGoal) -> None:
     """Simulate what is like the best plan: other schedules and micro-batches.
 
     Layouts are judged by the least seconds of cuts, which are cheap; the least of them are solved,
@@ -164,5 +164,5 @@ def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:
                 virtual_stages=virtual,
                 compile=compiles(space.request, data, name),
             )
-            if not instance.executed.stale and space.refusal(instance) is None:
+            if not instance.executed_schedule.stale and space.refusal(instance) is None:
                 yield instance

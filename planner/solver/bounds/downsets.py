@@ -36,7 +36,7 @@ class Downsets(Protocol):
     def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
         """[downset] Sum of `values` [layer] over its layers that have a reader outside."""
 
-    def nested(self, most: int) -> Runs | None:
+    def nested_pairs(self, most: int) -> Runs | None:
         """Pairs of downsets of which the first lies in the second, rising; None if over `most`."""
 
     def difference(self, smaller: int, larger: int) -> Sequence[int]:
@@ -75,7 +75,7 @@ class Prefixes:
                 total[layer + 2 : outside[-1] + 1] += values[layer]
         return total
 
-    def nested(self, _: int) -> Runs:
+    def nested_pairs(self, _: int) -> Runs:
         """Pairs of downsets of which the first lies in the second, rising, however many."""
         smaller, larger = np.triu_indices(len(self), 1)
         return smaller, larger

@@ -112,7 +112,7 @@ class Fluid:
         fewest = np.take_along_axis(most, pick, axis=2)
         return fewest[:, :, 0], np.where(np.isfinite(fewest), per_s, 0.0)[:, :, 0]
 
-    def hosted(self, price: int, stage: int, own_s: Floats) -> Floats:
+    def capacity_in(self, price: int, stage: int, own_s: Floats) -> Floats:
         """Most of one price that a stage can hold in `own_s` seconds with what is exposed."""
         seconds = np.maximum((own_s - self._exposed_s[stage]) / self._scale[stage], 0.0)
         per_s, of_bytes = self._per_s[price, stage], self._of_bytes[price, stage]

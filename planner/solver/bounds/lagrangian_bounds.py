@@ -139,7 +139,7 @@ class StepBounds:
 
             Σ_l t_l  >=  Σ_l min_k (t_k + λ y_k) - λ Σ_r B_r / q_r          for any λ >= 0.
         """
-        multipliers, softened = self._softened
+        multipliers, softened = self._softened_least_s
         if rest:
             softened = softened[:, -1:] - softened
         knapsacks = self.knapsacks
@@ -149,12 +149,12 @@ class StepBounds:
         return bound
 
     @cached_property
-    def _softened(self) -> tuple[Floats, Floats]:
+    def _softened_least_s(self) -> tuple[Floats, Floats]:
         """Multipliers λ, 0 first, and [λ, member] Σ min_k (t_k + λ y_k)."""
         knapsacks, options = self.knapsacks, self.knapsacks.options
         in_flight = float(knapsacks.in_flight.max())
         place = knapsacks.family_of(int(knapsacks.in_flight.argmax()))
-        multipliers = knapsacks.relaxed[place].multipliers
+        multipliers = knapsacks.relaxed_families[place].multipliers
         if len(knapsacks.families) > 1:
             multipliers = multipliers * in_flight
         if len(multipliers) > _FEW:
@@ -174,7 +174,7 @@ class StepBounds:
         parts = [(float(p[0]), float(p[-1])) for p in np.array_split(levels, bins)]
         return [
             [self._range(family, relaxed, lowest, highest) for lowest, highest in parts]
-            for family, relaxed in zip(knapsacks.families, knapsacks.relaxed, strict=True)
+            for family, relaxed in zip(knapsacks.families, knapsacks.relaxed_families, strict=True)
         ]
 
     def _range(
@@ -190,7 +190,7 @@ class StepBounds:
             reached = self._totals((smallest[:, None] >= levels).astype(np.float64))
 
         kinds = np.arange(len(options.sizes))
-        allowed = np.array(self.knapsacks.allowed(kinds.tolist(), highest))
+        allowed = np.array(self.knapsacks.allowed_levels(kinds.tolist(), highest))
         none = allowed == 0
         columns = [
             family.base_bytes,

@@ -32,7 +32,7 @@ def why_infeasible(instance: Instance) -> str:
     reached = np.zeros(layers + 1, dtype=bool)
     reached[0] = True
     for s, end in enumerate(ends):
-        before, reached = reached, _reached(reached, end, instance.stages[s].least_layers)
+        before, reached = reached, _reachable_ends(reached, end, instance.stages[s].least_layers)
         if not reached.any():
             return _stuck(instance, s, np.flatnonzero(before))
     return "" if reached[layers] else _too_many(instance, int(np.flatnonzero(reached)[-1]))
@@ -99,7 +99,9 @@ def _longest_runs(instance: Instance, stage: StageLimits) -> NDArray[np.intp]:
     return longest
 
 
-def _reached(before: NDArray[np.bool_], end: NDArray[np.intp], fewest: int) -> NDArray[np.bool_]:
+def _reachable_ends(
+    before: NDArray[np.bool_], end: NDArray[np.intp], fewest: int
+) -> NDArray[np.bool_]:
     """Positions where a stage of `fewest` layers or more can end if it begins at `before`."""
     change = np.zeros(len(before) + 1, dtype=int)
     for first in np.flatnonzero(before[:-1]):

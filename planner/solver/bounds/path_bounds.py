@@ -90,9 +90,9 @@ def counted_s(instance: Instance) -> float:
     slowest stage between two ceilings that are tried costs at least the lower ceiling, with the
     steps below the upper one; the least over these intervals is valid for every split.
     """
-    chain = _LayersByPlace.of(instance)
+    chain = _LayersByPlace.of_instance(instance)
     counted = _MainKindTimes(
-        _hosted_s(instance.kinds, _StageRooms.of(instance.stages), chain), chain
+        _hosted_s(instance.kinds, _StageRooms.of_stages(instance.stages), chain), chain
     )
     return counted.bound_s(instance.steady, instance.fill, once_s=chain.sync_s - chain.credits_s)
 
@@ -150,7 +150,7 @@ class _StageRooms:
     exposed_s: Floats
 
     @classmethod
-    def of(cls, stages: Sequence[StageLimits]) -> _StageRooms:
+    def of_stages(cls, stages: Sequence[StageLimits]) -> _StageRooms:
         return cls(
             np.array([stage.in_flight for stage in stages]),
             np.array([stage.waiting for stage in stages]),
@@ -178,7 +178,7 @@ class _LayersByPlace:
     """Least sync of the stage with the longest."""
 
     @classmethod
-    def of(cls, instance: Instance) -> _LayersByPlace:
+    def of_instance(cls, instance: Instance) -> _LayersByPlace:
         """Return what the first and the last stage hold surely, and what is counted."""
         layers, stages = instance.layers, len(instance.stages)
         counts = [layers.count(kind) for kind in range(len(instance.kinds))]
@@ -232,8 +232,8 @@ def _hosted_s(
     whole x_k where those are few; and the least over the placed layers' options and over θ: the
     largest of their transients, or one of the main kind above it.
     """
-    options = undominated(tables[chain.main])
-    placed = {kind: undominated(tables[kind]) for kinds in chain.placed for kind in kinds}
+    options = undominated_options(tables[chain.main])
+    placed = {kind: undominated_options(tables[kind]) for kinds in chain.placed for kind in kinds}
     in_flight, waiting, free = rooms.in_flight, rooms.waiting, rooms.free_bytes
     scale, exposed_s = rooms.scale, rooms.exposed_s
     most = chain.needed
@@ -303,7 +303,7 @@ def _ways(options: int, most: int) -> tuple[Floats, NDArray[np.intp]]:
     return np.array(rows), np.array(firsts)
 
 
-def undominated(options: Sequence[Option]) -> list[Option]:
+def undominated_options(options: Sequence[Option]) -> list[Option]:
     """Return the options but those that another one beats or equals in every figure.
 
     What they allow, the other one allows, so a least time over the rest is one over all.

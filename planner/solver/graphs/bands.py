@@ -39,7 +39,7 @@ class Bands:
         self._sizes = totals[:, 1]
         self._slack_s = ROUNDING * float(self._until_s[-1])
 
-    def under(self, ceiling_s: float) -> list[Indices]:
+    def ideals_under(self, ceiling_s: float) -> list[Indices]:
         """[cut] Ideals that can lie there, rising; the ends of the pipeline included.
 
         A cut costs at least what it costs at the cheapest ideal of its band.  That leaves the

@@ -109,7 +109,7 @@ class CutBounds:
             wide = [at for at in dict.fromkeys(way) if ranges[at].width > _CLOSE * self._total]
             if not wide:
                 return max(least_s, plain_s)
-            halves = {at: self._halved(ranges[at]) for at in wide if self._more()}
+            halves = {at: self._halves(ranges[at]) for at in wide if self._more()}
             ranges = [half for at, whole in enumerate(ranges) for half in halves.get(at, [whole])]
 
     def _more(self) -> bool:
@@ -118,7 +118,7 @@ class CutBounds:
             self.programs_run < self._most_programs and self.iterations_run < self._most_iterations
         )
 
-    def _halved(self, whole: _PriceRange) -> list[_PriceRange]:
+    def _halves(self, whole: _PriceRange) -> list[_PriceRange]:
         """Return both halves; the one with the cheapest cut of the whole keeps its bound."""
         middle = (whole.lower + whole.upper) / 2
         halves = []
@@ -169,7 +169,7 @@ class CutBounds:
         ranges = []
         for stage in range(stages):
             own_s = ceiling_s - places.cut_s[:, None] - places.cut_s[None]
-            hosts = self._fluid.hosted(self._row, stage, own_s)
+            hosts = self._fluid.capacity_in(self._row, stage, own_s)
             far = np.where(own_s > 0, reached[:, None] + hosts, -np.inf)
             far = np.where(far >= places.lower - slack, np.minimum(far, places.upper), -np.inf)
             far[:, 0] = -np.inf

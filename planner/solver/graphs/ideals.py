@@ -36,7 +36,7 @@ class Ideals:
     def __len__(self) -> int:
         return len(self.words)
 
-    def holds(self, layer: int) -> NDArray[np.bool_]:
+    def contains(self, layer: int) -> NDArray[np.bool_]:
         """[ideal] Whether the layer belongs to it."""
         contained: NDArray[np.bool_] = (self.words[:, layer >> 6] >> np.uint64(layer & 63)) & 1 == 1
         return contained
@@ -64,10 +64,10 @@ class Ideals:
         sums = np.zeros(len(self))
         for layer, outside in enumerate(readers):
             if outside and values[layer]:
-                sums += values[layer] * (self.holds(layer) & ~self.holds_all(outside))
+                sums += values[layer] * (self.contains(layer) & ~self.holds_all(outside))
         return sums
 
-    def nested(self, most: int) -> Runs | None:
+    def nested_pairs(self, most: int) -> Runs | None:
         """Pairs of ideals of which the first lies in the second, rising; None if over `most`."""
         words, count = self.words, len(self)
         rows = max(1, _CHUNK // count)

@@ -29,7 +29,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.solver.bottleneck_path import Way, cheapest, priced
+from meshwright.planner.solver.bottleneck_path import Way, cheapest, evaluate_way
 from meshwright.planner.solver.bounds.fractional_bound import Fluid
 from meshwright.planner.solver.bounds.lagrangian_bounds import StepBounds
 from meshwright.planner.solver.frontier import FrontierStore
@@ -37,11 +37,11 @@ from meshwright.planner.solver.graph_instance import GraphEffort, GraphInstance,
 from meshwright.planner.solver.graphs.bands import Bands
 from meshwright.planner.solver.graphs.cut_bounds import CutBounds
 from meshwright.planner.solver.graphs.ideals import Ideals
-from meshwright.planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
-from meshwright.planner.solver.graphs.sweep import Aim, Sweep
+from meshwright.planner.solver.graphs.nearby import Neighbourhood, along_orders, cuts_of, of_bits
+from meshwright.planner.solver.graphs.sweep import Sweep, TargetBound
 from meshwright.planner.solver.knapsack import Knapsacks
 from meshwright.planner.solver.lazy_path import WaysLeft, best_split, loose_s
-from meshwright.planner.solver.split import placed
+from meshwright.planner.solver.split import graph_solution
 from meshwright.planner.solver.stage_table import Known, StepTable
 from meshwright.planner.system.lazy_imports import OnUse
 
@@ -127,7 +127,7 @@ class Lattice:
         self._known: Known = {}
 
     @property
-    def visited(self) -> int:
+    def visited_parts(self) -> int:
         """Parts of choices of options that were looked at, those before included."""
         return self._knapsacks.visited
 
@@ -170,7 +170,7 @@ class Lattice:
                 rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
                 continue
             left = left or WaysLeft()
-            assemble = partial(self._assembled, table)
+            assemble = partial(self._assemble, table)
             split = best_split(table, assemble, cutoff_s=target_s, left=left)
             known_s = target_s if split is None else split.objective_s
             least_open_s = min(loose_s(table, cutoff_s=known_s), left.open_s)
@@ -194,9 +194,9 @@ class Lattice:
                 break
             self._settled -= 1
             table.settle(path.way)
-            actual = priced(table.ways, table.costs(), path.way)
+            actual = evaluate_way(table.ways, table.costs(), path.way)
             if actual.value_s < below_s:
-                best = self._assembled(table, actual)
+                best = self._assemble(table, actual)
                 below_s = best.objective_s * (1 - _WORTHWHILE)
         return best
 
@@ -206,7 +206,7 @@ class Lattice:
         ceiling_s = fluid.whole_s
         if steady:
             ceiling_s = min(ceiling_s, (target_s - fluid.fill_s - fluid.sync_s) / steady)
-        bands = self._bands.under(ceiling_s)
+        bands = self._bands.ideals_under(ceiling_s)
         member = np.zeros(len(self._every), dtype=bool)
         for band in bands:
             member[band] = True
@@ -216,7 +216,7 @@ class Lattice:
         bounds = StepBounds(
             self._knapsacks, self._every, members, self._cut_s, sent, self._problem.unpaid
         )
-        aim = Aim(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
+        aim = TargetBound(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
         hops = Sweep(bounds, self._every, places, aim).hops(most_pairs)
         if hops is None:
             return None
@@ -227,10 +227,10 @@ class Lattice:
             np.concatenate([hop.stage_s for hop in hops]),
         )
 
-    def _assembled(self, table: StepTable, path: Way) -> GraphSolution:
+    def _assemble(self, table: StepTable, path: Way) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
         order, cuts, options = table.laid(path.way)
-        return placed(self._problem, order, cuts, options)
+        return graph_solution(self._problem, order, cuts, options)
 
 
 def _along_orders(
@@ -256,7 +256,7 @@ def _through(
     """Best split below the cutoff through some downsets, few ways looked at; or else the rival."""
     lattice = Lattice(problem, some, store, settled=_SETTLED, visited=effort.visited)
     split, _ = lattice.search(rival, _PAIRS, cutoff_s)
-    effort.visited = lattice.visited
+    effort.visited = lattice.visited_parts
     return split
 
 
@@ -277,18 +277,18 @@ def _closer(
         bound_s = max(bound_s, _cut_bound_s(problem, known_s, best, store, effort, few))
     if best is None or bound_s >= known_s:
         return best, bound_s
-    best = _improved(problem, best, store, effort)
+    best = _improve(problem, best, store, effort)
     more = min(effort.programs, effort.most_programs)
     if problem.relayed and more > 0 and bound_s < best.objective_s:
         bound_s = max(bound_s, _cut_bound_s(problem, best.objective_s, best, store, effort, more))
     return best, bound_s
 
 
-def _improved(
+def _improve(
     problem: GraphInstance, best: GraphSolution, store: FrontierStore, effort: GraphEffort
 ) -> GraphSolution:
     """Move all cuts of a split at once, as long as that makes it faster and not too often."""
-    around, orders = Around(problem), along_orders(problem)
+    around, orders = Neighbourhood(problem), along_orders(problem)
     for _ in range(_MOVES):
         if effort.moves <= 0:
             break
@@ -365,9 +365,9 @@ class Sent:
         counted = np.zeros((len(members), len(layers)), dtype=np.int16)
         inside = np.zeros((len(members), len(layers)), dtype=bool)
         for column, layer in enumerate(layers):
-            inside[:, column] = every.holds(layer)[members]
+            inside[:, column] = every.contains(layer)[members]
             for reader in self.readers[layer]:
-                counted[:, column] += every.holds(reader)[members]
+                counted[:, column] += every.contains(reader)[members]
 
         def seconds(smaller: Indices, larger: Indices) -> Floats:
             bounds = np.empty(len(smaller))

@@ -38,7 +38,7 @@ def along_orders(problem: GraphInstance) -> set[int]:
     return ideals
 
 
-class Around:
+class Neighbourhood:
     """The ideals around those where a split is cut."""
 
     def __init__(self, problem: GraphInstance) -> None:
@@ -62,9 +62,9 @@ class Around:
 
     def cuts(self, cuts: Sequence[int], number: int) -> set[int]:
         """Return up to `number` ideals around every cut, those with the cheapest cuts first."""
-        return {downset for cut in cuts for downset in self._near(cut, number)}
+        return {downset for cut in cuts for downset in self._neighbours(cut, number)}
 
-    def _near(self, cut: int, number: int) -> Iterator[int]:
+    def _neighbours(self, cut: int, number: int) -> Iterator[int]:
         waiting, seen = [(0.0, 0, cut)], {cut}
         for _ in range(number):
             if not waiting:

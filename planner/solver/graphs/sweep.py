@@ -44,7 +44,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
+class TargetBound:
     """What a split must do: no stage above the ceiling, and all of it below the cutoff.
 
     Every split takes at least `sync_s` to synchronise.
@@ -70,7 +70,7 @@ class Sweep:
     """One sweep; `bands` [cut] hold the members that can lie there, rising, both ends included."""
 
     def __init__(
-        self, bounds: StepBounds, every: Ideals, bands: Sequence[Indices], aim: Aim
+        self, bounds: StepBounds, every: Ideals, bands: Sequence[Indices], aim: TargetBound
     ) -> None:
         self._bounds = bounds
         self._bands = bands
@@ -94,7 +94,7 @@ class Sweep:
     def hops(self, most_pairs: int) -> list[Hop] | None:
         """[stage] Steps worth trying; None if more pairs of ideals would have to be compared."""
         ends = self._bands[-1]
-        ways = [self._at(ends)]
+        ways = [self._staying_ways(ends)]
         hops: list[Hop] = []
         for stage in range(len(self._scale) - 1, -1, -1):
             starts = self._bands[stage]
@@ -122,7 +122,7 @@ class Sweep:
 
     def _forward(self, hops: list[Hop], after: list[_IdealWays]) -> list[Hop]:
         """Leave out what is not worth it in the light of the real ways from the start."""
-        before = self._at(self._bands[0])
+        before = self._staying_ways(self._bands[0])
         kept = []
         for stage, hop in enumerate(hops):
             worth = self._steps_worth(stage, hop, before, after[stage + 1])
@@ -176,12 +176,12 @@ class Sweep:
         self, stage: int, hop: Hop, ways: _IdealWays, origin: Indices, target: Indices
     ) -> _IdealWays:
         """Ways made longer by one step."""
-        longer = self._at(origin[:0])
+        longer = self._staying_ways(origin[:0])
         np.minimum.at(longer.slowest_s, target, np.maximum(ways.slowest_s[origin], hop.stage_s))
         np.minimum.at(longer.sum_s, target, ways.sum_s[origin] + self._fill_s(stage, hop))
         return longer
 
-    def _at(self, members: Indices) -> _IdealWays:
+    def _staying_ways(self, members: Indices) -> _IdealWays:
         """No way but to stay at these members."""
         slowest_s, sum_s = np.full((2, len(self._until_s)), np.inf)
         slowest_s[members] = sum_s[members] = 0.0
@@ -190,17 +190,17 @@ class Sweep:
     def _fluid_before(self, cut: int) -> _IdealWays:
         """Bounds on the ways from the start to a cut: seconds shared evenly, bytes pooled."""
         if not cut:
-            return self._at(self._bands[0])
+            return self._staying_ways(self._bands[0])
         own_s = self._bounds.shared_s(slice(0, cut))
-        return self._shared(slice(0, cut), cut - 1, own_s, (self._gain_s, self._credit_s))
+        return self._shared_bounds(slice(0, cut), cut - 1, own_s, (self._gain_s, self._credit_s))
 
     def _fluid_after(self, cut: int) -> _IdealWays:
         """Bounds on the ways from a cut to the end."""
         own_s = self._bounds.shared_s(slice(cut, None), rest=True)
         gain_s, credit_s = self._gain_s[-1] - self._gain_s, self._credit_s[-1] - self._credit_s
-        return self._shared(slice(cut, None), cut, own_s, (gain_s, credit_s))
+        return self._shared_bounds(slice(cut, None), cut, own_s, (gain_s, credit_s))
 
-    def _shared(
+    def _shared_bounds(
         self, stages: slice, beside: int, own_s: Floats, gains: tuple[Floats, Floats]
     ) -> _IdealWays:
         """Bounds for stages, one of them beside the cut, whose layers take `own_s` in all."""

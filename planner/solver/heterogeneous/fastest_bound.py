@@ -47,7 +47,7 @@ class FastestOnTypes:
 
     def weights(self) -> Floats:
         """[type] How often a stage's seconds count, the slowest as a mean of all."""
-        even = evened(self.stages, self.time_s @ self.counts, self.steady, self.fill)
+        even = even_weights(self.stages, self.time_s @ self.counts, self.steady, self.fill)
         bound_s: Floats = self.steady * even + self.fill
         return bound_s
 
@@ -63,15 +63,15 @@ class FastestOnTypes:
         return max(fill_s, self.weighed_s(self.weights()))
 
 
-def evened(stages: NDArray[np.intp], whole_s: Floats, steady: float, fill: float) -> Floats:
+def even_weights(stages: NDArray[np.intp], whole_s: Floats, steady: float, fill: float) -> Floats:
     """[type] Return weights y with Σ stages · y = 1 that even out (steady y + fill) · whole_s.
 
     Types on which that would take a weight below 0 have 0.  The slowest stage takes no less than
     the mean of all by these weights.
 
-    >>> evened(np.array([1, 1]), np.array([1.0, 3.0]), steady=9.0, fill=1.0).round(3).tolist()
+    >>> even_weights(np.array([1, 1]), np.array([1.0, 3.0]), steady=9.0, fill=1.0).round(3).tolist()
     [0.806, 0.194]
-    >>> evened(np.array([1, 1]), np.array([1.0, 3.0]), steady=1.0, fill=1.0).tolist()
+    >>> even_weights(np.array([1, 1]), np.array([1.0, 3.0]), steady=1.0, fill=1.0).tolist()
     [1.0, 0.0]
     """
     if steady <= ROUNDING * fill or not whole_s.all():

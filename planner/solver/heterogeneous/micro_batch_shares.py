@@ -33,7 +33,7 @@ class Replica:
         """Seconds until this number of micro-batches is done; 0 for none."""
         return self.fill_s + (microbatches - 1) * self.steady_s if microbatches else 0.0
 
-    def done(self, seconds: float) -> int:
+    def completed(self, seconds: float) -> int:
         """Count the micro-batches that end by then, exactly as `end_s` computes their ends."""
         if seconds < self.fill_s:
             return 0
@@ -64,7 +64,7 @@ def fastest_shares(replicas: Sequence[Replica], microbatches: int) -> tuple[int,
         return (0,) * len(replicas)
 
     def enough(seconds: float) -> bool:
-        return sum(replica.done(seconds) for replica in replicas) >= microbatches
+        return sum(replica.completed(seconds) for replica in replicas) >= microbatches
 
     ends_s = []
     for replica in replicas:
@@ -76,7 +76,7 @@ def fastest_shares(replicas: Sequence[Replica], microbatches: int) -> tuple[int,
         ends_s.append(replica.end_s(lower))
     step_s = min(ends_s)
 
-    shares = [replica.done(step_s) for replica in replicas]
+    shares = [replica.completed(step_s) for replica in replicas]
     surplus = sum(shares) - microbatches
     for r in reversed(range(len(replicas))):
         # Only what ends at step_s itself can be too much: before it there was not enough.

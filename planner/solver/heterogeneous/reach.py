@@ -113,7 +113,7 @@ class Reach:
         for counts in others:
             best = np.full(self._downsets, np.inf)
             for g, alone_s in enumerate(self._alone_s):
-                before = reached.get(changed(counts, g, -1 if forward else +1))
+                before = reached.get(shift_count(counts, g, -1 if forward else +1))
                 if before is not None:
                     own_s = alone_s[sum(counts) - forward] + self._meets_s
                     way_s = np.maximum(before[origin], own_s)[order]
@@ -145,6 +145,6 @@ class Reach:
         return Spans(runs=runs, least_s=least_s, between=between)
 
 
-def changed(counts: Counts, place: int, by: int) -> Counts:
+def shift_count(counts: Counts, place: int, by: int) -> Counts:
     """Counts with one of them changed."""
     return (*counts[:place], counts[place] + by, *counts[place + 1 :])

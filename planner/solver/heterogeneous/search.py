@@ -31,7 +31,7 @@ from meshwright.planner.solver.heterogeneous.fastest_bound import FastestOnTypes
 from meshwright.planner.solver.heterogeneous.reach import Reach, Spans
 from meshwright.planner.solver.knapsack import Knapsacks
 from meshwright.planner.solver.lazy_path import best_split, loose_s
-from meshwright.planner.solver.split import placed
+from meshwright.planner.solver.split import graph_solution
 from meshwright.planner.solver.stage_table import Known, StepTable
 
 if TYPE_CHECKING:
@@ -153,14 +153,14 @@ class Search:
         within = np.arange(len(smaller)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
         return smaller, smaller + within + 1
 
-    def solved(self) -> tuple[GraphSolution | None, float]:
+    def solve(self) -> tuple[GraphSolution | None, float]:
         """Return a split below the cutoff, and what none takes less than; inf if none fits."""
         if self.least_s == math.inf or meets(self.bound_s, self._cutoff_s):
             return None, self.bound_s
         best: GraphSolution | None = None
         searched_s, ceiling_s = -math.inf, self.first_s()
         while ceiling_s > searched_s:
-            best = self.under(ceiling_s, best)
+            best = self.best_under(ceiling_s, best)
             searched_s = ceiling_s
             ceiling_s = self.needed_s(best, searched_s)
         known_s = self._cutoff_s if best is None else best.objective_s
@@ -212,7 +212,7 @@ class Search:
             return min((known_s - self._rest_s) / steady, self.whole_s)
         return self.whole_s
 
-    def under(self, ceiling_s: float, best: GraphSolution | None) -> GraphSolution | None:
+    def best_under(self, ceiling_s: float, best: GraphSolution | None) -> GraphSolution | None:
         """Best split with no stage above the ceiling, if it is better than `best`."""
         if ceiling_s > self._span_s:
             self._reach = self._reach_under(ceiling_s)
@@ -222,7 +222,7 @@ class Search:
         cutoff_s = self._cutoff_s if best is None else best.objective_s
         limit_s = self._highest_s(cutoff_s) * (1 + SETTLED)
         steps = self._steps(spans, limit_s)
-        better = best_split(steps, lambda path: self._assembled(steps, path), cutoff_s=cutoff_s)
+        better = best_split(steps, lambda path: self._assemble(steps, path), cutoff_s=cutoff_s)
         best = best if better is None else better
         known_s = self._cutoff_s if best is None else best.objective_s
         self._loose_s = loose_s(steps, cutoff_s=known_s)
@@ -254,11 +254,11 @@ class Search:
             limit_s=limit_s,
         )
 
-    def _assembled(self, steps: StepTable | UnequalSteps, path: Way) -> GraphSolution:
+    def _assemble(self, steps: StepTable | UnequalSteps, path: Way) -> GraphSolution:
         """Choose the options of every stage and evaluate the split from raw numbers."""
         method: Method = "chain" if isinstance(self._every, Prefixes) else "lattice"
         types = () if isinstance(steps, StepTable) else steps.type_of[list(path.way)].tolist()
-        return placed(self._problem, *steps.laid(path.way), types, method)
+        return graph_solution(self._problem, *steps.laid(path.way), types, method)
 
 
 def fastest_on(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from meshwright.planner.solver.bottleneck_path import Costs
 from meshwright.planner.solver.bounds.downsets import Runs
 from meshwright.planner.solver.bounds.lagrangian_bounds import StepBounds
-from meshwright.planner.solver.heterogeneous.reach import Counts, Spans, changed
+from meshwright.planner.solver.heterogeneous.reach import Counts, Spans, shift_count
 from meshwright.planner.solver.paths import Paths
 from meshwright.planner.solver.stage_table import Known, StepTable, bounding_costs
 
@@ -85,12 +85,12 @@ class UnequalSteps:
         once_s = []
         if instance.forward_apart:
             forward_s = self._of_steps([table.forward_s for table in self.tables])
-            forward_s = forward_s + self._rounded(self._cut_s / 2)
+            forward_s = forward_s + self._round_down(self._cut_s / 2)
             stage_s = stage_s - forward_s
             once_s.append(instance.steady * forward_s)
         if self._sync_s.any() and not self.sync_depends:
             once_s.append(self._sync_s)
-        fill_s = fill_s + self._rounded(instance.fill * self._cut_s)
+        fill_s = fill_s + self._round_down(instance.fill * self._cut_s)
         return Costs(stage_s, fill_s, tuple(once_s), instance.steady)
 
     def shortest_sync_s(self) -> Floats:
@@ -116,7 +116,7 @@ class UnequalSteps:
         values: Floats = np.concatenate(of_tables)[self._flat]
         return values
 
-    def _rounded(self, values: Floats) -> Floats:
+    def _round_down(self, values: Floats) -> Floats:
         """Return values as tables have them."""
         rounded: Floats = np.round(values / self._quantum_s) * self._quantum_s
         return rounded
@@ -139,8 +139,8 @@ class UnequalSteps:
                 meetings.append((counts, -1, -1))
                 continue
             types = range(len(counts))
-            before = [g for g in types if changed(counts, g, -1) in self._spans.between] or [-1]
-            after = [g for g in types if changed(counts, g, +1) in self._spans.between] or [-1]
+            before = [g for g in types if shift_count(counts, g, -1) in self._spans.between] or [-1]
+            after = [g for g in types if shift_count(counts, g, +1) in self._spans.between] or [-1]
             meetings += [(counts, g, h) for g in before for h in after]
         return meetings
 
@@ -169,7 +169,7 @@ class UnequalSteps:
         self.ways = Paths([len(pairs) * width for pairs in meetings], hops)
         self.type_of, self.entry = np.concatenate(types), np.concatenate(entries)
         self._flat = self.type_of * offset + self.entry
-        self._cut_s = self._rounded(np.concatenate(cuts))
+        self._cut_s = self._round_down(np.concatenate(cuts))
 
     def _moves(
         self, position: int, before: list[Meeting], after: list[Meeting], runs: Runs
@@ -183,7 +183,7 @@ class UnequalSteps:
         runs_of: dict[tuple[Counts, int], Indices] = {}
         for start, (counts, _, expected) in enumerate(before):
             for number in range(len(self.tables)) if expected < 0 else (expected,):
-                more = changed(counts, number, +1)
+                more = shift_count(counts, number, +1)
                 if more not in between:
                     continue
                 if (counts, number) not in runs_of:

@@ -13,7 +13,7 @@ from meshwright.planner.whatif.pricing.economics import (
     cheaper_above,
     rent_cash_usd,
 )
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 SHARES = tuple(share / 100 for share in range(10, 101, 5))
 
@@ -45,12 +45,12 @@ class BreakEven:
     usd_per_device_hour: tuple[float, ...]
     cash_usd: tuple[float, ...]
     """Of all its devices: on the first day, then in each year."""
-    present_value_usd: Span
+    present_value_usd: UncertainValue
     """Of what all its devices cost over the years, at the study's interest, before tax."""
     against: tuple[Against, ...] = ()
     """For each candidate of the same devices that binds to less."""
 
-    def at(self, share: float) -> float:
+    def price_at(self, share: float) -> float:
         """Return the price at one of the shares of the curve."""
         return self.usd_per_device_hour[self.utilisation.index(share)]
 
@@ -72,11 +72,11 @@ def break_evens(candidates: Sequence[Candidate]) -> list[BreakEven]:
 
 
 def _comparable(first: Candidate, other: Candidate) -> bool:
-    def of(candidate: Candidate) -> tuple[object, ...]:
+    def freedom_of(candidate: Candidate) -> tuple[object, ...]:
         names = {group.accelerator.name for group in candidate.cluster.groups}
         return frozenset(names), candidate.changes, candidate.power_limit
 
-    return of(first) == of(other)
+    return freedom_of(first) == freedom_of(other)
 
 
 def _freer(other: Candidate, first: Candidate) -> bool:
@@ -110,7 +110,9 @@ def cash_usd(candidate: Candidate) -> tuple[float, ...]:
         each = priced.purchase.cash_usd(assumed.utilisation)
         if priced.beside is not None:
             a_year = (
-                HOURS_PER_YEAR * assumed.utilisation * priced.beside.at(assumed.utilisation).value
+                HOURS_PER_YEAR
+                * assumed.utilisation
+                * priced.beside.useful_hour_usd(assumed.utilisation).value
             )
             parts = Horizon(years=assumed.years, interest=assumed.interest).parts
             lengths = (0.0, *(length for _, length in parts))
@@ -118,7 +120,7 @@ def cash_usd(candidate: Candidate) -> tuple[float, ...]:
     else:
         reserved = priced.reservation
         # Of a cluster that is owned in part all hours cost something, used or not.
-        price = priced.hourly.at(assumed.utilisation)
+        price = priced.hourly.useful_hour_usd(assumed.utilisation)
         each = rent_cash_usd(
             price.value if reserved is None else reserved.usd_per_device_hour.value,
             Horizon(years=assumed.years, interest=assumed.interest),
@@ -130,7 +132,7 @@ def cash_usd(candidate: Candidate) -> tuple[float, ...]:
     return tuple(usd * candidate.devices for usd in each)
 
 
-def present_value_usd(candidate: Candidate) -> Span:
+def present_value_usd(candidate: Candidate) -> UncertainValue:
     """Return the present value of what all devices of a candidate cost over the years.
 
     The levelised price of a useful hour, times the useful hours at their present value.
@@ -138,7 +140,7 @@ def present_value_usd(candidate: Candidate) -> Span:
     assumed = candidate.assumed
     horizon = Horizon(years=assumed.years, interest=assumed.interest)
     useful = horizon.hours * assumed.utilisation * candidate.devices
-    return over_years(candidate).at(assumed.utilisation).times(useful)
+    return over_years(candidate).useful_hour_usd(assumed.utilisation).times(useful)
 
 
 def _curve(candidate: Candidate, others: Sequence[Candidate]) -> BreakEven:
@@ -146,7 +148,7 @@ def _curve(candidate: Candidate, others: Sequence[Candidate]) -> BreakEven:
     return BreakEven(
         name=candidate.name,
         utilisation=SHARES,
-        usd_per_device_hour=tuple(hourly.at(share).value for share in SHARES),
+        usd_per_device_hour=tuple(hourly.useful_hour_usd(share).value for share in SHARES),
         cash_usd=cash_usd(candidate),
         present_value_usd=present_value_usd(candidate),
         against=tuple(_against(candidate, hourly, other) for other in others),
@@ -159,9 +161,9 @@ def _against(candidate: Candidate, hourly: Hourly, other: Candidate) -> Against:
     if candidate.priced.purchase is not None:
         assumed = candidate.assumed
         hours = 24 * assumed.lead_days.value * assumed.utilisation
-        waiting = hours * candidate.devices * its.at(assumed.utilisation).value
+        waiting = hours * candidate.devices * its.useful_hour_usd(assumed.utilisation).value
 
-    def end(of: Span, at: str) -> float:
+    def end(of: UncertainValue, at: str) -> float:
         return float(getattr(of, at))
 
     low, high = (
@@ -183,8 +185,8 @@ def _payback_years(candidate: Candidate, rent: Hourly) -> float | None:
     purchase, used = candidate.priced.purchase, candidate.assumed.utilisation
     if purchase is None or purchase.leased:
         return None
-    rent_usd = rent.at(used).value * used
+    rent_usd = rent.useful_hour_usd(used).value * used
     beside = candidate.priced.beside
-    others_usd = 0.0 if beside is None else beside.at(used).value * used
+    others_usd = 0.0 if beside is None else beside.useful_hour_usd(used).value * used
     saved = HOURS_PER_YEAR * (rent_usd - others_usd - purchase.owning_usd_per_hour(used).value)
     return purchase.hardware_usd.value / saved if saved > 0 else None

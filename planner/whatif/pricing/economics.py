@@ -31,14 +31,14 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.documents.tolerances import NOTHING, ROUNDING
 from meshwright.planner.whatif.pricing.financing import AT_ONCE, Instalments
-from meshwright.planner.whatif.uncertain_value import Span, exact, product, total
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, total
 
 HOURS_PER_YEAR = 8760.0
 SECONDS_PER_HOUR = 3600.0
 SECONDS_PER_DAY = 86_400.0
 
 
-def hours(tokens: float, tokens_per_s: Span, goodput: Span) -> Span:
+def hours(tokens: float, tokens_per_s: UncertainValue, goodput: UncertainValue) -> UncertainValue:
     """Hours on the wall clock to train a number of tokens.
 
     >>> hours(3.6e9, exact(1e6), exact(0.5)).value
@@ -47,7 +47,9 @@ def hours(tokens: float, tokens_per_s: Span, goodput: Span) -> Span:
     return product([exact(tokens / SECONDS_PER_HOUR), tokens_per_s.inverse, goodput.inverse])
 
 
-def rent_usd(devices: int, run_hours: Span, usd_per_device_hour: Span) -> Span:
+def rent_usd(
+    devices: int, run_hours: UncertainValue, usd_per_device_hour: UncertainValue
+) -> UncertainValue:
     """Rent of all devices for a run.
 
     >>> rent_usd(8, exact(10.0), exact(2.5)).value
@@ -60,11 +62,11 @@ def rent_usd(devices: int, run_hours: Span, usd_per_device_hour: Span) -> Span:
 class Power:
     """What a device draws beside the figure on its sheet."""
 
-    node_over_tdp: Span
-    network_w_per_device: Span
-    usage_effectiveness: Span
+    node_over_tdp: UncertainValue
+    network_w_per_device: UncertainValue
+    usage_effectiveness: UncertainValue
 
-    def watts(self, devices: int, tdp_w: float) -> Span:
+    def watts(self, devices: int, tdp_w: float) -> UncertainValue:
         """Watts of the whole job at the building's meter.
 
         >>> one = Power(node_over_tdp=exact(1.2), network_w_per_device=exact(60.0),
@@ -76,37 +78,37 @@ class Power:
         return product([exact(float(devices)), each, self.usage_effectiveness])
 
 
-def at_least(figure: Span, least: float) -> Span:
+def at_least(figure: UncertainValue, least: float) -> UncertainValue:
     """Return a figure of which a least amount is paid.
 
-    >>> at_least(Span(value=5.0, low=1.0, high=9.0), 4.0)
-    Span(value=5.0, low=4.0, high=9.0)
+    >>> at_least(UncertainValue(value=5.0, low=1.0, high=9.0), 4.0)
+    UncertainValue(value=5.0, low=4.0, high=9.0)
     """
-    return Span(
+    return UncertainValue(
         value=max(figure.value, least), low=max(figure.low, least), high=max(figure.high, least)
     )
 
 
-def terms_begun(run_hours: Span, term_hours: float) -> Span:
+def terms_begun(run_hours: UncertainValue, term_hours: float) -> UncertainValue:
     """Return how many terms of a contract a run begins: each is paid whole.
 
-    >>> terms_begun(Span(value=730.0, low=400.0, high=1600.0), 730.0)
-    Span(value=1.0, low=1.0, high=3.0)
+    >>> terms_begun(UncertainValue(value=730.0, low=400.0, high=1600.0), 730.0)
+    UncertainValue(value=1.0, low=1.0, high=3.0)
     """
 
-    def begun(hours: float) -> float:
+    def begun_hours(hours: float) -> float:
         return float(max(1, math.ceil(hours / term_hours * (1 - ROUNDING))))
 
-    low, high = begun(run_hours.low), begun(run_hours.high)
-    return Span(value=begun(run_hours.value), low=low, high=high)
+    low, high = begun_hours(run_hours.low), begun_hours(run_hours.high)
+    return UncertainValue(value=begun_hours(run_hours.value), low=low, high=high)
 
 
-def energy_kwh(watts: Span, run_hours: Span) -> Span:
+def energy_kwh(watts: UncertainValue, run_hours: UncertainValue) -> UncertainValue:
     """Energy of a run at the meter."""
     return product([watts, run_hours]).times(1e-3)
 
 
-def carbon_kg(energy: Span, g_per_kwh: float) -> Span:
+def carbon_kg(energy: UncertainValue, g_per_kwh: float) -> UncertainValue:
     """Carbon dioxide of a number of kWh."""
     return energy.times(g_per_kwh * 1e-3)
 
@@ -115,14 +117,14 @@ def carbon_kg(energy: Span, g_per_kwh: float) -> Span:
 class Hourly:
     """US dollars of a device and hour: of every hour, used or not, and of an hour that is used."""
 
-    fixed: Span
-    used: Span
+    fixed: UncertainValue
+    used: UncertainValue
 
-    def at(self, utilisation: float) -> Span:
+    def useful_hour_usd(self, utilisation: float) -> UncertainValue:
         """Return the price of a useful hour, where so large a share of hours is used.
 
         >>> reserved = Hourly(fixed=exact(2.0), used=exact(0.0))
-        >>> f"{reserved.at(0.6).value:.2f}"
+        >>> f"{reserved.useful_hour_usd(0.6).value:.2f}"
         '3.33'
         """
         return total([self.fixed.times(1 / utilisation), self.used])
@@ -137,7 +139,7 @@ class Hourly:
         return self.fixed.value, self.used.value
 
 
-def summed(parts: Sequence[Hourly]) -> Hourly:
+def sum_hourly(parts: Sequence[Hourly]) -> Hourly:
     """Return what several devices, or parts of one, cost together."""
     return Hourly(
         fixed=total([part.fixed for part in parts]), used=total([part.used for part in parts])
@@ -187,7 +189,7 @@ class Horizon:
             length * self.discount(start + length / 2) for start, length in self.parts
         )
 
-    def levelised(self, usd_now: float) -> float:
+    def per_hour(self, usd_now: float) -> float:
         """Return what a payment on the first day is an hour."""
         return usd_now / self.hours
 
@@ -230,16 +232,16 @@ class Tax:
 class Purchase:
     """Devices that are bought: all that is paid for one, and what is left of it."""
 
-    hardware_usd: Span
+    hardware_usd: UncertainValue
     """The device with its share of nodes, network, storage and spares, sales tax included."""
-    yearly_usd: Span
+    yearly_usd: UncertainValue
     """Hosting, staff, support, insurance."""
     horizon: Horizon
-    residual: Span
+    residual: UncertainValue
     """Share of the hardware's price that it sells for in the end."""
-    idle_power: Span
+    idle_power: UncertainValue
     """Share of the power in use that a device draws while it waits."""
-    running_usd_per_hour: Span
+    running_usd_per_hour: UncertainValue
     """Electricity of a device that trains."""
     tax: Tax = Tax()
     instalments: Instalments = AT_ONCE
@@ -268,7 +270,7 @@ class Purchase:
         """Levelised: see the module."""
         each_year = self.yearly_usd.times(1 / HOURS_PER_YEAR)
         idle, running = self.idle_power, self.running_usd_per_hour
-        saved = Span(value=1 - idle.value, low=1 - idle.high, high=1 - idle.low)
+        saved = UncertainValue(value=1 - idle.value, low=1 - idle.high, high=1 - idle.low)
         capital = product([self.hardware_usd, self._lost]).times(1 / self.horizon.hours)
         return Hourly(
             fixed=total([capital, each_year, product([running, idle])]),
@@ -276,9 +278,9 @@ class Purchase:
         )
 
     @property
-    def _lost(self) -> Span:
+    def _lost(self) -> UncertainValue:
         """Share of the hardware's price that is not recovered, at present value before tax."""
-        return Span(
+        return UncertainValue(
             value=self._lost_with(self.residual.value),
             low=self._lost_with(self.residual.high),
             high=self._lost_with(self.residual.low),
@@ -301,7 +303,7 @@ class Purchase:
         deducted = tax.rate * (written_off + interest)
         return max(0.0, (paid - deducted - end * after_tax) / (1 - tax.rate))
 
-    def owning_usd_per_hour(self, utilisation: float) -> Span:
+    def owning_usd_per_hour(self, utilisation: float) -> UncertainValue:
         """Return what a device costs in each hour beside its price, at a utilisation.
 
         Hosting, staff, support and insurance are paid in all hours, power while it waits too.
@@ -311,7 +313,9 @@ class Purchase:
         power = product([self.running_usd_per_hour, drawn])
         return total([self.yearly_usd.times(1 / HOURS_PER_YEAR), power])
 
-    def outlay_usd(self, utilisation: float, run_hours: Span | None = None) -> Span:
+    def outlay_usd(
+        self, utilisation: float, run_hours: UncertainValue | None = None
+    ) -> UncertainValue:
         """Return what is paid for a device over its years, interest of a loan too; no resale.
 
         A run that takes longer than the years keeps it so long; a lease goes on as it began.
@@ -370,7 +374,7 @@ def rent_cash_usd(
     return tuple(paid)
 
 
-def power_usd_per_hour(watts: Span, usd_per_kwh: Span) -> Span:
+def power_usd_per_hour(watts: UncertainValue, usd_per_kwh: UncertainValue) -> UncertainValue:
     """Price of an hour of a number of watts.
 
     >>> power_usd_per_hour(exact(1000.0), exact(0.1)).value

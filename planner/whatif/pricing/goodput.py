@@ -24,11 +24,16 @@ from dataclasses import dataclass
 
 from meshwright.planner.documents.events import Expected
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_HOUR
-from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures, every_s, expected
+from meshwright.planner.whatif.pricing.survival import (
+    RunSeconds,
+    SaveFigures,
+    every_s,
+    expected_run_seconds,
+)
 from meshwright.planner.whatif.study import Failures
-from meshwright.planner.whatif.uncertain_value import Ranged, Span
+from meshwright.planner.whatif.uncertain_value import Ranged, UncertainValue
 
-RESTART_IN_PLACE_S = Span(value=20.0, low=2.0, high=150.0)
+RESTART_IN_PLACE_S = UncertainValue(value=20.0, low=2.0, high=150.0)
 """From a failure until ranks train again, where launchers stay: 2 s on two ranks of one machine
 (docs/results/survival.md), 20 s published for 1,024 devices (arXiv:2412.12636), 150 s for 4,800
 (arXiv:2509.03047)."""
@@ -75,7 +80,7 @@ def failures_per_device_hour(failures: Failures, *, observed: int, device_hours:
     if not device_hours or devices.low == devices.high:
         return devices.value
     kinds = [
-        _RateBelief.of(kind, observed=observed, device_hours=device_hours)
+        _RateBelief.from_observed(kind, observed=observed, device_hours=device_hours)
         for kind in (devices, spots)
         if kind.low < kind.high
     ]
@@ -91,7 +96,7 @@ class _RateBelief:
     """Its logarithm, but for what all beliefs have in common."""
 
     @classmethod
-    def of(cls, usual: Ranged, *, observed: int, device_hours: float) -> _RateBelief:
+    def from_observed(cls, usual: Ranged, *, observed: int, device_hours: float) -> _RateBelief:
         """Return what a published rate becomes."""
         deviation = math.log(usual.high / usual.low) / 4
         # Where failures are many, what was seen is narrower than what was published.
@@ -174,7 +179,7 @@ def expected_of(
             again_s = run_s.restart_s / (run_s.attempts - 1)
         copied = survives and copies > 0 and at != "high"
         per_hour = saves.failures_per_hour * getattr(rate, at) / rate.value
-        return expected(
+        return expected_run_seconds(
             saves.model_copy(update={"failures_per_hour": per_hour}),
             steps=steps,
             step_s=step_s,
@@ -222,7 +227,7 @@ def goodput_share(
 
 def goodput_of(
     failures: Failures, *, parameters: float, devices: int, nodes: int, spot: bool
-) -> Span:
+) -> UncertainValue:
     """Return the goodput of a run with its range: all figures good at once, and all bad."""
 
     def share(at: str) -> float:
@@ -237,4 +242,4 @@ def goodput_of(
             other=getattr(failures.other, at),
         )
 
-    return Span(value=share("value"), low=share("high"), high=share("low"))
+    return UncertainValue(value=share("value"), low=share("high"), high=share("low"))

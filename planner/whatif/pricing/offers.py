@@ -20,7 +20,7 @@ from meshwright.planner.catalog import Market, Rent, accelerators, rents
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
 from meshwright.planner.whatif.formatting import price_ages
 from meshwright.planner.whatif.study import Commitment, Rental
-from meshwright.planner.whatif.uncertain_value import Span, product, total
+from meshwright.planner.whatif.uncertain_value import UncertainValue, product, total
 
 MANY = 5
 """Prices of which the middle 80 % are known."""
@@ -55,7 +55,7 @@ class LeftOut:
 class Rented:
     """A cluster's rent from offers, or why there is none."""
 
-    usd_per_device_hour: Span | None
+    usd_per_device_hour: UncertainValue | None
     how: str
     cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
@@ -69,7 +69,7 @@ def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rent
     for group in cluster.groups:
         name = group.accelerator.name
         several = cluster.devices > group.devices_per_node
-        asked = [rent for rent in rents if _asked(rent, name, rental)]
+        asked = [rent for rent in rents if _matches(rent, name, rental)]
         quotes, left = quotes_of(asked, rental.commitment, group, several=several)
         kind = rental.commitment.replace("_", "-")
         if not quotes:
@@ -81,7 +81,9 @@ def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rent
         causes |= {_quote_text(quote.offer, kind) for quote in taken}
         terms.append(max(taken, key=lambda quote: quote.offer.term_months or 0.0).offer)
         words.append(
-            _words(taken, kind, name, rental) + _others(others) + _left_out(left, price.value)
+            _words(taken, kind, name, rental)
+            + _other_market_text(others)
+            + _left_out(left, price.value)
         )
     return Rented(
         usd_per_device_hour=total(spans),
@@ -124,17 +126,17 @@ def _oldest(today: datetime.date) -> int:
     return max((age for rent in rents() for age in price_ages(rent.date, today)), default=0)
 
 
-def aged(price: Span, years: float) -> Span:
+def aged(price: UncertainValue, years: float) -> UncertainValue:
     """Return a price with the range that it has some years after it was asked.
 
-    >>> aged(Span(value=2.0, low=2.0, high=2.0), 1.0)
-    Span(value=2.0, low=1.34, high=2.5)
+    >>> aged(UncertainValue(value=2.0, low=2.0, high=2.0), 1.0)
+    UncertainValue(value=2.0, low=1.34, high=2.5)
     """
-    moved = Span(value=1.0, low=FALL_A_YEAR**years, high=RISE_A_YEAR**years)
+    moved = UncertainValue(value=1.0, low=FALL_A_YEAR**years, high=RISE_A_YEAR**years)
     return product([price, moved])
 
 
-def _asked(rent: Rent, accelerator: str, rental: Rental) -> bool:
+def _matches(rent: Rent, accelerator: str, rental: Rental) -> bool:
     return (
         rent.accelerator == accelerator
         and rental.market in (None, rent.market)
@@ -217,7 +219,7 @@ def _words(quotes: Sequence[Quote], kind: str, name: str, rental: Rental) -> str
     return text + f", {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
 
 
-def _others(quotes: Sequence[Quote]) -> str:
+def _other_market_text(quotes: Sequence[Quote]) -> str:
     """Say what the other market asks."""
     if not quotes:
         return ""
@@ -242,11 +244,11 @@ def _left_words(left: LeftOut) -> str:
     return f"{left.offer.provider} at {left.usd_per_device_hour:.2f}, {left.reason}"
 
 
-def range_of(prices: Sequence[float]) -> Span:
+def range_of(prices: Sequence[float]) -> UncertainValue:
     """Return the median of sorted prices, and a range that few prices do not narrow.
 
     >>> range_of([1.0, 2.0, 3.0, 4.0, 5.0])
-    Span(value=3.0, low=1.4, high=4.6)
+    UncertainValue(value=3.0, low=1.4, high=4.6)
     """
     middle = statistics.median(prices)
     low, high = prices[0], prices[-1]
@@ -256,7 +258,7 @@ def range_of(prices: Sequence[float]) -> Span:
     if len(prices) < FEW:
         below, above = usual_spread()
         low, high = min(low, middle * below), max(high, middle * above)
-    return Span(value=middle, low=low, high=high)
+    return UncertainValue(value=middle, low=low, high=high)
 
 
 @cache

@@ -199,7 +199,7 @@ def account(events: Iterable[Event]) -> RunSeconds:
     return accounting.seconds()
 
 
-def expected(
+def expected_run_seconds(
     saves: SaveFigures,
     *,
     steps: int,
@@ -222,7 +222,7 @@ def expected(
     goodput is 0.  `copied_every` are the steps between copies in memory from which ranks go on.
 
     >>> figures = SaveFigures(failures_per_hour=0.36, blocked_s=0.5, written_s=0.5)
-    >>> run, failures = expected(
+    >>> run, failures = expected_run_seconds(
     ...     figures, steps=10_000, step_s=4.0, every_steps=25, start_s=20.0, restart_s=30.0
     ... )
     >>> round(failures, 2), round(run.goodput, 4)

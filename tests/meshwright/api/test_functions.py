@@ -220,7 +220,7 @@ def test_notebooks_show_tables_with_text_escaped() -> None:
     plan = found.plan.model_copy(
         update={"model": found.plan.model.model_copy(update={"name": evil})}
     )
-    told = found.prediction.noted(evil)
+    told = found.prediction.with_notes(evil)
     proof = found.certificate.model_copy(update={"statement": evil})
     study = meshwright.whatif(model="gpt2-small", clusters=["2xa100-sxm-80gb"], tokens=1e9)
 

@@ -137,7 +137,7 @@ def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
     graph, machine = resolve_model("gpt2"), resolve_cluster("8xa10g")
     job = Job(seq_len=1024, global_batch=64)
     wanted = search(Request(graph, machine, job, called="8xa10g")).plan
-    training = wanted.training.changed(["learning_rate=1e-5"])
+    training = wanted.training.with_settings(["learning_rate=1e-5"])
 
     path = for_fewer(
         wanted.model_copy(update={"training": training}),

@@ -61,7 +61,7 @@ class Machine:
 @functools.cache
 def searched(global_batch: int) -> tuple[Answer, tuple[TrialCandidate, ...]]:
     """Return what is planned, once for all tests."""
-    request = Request.of(
+    request = Request.create(
         model_of(ASKED[0], seq_len=JOB["seq_len"]),
         machine_of(ASKED[1], None),
         seq_len=JOB["seq_len"],
@@ -273,7 +273,7 @@ def test_the_answer_has_ten_lines_and_the_same_as_json(
 
 def test_a_plan_is_tuned_with_its_own_job_and_training(machine: Machine) -> None:
     mine = tuned(dry_run=True).chosen.plan.model_copy(
-        update={"training": Training().changed(["learning_rate=0.5"])}
+        update={"training": Training().with_settings(["learning_rate=0.5"])}
     )
     document.write(mine, "mine.yaml")
 

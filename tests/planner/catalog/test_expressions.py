@@ -201,8 +201,8 @@ def test_kinds_of_nodes_are_joined_by_the_slowest_of_their_networks() -> None:
         ("network", 16),
         ("network", 28),
     ]
-    assert joined.mixed
-    assert not part.mixed
+    assert joined.is_mixed
+    assert not part.is_mixed
 
 
 @pytest.mark.parametrize("text", ["local+4xa100-sxm-40gb", "4xa100-sxm-40gb+~/mine"])

@@ -10,10 +10,10 @@ import pytest
 from meshwright.planner.catalog import accelerators, local
 from meshwright.planner.catalog.local import (
     LocalDevice,
-    listed,
     nvidia_devices,
     of_cores,
     of_devices,
+    parse_devices,
     visible,
 )
 from meshwright.planner.catalog.machine_figures import MachineFigures
@@ -62,7 +62,7 @@ def test_ranks_share_the_memory_and_more_ranks_than_cores_share_the_cores() -> N
 def test_the_listing_of_nvidia_smi_is_read() -> None:
     text = "NVIDIA H100 80GB HBM3, 81559, GPU-a\nNVIDIA H100 80GB HBM3, 81559, GPU-b\n\n"
 
-    found = listed(text + "NVIDIA GB10, [N/A], GPU-c\n")
+    found = parse_devices(text + "NVIDIA GB10, [N/A], GPU-c\n")
 
     assert [device.kind for device in found] == [H100.kind] * 2
     assert [device.identifier for device in found] == ["GPU-a", "GPU-b"]

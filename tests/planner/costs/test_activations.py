@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.planner.catalog import native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
-from meshwright.planner.costs.activations import Treated, treated
+from meshwright.planner.costs.activations import ActivationCost, activation_cost
 from meshwright.planner.costs.calibration import Figures
 from meshwright.planner.costs.hardware_rates import Rates, rates
 from meshwright.planner.costs.layout_costs import CostTables
@@ -17,7 +17,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Activations, Job, Layout
 from meshwright.planner.documents.stack import with_figures
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.layout_partition import instance_of, plan_of
 from meshwright.planner.solver.chain import solve
 from meshwright.planner.solver.partition_problem import Solution
@@ -62,7 +62,7 @@ def h100(node: ClusterSpec) -> Rates:
 
 def test_a_copy_that_takes_longer_than_the_pass_beside_it_is_seen(h100: Rates) -> None:
     # 1 GB over 50 GB/s are 20 ms; forward takes 12 ms and backward 25.
-    found = treated("offload", FIGURES, h100, passed=0.0)
+    found = activation_cost("offload", FIGURES, h100, passed=0.0)
 
     assert found.forward_host_s == pytest.approx(0.008)
     assert found.backward_host_s == 0
@@ -77,7 +77,7 @@ def test_what_the_last_stage_returns_stays_for_stacks_that_keep_it(
     forgets = with_figures(native(), {"pipeline.keeps_results": False})
 
     (kept, again, _), (gone, once, _) = (
-        CostTables(Request(llama, node, JOB, stack=stack)).of(layout).parts["head"]
+        CostTables(Request(llama, node, JOB, stack=stack)).costs_of(layout).parts["head"]
         for stack in (native(), forgets)
     )
 
@@ -89,7 +89,7 @@ def test_what_the_last_stage_returns_stays_for_stacks_that_keep_it(
 
 def test_packed_tensors_take_a_byte_per_element_and_a_scale_per_128(h100: Rates) -> None:
     # 0.4e9 elements take 0.9e9 bytes, 2.25 each; 0.1e9 bytes are no floating tensors.
-    found = treated("compress", FIGURES, h100, passed=5.0)
+    found = activation_cost("compress", FIGURES, h100, passed=5.0)
 
     assert found.stored_bytes == pytest.approx(0.1e9 + 0.4e9 * (1 + 4 / 128) + 5.0)
     assert found.moving_bytes == pytest.approx(0.9e9)
@@ -100,7 +100,9 @@ def test_packed_tensors_take_a_byte_per_element_and_a_scale_per_128(h100: Rates)
 
 
 def test_to_keep_costs_nothing(h100: Rates) -> None:
-    assert treated("keep", FIGURES, h100, passed=5.0) == Treated(stored_bytes=1e9 + 5.0)
+    assert activation_cost("keep", FIGURES, h100, passed=5.0) == ActivationCost(
+        stored_bytes=1e9 + 5.0
+    )
 
 
 def test_devices_behind_one_link_share_it(node: ClusterSpec) -> None:
@@ -114,7 +116,7 @@ def test_devices_behind_one_link_share_it(node: ClusterSpec) -> None:
 
 def test_the_host_holds_what_the_device_would(llama: ModelGraph, node: ClusterSpec) -> None:
     layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
-    costs = CostTables(Request(llama, node, JOB)).of(layout)
+    costs = CostTables(Request(llama, node, JOB)).costs_of(layout)
     blocks = 8
     placements = [
         (("embedding", "none", "keep"), *[("block", "none", "offload")] * blocks),
@@ -149,8 +151,10 @@ def test_more_ways_are_never_slower_and_the_bytes_are_those_of_the_prediction(
     group = node.groups[0].model_copy(update={"accelerator": accelerator})
     small = node.model_copy(update={"groups": (group,)})
     tables = CostTables(Request(llama, small, JOB), activations=EVERY)
-    instance = instance_of(llama, small, layout, tables.of(layout))
-    kept = instance_of(llama, small, layout, CostTables(Request(llama, small, JOB)).of(layout))
+    instance = instance_of(llama, small, layout, tables.costs_of(layout))
+    kept = instance_of(
+        llama, small, layout, CostTables(Request(llama, small, JOB)).costs_of(layout)
+    )
 
     free, held = solve(instance), solve(kept)
 
@@ -158,7 +162,7 @@ def test_more_ways_are_never_slower_and_the_bytes_are_those_of_the_prediction(
         assert isinstance(free, Solution)
         assert free.objective_s <= held.objective_s * (1 + 1e-9)
     if isinstance(free, Solution):
-        costs = tables.of(layout)
+        costs = tables.costs_of(layout)
         plan = plan_of(tables.request, layout, costs, free)
         found = placement_prediction(tables, layout, placements_of(plan, llama))
         for counted, stage in zip(free.stage_bytes, found.stages, strict=True):
@@ -171,18 +175,18 @@ def test_what_can_never_win_is_no_choice(llama: ModelGraph, node: ClusterSpec) -
     """Full recompute leaves less to move and to pack than the other two."""
     layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
 
-    costs = CostTables(Request(llama, node, JOB), activations=EVERY).of(layout)
+    costs = CostTables(Request(llama, node, JOB), activations=EVERY).costs_of(layout)
 
     for table in costs.kinds.values():
-        names = {cost.name for cost in allowed(table, layout, None)}
+        names = {cost.name for cost in allowed_options(table, layout, None)}
         assert {"none", "selective", "full"} <= names
         assert not {"none, compress", "selective, offload", "selective, compress"} & names
 
 
 def test_the_choices_of_old_are_untouched(llama: ModelGraph, node: ClusterSpec) -> None:
     layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
-    plain = CostTables(Request(llama, node, JOB)).of(layout).kinds
-    every = CostTables(Request(llama, node, JOB), activations=EVERY).of(layout).kinds
+    plain = CostTables(Request(llama, node, JOB)).costs_of(layout).kinds
+    every = CostTables(Request(llama, node, JOB), activations=EVERY).costs_of(layout).kinds
 
     for kind, table in plain.items():
         kept = tuple(cost for cost in every[kind] if cost.activations == "keep")

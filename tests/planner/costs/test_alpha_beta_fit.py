@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.costs.alpha_beta_fit import fitted, fitted_s
+from meshwright.planner.costs.alpha_beta_fit import fit_link, fitted_s
 from meshwright.planner.costs.collectives import Level, collective_s, curves_by_name, interpolated_s
 from meshwright.planner.documents.cluster import LinkTier
 from meshwright.planner.documents.profile import CollectiveCurve, LinkPoint
@@ -23,7 +23,7 @@ def straight(
 
 
 def test_one_line_gives_its_latency_and_bandwidth_back() -> None:
-    found = fitted(points(straight(2e-4, 1e9)))
+    found = fit_link(points(straight(2e-4, 1e9)))
 
     assert found is not None
     (line,) = found.pieces
@@ -38,7 +38,7 @@ def test_one_line_gives_its_latency_and_bandwidth_back() -> None:
 def test_another_algorithm_for_large_messages_is_another_line() -> None:
     small, large = straight(1e-4, 2e8, SIZES[:4]), straight(1e-3, 4e9, SIZES[4:])
 
-    found = fitted(points(small | large))
+    found = fit_link(points(small | large))
 
     assert found is not None
     assert [line.to_bytes for line in found.pieces] == [SIZES[3], SIZES[-1]]
@@ -48,15 +48,15 @@ def test_another_algorithm_for_large_messages_is_another_line() -> None:
 
 
 def test_fewer_than_two_points_make_no_line() -> None:
-    assert fitted(points({1024: 1e-3})) is None
-    assert fitted(points({1024: 1e-3, 2048: 0.0})) is None
+    assert fit_link(points({1024: 1e-3})) is None
+    assert fit_link(points({1024: 1e-3, 2048: 0.0})) is None
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=len(SIZES)))
 def test_no_point_is_farther_from_its_line_than_the_residual(seconds: list[float]) -> None:
     measured = points(dict(zip(SIZES, seconds, strict=False)))
 
-    found = fitted(measured)
+    found = fit_link(measured)
 
     assert found is not None
     for point in measured:
@@ -69,7 +69,7 @@ def test_collectives_follow_the_lines_of_a_curve_that_has_them() -> None:
     measured = points(straight(1e-3, 1e9))
     tier = LinkTier(name="network", devices=4, latency_s=0.0, bytes_per_s=1.0)
     curve = CollectiveCurve(tier="network", operation="all_reduce", ranks=4, points=measured)
-    with_lines = curve.model_copy(update={"fit": fitted(measured)})
+    with_lines = curve.model_copy(update={"fit": fit_link(measured)})
 
     taken = collective_s("all_reduce", 2**30, (Level(tier, 4),), curves_by_name([with_lines]))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
-from meshwright.planner.costs.calibration import calibrated, stage_factors
+from meshwright.planner.costs.calibration import calibrated_figures, stage_factors
 from meshwright.planner.costs.hardware_rates import rates
 from meshwright.planner.costs.layer_costs import LayerFigures
 from meshwright.planner.costs.layout_costs import CostTables
@@ -79,7 +79,7 @@ def node() -> ClusterSpec:
 
 
 def figures(tables: CostTables, layout: Layout, recompute: int = 0):  # type: ignore[no-untyped-def]
-    return tables.of(layout).parts["block"][recompute].figures
+    return tables.costs_of(layout).parts["block"][recompute].figures
 
 
 def test_an_exact_measurement_replaces_seconds_and_bytes(
@@ -204,7 +204,7 @@ def test_the_arithmetic_is_asked_for_the_measured_setting() -> None:
         raise StopIteration
 
     with pytest.raises(StopIteration):
-        calibrated([], "block", Setting(micro_batch=3, seq_len=7), "full", computed)
+        calibrated_figures([], "block", Setting(micro_batch=3, seq_len=7), "full", computed)
     assert asked == [(3, 7, "full")]
 
 
@@ -230,7 +230,7 @@ def test_what_neighbours_measured_takes_longer_where_their_group_crosses_nodes(
 
     def of(which: LayerFigures, order: tuple[str, ...]):  # type: ignore[no-untyped-def]
         layout = Layout(tensor=2, data_replicate=2, micro_batch=2, order=order)
-        return which.of(setting, layout)["block"][0]
+        return which.figures_of(setting, layout)["block"][0]
 
     inside, across = (of(known, order) for order in (INSIDE_OUT, ACROSS))
 
@@ -252,13 +252,13 @@ def figures_by_arithmetic(model: ModelGraph, at: Setting):  # type: ignore[no-un
     job = Job(seq_len=at.seq_len, global_batch=64)
     layout = Layout(context=at.context, micro_batch=at.micro_batch)
     known = LayerFigures(model, cluster, None, rates(cluster, job, None))
-    return known.of(at, layout)["block"][0]
+    return known.figures_of(at, layout)["block"][0]
 
 
 def test_what_is_computed_again_is_taken_from_its_own_measurement(gpt2: ModelGraph) -> None:
     measured = measurement(recompute="full", backward_s=0.030, recompute_s=0.009)
 
-    found = calibrated(
+    found = calibrated_figures(
         [measured],
         "block",
         Setting(micro_batch=2, seq_len=512),

@@ -17,7 +17,7 @@ from meshwright.planner.costs.compute import (
     narrow_backward_s,
     narrow_forward_s,
     seconds,
-    sustained,
+    sustained_share,
 )
 from meshwright.planner.documents.cluster import Accelerator, DeviceCurve
 from meshwright.planner.operators.operator_table import Operator
@@ -89,9 +89,9 @@ def test_only_curves_of_single_kernels_are_lowered_to_what_a_step_sustains() -> 
         update={"curve": CURVE.model_copy(update={"provenance": "measured"})}
     )
 
-    assert sustained(quoted, native()) == device(quoted, "fp32", native()).sustained == 0.9
-    assert sustained(measured, native()) == 1.0
-    assert sustained(quoted.model_copy(update={"kind": "cpu"}), native()) == 1.0
+    assert sustained_share(quoted, native()) == device(quoted, "fp32", native()).sustained == 0.9
+    assert sustained_share(measured, native()) == 1.0
+    assert sustained_share(quoted.model_copy(update={"kind": "cpu"}), native()) == 1.0
 
 
 def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:

@@ -51,7 +51,7 @@ def test_figures_of_a_store_are_those_without_one(monkeypatch: pytest.MonkeyPatc
     for cluster in clusters[:2]:
         CostTables(request(cluster), store=store).figures_together(some_layouts(cluster.devices))
     alone = CostTables(request(clusters[2])).figures_together(some_layouts(64))
-    monkeypatch.setattr(LayerFigures, "_computed", None)  # nothing is left to work out
+    monkeypatch.setattr(LayerFigures, "_computed_figures", None)  # nothing is left to work out
 
     shared = CostTables(request(clusters[2]), store=store).figures_together(some_layouts(64))
 
@@ -83,7 +83,9 @@ def test_clusters_of_other_devices_links_stacks_and_of_twice_the_size_share_noth
     ]
 
     rows = [
-        store.rows(FigureBasis.of(MODEL, one.cluster, one.rates, ("none", "selective", "full")))
+        store.rows(
+            FigureBasis.of_cluster(MODEL, one.cluster, one.rates, ("none", "selective", "full"))
+        )
         for one in tables
     ]
 

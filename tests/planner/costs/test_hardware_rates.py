@@ -90,7 +90,7 @@ def test_llama_2_7b_under_fsdp_is_a_third_slower_on_two_thousand_devices() -> No
     """arXiv:2411.13055: two samples a device, 37 % fewer tokens a second from 128 to 2,048."""
     steps = []
     for nodes in (16, 256):
-        request = Request.of(
+        request = Request.create(
             resolve_model("llama-2-7b"),
             resolve_cluster(f"{nodes}x8xh100-sxm-80gb"),
             seq_len=4096,

@@ -44,7 +44,7 @@ def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int)
     ]
 
     for layer in model.layers:
-        together = arithmetic.table(model, layer, ManySettings.of(each))
+        together = arithmetic.table(model, layer, ManySettings.stack(each))
         for index, setting in enumerate(each):
             alone = arithmetic.table(model, layer, setting)
             assert len(alone.operators) == len(together.operators)
@@ -83,7 +83,7 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
 
     assert len(some) > 20
     for index, layout in enumerate(some):
-        for kind, parts in enumerate(tables.of(layout).parts.values()):
+        for kind, parts in enumerate(tables.costs_of(layout).parts.values()):
             least_s = min(p.figures.passes_s for p in parts)
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
 
@@ -115,7 +115,7 @@ def test_figures_of_many_layouts_of_any_stack_are_those_of_each(name: str, stack
     fastest_s = together.fastest_s(some)
 
     for index, layout in enumerate(some):
-        for kind, parts in enumerate(alone.of(layout).parts.values()):
+        for kind, parts in enumerate(alone.costs_of(layout).parts.values()):
             least_s = min(p.figures.passes_s for p in parts)
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
 
@@ -133,7 +133,7 @@ def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
     fastest_s = tables.fastest_s(some)
 
     for index, layout in enumerate(some):
-        for kind, parts in enumerate(tables.of(layout).parts.values()):
+        for kind, parts in enumerate(tables.costs_of(layout).parts.values()):
             least_s = min(p.figures.passes_s for p in parts)
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
     block = [m for m in profile.layers if m.kind == "block" and m.micro_batch == 1]
@@ -148,7 +148,7 @@ def test_fp8_is_planned_where_devices_have_it_with_what_its_rounding_costs() -> 
         job = Job(seq_len=4096, global_batch=8, precision=precision)
         known = LayerFigures(model, cluster, None, rates(cluster, job, None))
         setting = Setting(micro_batch=1, seq_len=4096, precision=precision)
-        return known.of(setting, Layout(data_replicate=8))[kind][0].passes_s
+        return known.figures_of(setting, Layout(data_replicate=8))[kind][0].passes_s
 
     answer = search(Request(model, cluster, Job(seq_len=4096, global_batch=64, precision="fp8")))
 

@@ -53,7 +53,7 @@ def a_second_a_megabyte(
 def both_passes(
     found: OperatorTable, rule: LinkRule, recompute: str = "none"
 ) -> tuple[float, float]:
-    again = found.recomputed(recompute)  # type: ignore[arg-type]
+    again = found.recomputed_operators(recompute)  # type: ignore[arg-type]
     each = list(collectives(found, again, a_second_a_megabyte, rule, GPU))
     return sum(there for _, there, _ in each), sum(back for _, _, back in each)
 
@@ -157,7 +157,7 @@ def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, floa
         found,
         setting(**changes),
         passes(found, "full", GPU),
-        recompute="full" if found.recomputed("full") else "none",
+        recompute="full" if found.recomputed_operators("full") else "none",
         devices_per_node=8,
     )
     return took.forward_s, took.backward_s, took.recompute_s
@@ -275,7 +275,7 @@ def test_counts_are_read_in_blocks_that_have_experts_alone() -> None:
 
     def forward_s(name: str) -> dict[str, float]:
         tables = CostTables(Request(model, machine, job, stack=stack(name)))
-        return {k: p[0].figures.forward_s for k, p in tables.of(layout).parts.items()}
+        return {k: p[0].figures.forward_s for k, p in tables.costs_of(layout).parts.items()}
 
     plain, counted = forward_s("megatron"), forward_s("megatron+host-counts")
 

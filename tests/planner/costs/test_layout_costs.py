@@ -37,7 +37,7 @@ def test_buffers_of_collectives_wait_where_nothing_holds_the_host_back(
 
     def waiting(**degrees: int) -> float:
         layout = Layout(micro_batch=2, zero=0, **degrees)  # type: ignore[arg-type]
-        return tables.of(layout).recorded_bytes
+        return tables.costs_of(layout).recorded_bytes
 
     # One of each of 32 blocks' activations, of 2 samples of 4,096 tokens with 4,096 features.
     assert waiting(tensor=8) == waiting(tensor=2) == 32 * 2 * 4096 * 4096 * 2
@@ -49,7 +49,7 @@ def test_libraries_work_in_more_memory_on_hopper_than_before(llama: ModelGraph) 
 
     def work(devices: str, stack: str) -> float:
         request = Request(llama, resolve_cluster(devices), JOB, stack=stacks()[stack])
-        return CostTables(request).of(layout).workspace_bytes / 2**20
+        return CostTables(request).costs_of(layout).workspace_bytes / 2**20
 
     # cuBLAS through torch and Transformer Engine: 32 + 32 MiB, and 8.1 + 4 MiB before.
     assert work("8xh100-sxm-80gb", "megatron") == pytest.approx(64, rel=0.01)
@@ -62,7 +62,7 @@ def block(costs: LayoutCosts, recompute: str = "none") -> StrategyCost:
 
 
 def test_every_kind_has_its_three_choices_in_order(tables: CostTables) -> None:
-    costs = tables.of(Layout(data_shard=8, zero=3, micro_batches=8))
+    costs = tables.costs_of(Layout(data_shard=8, zero=3, micro_batches=8))
 
     assert list(costs.kinds) == ["embedding", "block", "head"]
     for choices in costs.kinds.values():
@@ -70,7 +70,7 @@ def test_every_kind_has_its_three_choices_in_order(tables: CostTables) -> None:
 
 
 def test_recomputing_a_block_trades_seconds_for_bytes(tables: CostTables) -> None:
-    none, selective, full = tables.of(Layout(data_shard=8, zero=3)).kinds["block"]
+    none, selective, full = tables.costs_of(Layout(data_shard=8, zero=3)).kinds["block"]
 
     assert none.layer_bytes.stored > selective.layer_bytes.stored > full.layer_bytes.stored
     assert none.backward_s < selective.backward_s < full.backward_s
@@ -81,9 +81,9 @@ def test_recomputing_a_block_trades_seconds_for_bytes(tables: CostTables) -> Non
 def test_tensor_parallelism_divides_matrices_and_keeps_norms(
     tables: CostTables, llama: ModelGraph
 ) -> None:
-    whole = block(tables.of(Layout(data_replicate=8, micro_batches=8))).layer_bytes.states
+    whole = block(tables.costs_of(Layout(data_replicate=8, micro_batches=8))).layer_bytes.states
     layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
-    halved = block(tables.of(layout)).layer_bytes.states
+    halved = block(tables.costs_of(layout)).layer_bytes.states
 
     norms = 2 * 4096
     parameters = next(layer.parameters for layer in llama.layers if layer.kind == "block")
@@ -94,8 +94,8 @@ def test_a_pipeline_of_a_tied_model_holds_the_embedding_at_both_ends(node: Clust
     gpt2 = resolve_model("gpt2")
     tables = CostTables(Request(gpt2, node, Job(seq_len=1024, global_batch=64)))
 
-    alone = tables.of(Layout(data_replicate=8, micro_batches=8))
-    piped = tables.of(Layout(data_replicate=4, pipeline=2, micro_batches=16))
+    alone = tables.costs_of(Layout(data_replicate=8, micro_batches=8))
+    piped = tables.costs_of(Layout(data_replicate=4, pipeline=2, micro_batches=16))
 
     more = piped.kinds["head"][0].layer_bytes.states - alone.kinds["head"][0].layer_bytes.states
     assert more == pytest.approx(18 * 50257 * 768)
@@ -105,7 +105,7 @@ def test_sharding_levels_move_communication_between_step_and_micro_batch(
     tables: CostTables,
 ) -> None:
     def of(zero: int) -> StrategyCost:
-        return block(tables.of(Layout(data_shard=8, zero=zero, micro_batches=8)))
+        return block(tables.costs_of(Layout(data_shard=8, zero=zero, micro_batches=8)))
 
     rates, [layer] = tables.rates, {layer for layer in tables.model.layers if layer.kind == "block"}
     # 16-bit gradients are read, their sum in fp32 is read and written.
@@ -117,8 +117,12 @@ def test_sharding_levels_move_communication_between_step_and_micro_batch(
 
 
 def test_the_schedule_changes_bytes_and_no_seconds(tables: CostTables) -> None:
-    one = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="1f1b"))
-    other = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="gpipe"))
+    one = tables.costs_of(
+        Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="1f1b")
+    )
+    other = tables.costs_of(
+        Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="gpipe")
+    )
 
     for kind in one.kinds:
         for before, after in zip(one.kinds[kind], other.kinds[kind], strict=True):
@@ -130,7 +134,7 @@ def test_the_schedule_changes_bytes_and_no_seconds(tables: CostTables) -> None:
 
 
 def test_there_is_no_boundary_without_a_pipeline(tables: CostTables) -> None:
-    costs = tables.of(Layout(data_shard=8, zero=3))
+    costs = tables.costs_of(Layout(data_shard=8, zero=3))
 
     assert costs.boundary_s == 0
     assert costs.fixed_bytes == costs.context_bytes > 0
@@ -157,8 +161,8 @@ def test_faster_links_are_never_slower(
         }
     )
 
-    slow = CostTables(Request(llama, node, JOB)).of(layout)
-    fast = CostTables(Request(llama, faster, JOB)).of(layout)
+    slow = CostTables(Request(llama, node, JOB)).costs_of(layout)
+    fast = CostTables(Request(llama, faster, JOB)).costs_of(layout)
 
     assert fast.boundary_s <= slow.boundary_s
     for kind, choices in slow.kinds.items():
@@ -173,8 +177,8 @@ def test_tensor_parallelism_across_nodes_is_slower_than_inside_one(llama: ModelG
     tables = CostTables(Request(llama, resolve_cluster("2x8xh100-sxm-80gb"), JOB))
     outside = ("pipeline", "data_shard", "data_replicate", "context", "tensor")
 
-    near = block(tables.of(Layout(tensor=2, data_shard=8, zero=1)))
-    far = block(tables.of(Layout(tensor=2, data_shard=8, zero=1, order=outside)))
+    near = block(tables.costs_of(Layout(tensor=2, data_shard=8, zero=1)))
+    far = block(tables.costs_of(Layout(tensor=2, data_shard=8, zero=1, order=outside)))
 
     assert far.forward_s > near.forward_s
 
@@ -186,12 +190,12 @@ def test_a_layout_seen_before_costs_microseconds(tables: CostTables) -> None:
         for zero in (1, 2, 3)
     ]
     for layout in layouts:
-        tables.of(layout)
+        tables.costs_of(layout)
 
     started = time.process_time()
     for _ in range(100):
         for layout in layouts:
-            tables.of(layout)
+            tables.costs_of(layout)
     each_s = (time.process_time() - started) / (100 * len(layouts))
 
     assert each_s < 50e-6
@@ -203,7 +207,7 @@ def test_experts_are_gathered_and_reduced_by_the_ranks_that_hold_the_same_ones()
     nodes = nodes.model_copy(update={"tiers": tuple(_ideal(tier) for tier in nodes.tiers)})
     tables = CostTables(Request(mixtral, nodes, JOB))
     layout = Layout(pipeline=2, data_shard=8, expert=4, zero=1, micro_batches=8)
-    block = tables.of(layout).parts["moe_block"][0]
+    block = tables.costs_of(layout).parts["moe_block"][0]
 
     routed = 8 * 3 * 4096 * 14336 / 4
     attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096

@@ -73,7 +73,7 @@ def test_adapters_alone_are_reduced_and_the_frozen_rest_is_gathered() -> None:
     job = Job(seq_len=2048, global_batch=8, lora=Lora(rank=16))
     costs, layout = CostTables(Request(model, machine, job)), Layout(data_shard=8, zero=3)
 
-    held, moving, _ = costs.moved("block", layout)
+    held, moving, _ = costs.resident_and_traffic("block", layout)
     links = costs.rates.link_s
 
     eight = (Level(machine.tiers[0], 8),)

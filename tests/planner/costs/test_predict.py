@@ -43,7 +43,7 @@ def test_the_closed_form_agrees_with_the_simulation(
     llama: ModelGraph, node: ClusterSpec, layout: Layout
 ) -> None:
     tables = CostTables(Request(llama, node, JOB))
-    costs = tables.of(layout)
+    costs = tables.costs_of(layout)
     seconds = [sum((c.forward_s, c.backward_s)) for c in (costs.kinds[k][0] for k in costs.kinds)]
     by_kind = dict(zip(costs.kinds, seconds, strict=True))
     sync = {kind: choices[0].sync_s for kind, choices in costs.kinds.items()}

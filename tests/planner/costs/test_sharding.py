@@ -175,7 +175,7 @@ def test_modules_that_let_go_of_weights_gather_them_again_for_what_is_recomputed
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("2x8xa100-sxm-80gb")
     costs = CostTables(Request(model, cluster, JOB, stack=stacks()["deepspeed@0.3"]))
 
-    none, _, full = costs.of(Layout(data_shard=16, zero=3)).parts["block"]
+    none, _, full = costs.costs_of(Layout(data_shard=16, zero=3)).parts["block"]
 
     assert full.gather_s == pytest.approx(none.gather_s)
     assert full.backward_shard_s == pytest.approx(none.backward_shard_s + none.gather_s)

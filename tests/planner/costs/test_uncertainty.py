@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.calibration.tables.predictions import backend_prediction, predicted
+from meshwright.planner.calibration.tables.predictions import backend_prediction, predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
 from meshwright.planner.catalog import accelerators, stacks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
@@ -87,7 +87,7 @@ def known(found: Prediction) -> tuple[float, float]:
 
 def test_a_run_among_the_measured_ones_has_the_narrowest_range() -> None:
     run = setup()
-    found = predicted(run)
+    found = predict_run(run)
 
     assert outside(run) == ()
     assert widths(found) == pytest.approx(known(found))
@@ -95,8 +95,8 @@ def test_a_run_among_the_measured_ones_has_the_narrowest_range() -> None:
 
 
 def test_tensor_groups_over_nodes_and_pipelines_of_unmeasured_stacks_are_known_least() -> None:
-    one, spanning = (predicted(setup(tp=tensor)) for tensor in ("8", "16"))
-    over_nodes = predicted(setup(pp="2", framework="torchtitan"))
+    one, spanning = (predict_run(setup(tp=tensor)) for tensor in ("8", "16"))
+    over_nodes = predict_run(setup(pp="2", framework="torchtitan"))
 
     assert widths(one) == pytest.approx(known(one))
     assert widths(spanning)[1] == pytest.approx(known(spanning)[1] + SPANNING_ABOVE)
@@ -104,7 +104,7 @@ def test_tensor_groups_over_nodes_and_pipelines_of_unmeasured_stacks_are_known_l
 
 
 def test_what_is_left_open_widens_a_range_by_its_share() -> None:
-    told, open_one = (predicted(setup(global_batch_size=said)) for said in ("32", ""))
+    told, open_one = (predict_run(setup(global_batch_size=said)) for said in ("32", ""))
 
     assert open_one.step_time_s == told.step_time_s
     assert widths(open_one) == pytest.approx([w + ASSUMED_SPREAD for w in widths(told)])
@@ -117,7 +117,7 @@ def test_a_run_that_may_have_been_in_eight_bits_may_be_faster_by_what_they_save(
     accelerator: str, gain: float
 ) -> None:
     told, open_one = (
-        predicted(setup(precision=said, accelerator=accelerator, inter_gb_per_s_per_device="25"))
+        predict_run(setup(precision=said, accelerator=accelerator, inter_gb_per_s_per_device="25"))
         for said in ("bf16", "")
     )
 
@@ -129,7 +129,7 @@ def test_a_run_that_may_have_been_in_eight_bits_may_be_faster_by_what_they_save(
 
 
 def test_experts_are_as_skewed_as_the_data_makes_them() -> None:
-    found = predicted(setup(framework="megatron", n_experts="8", experts_per_token="2"))
+    found = predict_run(setup(framework="megatron", n_experts="8", experts_per_token="2"))
 
     below, above = widths(found)
     assert (below, above) == pytest.approx((EXPERTS_SPREAD, max(EXPERTS_SPREAD, known(found)[1])))
@@ -149,7 +149,7 @@ def test_a_layout_of_another_stack_has_the_range_of_the_same_row() -> None:
     run = setup(tp="2", pp="2")
 
     assert widths(backend_prediction(run.request, run.layout)) == pytest.approx(
-        widths(predicted(run))
+        widths(predict_run(run))
     )
 
 
@@ -194,7 +194,7 @@ def test_needs_that_fill_the_share_of_the_room_fit_with_that_probability(
 def test_surer_plans_are_no_faster() -> None:
     steps_s = [
         search(
-            Request.of(
+            Request.create(
                 resolve_model("llama-3.1-8b"),
                 resolve_cluster("8xh100-sxm-80gb"),
                 pins=Pins(tensor=1),
@@ -212,7 +212,7 @@ def test_surer_plans_are_no_faster() -> None:
 @pytest.mark.parametrize("probability", [-1.0, 0.0, 1.0, 1.5, math.nan])
 def test_a_probability_is_asked_for_between_never_and_always(probability: float) -> None:
     with pytest.raises(DocumentError, match=r"fit-probability: is .*between 0 and 1"):
-        Request.of(
+        Request.create(
             resolve_model("gpt2-small"),
             resolve_cluster("8xh100-sxm-80gb"),
             fit_probability=probability,
@@ -244,7 +244,7 @@ def test_small_peaks_are_less_sure_and_large_ones_no_less_than_their_stack_says(
 def test_a_range_reaches_to_the_step_of_the_slowest_host(
     model: str, seq_len: int, layout: Layout, waits: bool
 ) -> None:
-    request = Request.of(
+    request = Request.create(
         resolve_model(model),
         resolve_cluster(f"{layout.devices}xh200-sxm"),
         seq_len=seq_len,

@@ -123,7 +123,7 @@ def test_a_stack_is_added_by_adding_one_file(
     found = catalog.read_stacks(tmp_path)
     monkeypatch.setattr(catalog, "stacks", lambda: found)
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
-    asked = Request.of(model, cluster, seq_len=2048, global_batch=64, stack="fsdp")
+    asked = Request.create(model, cluster, seq_len=2048, global_batch=64, stack="fsdp")
 
     mine = search(replace(asked, stack=found["mine"]))
 
@@ -293,7 +293,7 @@ def test_blocks_recompute_attention_where_it_is_written_out_and_the_framework_ca
 
 def test_megatron_is_planned_with_selective_recompute_of_written_out_attention() -> None:
     """Korthikanti et al., 2022: the larger model fits without a second forward of its blocks."""
-    request = Request.of(
+    request = Request.create(
         resolve_model("gpt3-175b"),
         resolve_cluster("8x8xa100-sxm-80gb"),
         seq_len=2048,

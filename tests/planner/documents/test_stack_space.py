@@ -43,7 +43,9 @@ def refused(space: dict[str, Any], **layout: Any) -> list[str]:
     ],
 )
 def test_conditions_compare_products_of_what_is_known(text: str, holds: bool) -> None:
-    assert condition_of(text).holds(facts(tensor=4, pipeline=2, data_shard=2, zero=1)) is holds
+    assert (
+        condition_of(text).is_fulfilled(facts(tensor=4, pipeline=2, data_shard=2, zero=1)) is holds
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_values_that_no_training_has_get_one_message_in_a_plan_and_on_the_comman
         Training.model_validate(settings)
     others = ["lora.rank=4"] if last == "alpha" else []
     with pytest.raises(DocumentError) as on_command_line:
-        Training().changed([*others, f"{name}={value}"])
+        Training().with_settings([*others, f"{name}={value}"])
 
     assert str(first_error(in_plan.value)) == str(on_command_line.value)
     assert f"{name}: is" in str(on_command_line.value)
@@ -72,7 +72,7 @@ def test_values_that_no_training_has_get_one_message_in_a_plan_and_on_the_comman
 )
 def test_what_is_no_number_is_refused(value: str) -> None:
     with pytest.raises(DocumentError, match=r"learning_rate|YAML"):
-        Training().changed([f"learning_rate={value}"])
+        Training().with_settings([f"learning_rate={value}"])
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_what_is_no_number_is_refused(value: str) -> None:
 )
 def test_settings_that_make_no_sense_are_refused(setting: str, message: str) -> None:
     with pytest.raises(DocumentError, match=message):
-        Training().changed([setting])
+        Training().with_settings([setting])

@@ -16,7 +16,7 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import NoPlanFits
 from meshwright.planner.framework_configs.configuration import configuration, in_the_script
-from meshwright.planner.framework_configs.import_plan import imported
+from meshwright.planner.framework_configs.import_plan import import_plan
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.search import search
@@ -241,7 +241,7 @@ def test_the_published_split_of_llama_3_is_asked_of_megatron() -> None:
     graph, name = resolve_model("llama-3.1-405b"), "1024x8xh100-sxm-80gb"
     machine = resolve_cluster(name)
     pins = read_pins(["tp=8", "pp=16", "v=8", "micro_batch=1"])
-    request = Request.of(
+    request = Request.create(
         graph, machine, stack="megatron", called=name, seq_len=8192, global_batch=2048, pins=pins
     )
 
@@ -258,7 +258,7 @@ def test_the_published_split_of_llama_3_is_asked_of_megatron() -> None:
 @pytest.mark.parametrize("blocks", [(3, 5, 5, 3), (1, 4, 4, 7), (0, 5, 6, 5), (4, 4, 5, 3)])
 def test_any_split_of_blocks_is_asked_of_megatron(blocks: tuple[int, ...]) -> None:
     graph, name = resolve_model("llama-3.2-1b"), "4xh100-sxm-80gb"
-    request = Request.of(
+    request = Request.create(
         graph, resolve_cluster(name), called=name, pins=read_pins(["pp=4,dp=1,recompute=none"])
     )
     plan = search(request).plan
@@ -280,7 +280,7 @@ def test_any_split_of_blocks_is_asked_of_megatron(blocks: tuple[int, ...]) -> No
     )
     assert said_there is None or frameworks.megatron_layout(said_there) == blocks
     assert said_there or ends_there == (blocks[0], blocks[-1])
-    again = imported(text, "megatron", resolve_cluster(name), model=graph, called=name)
+    again = import_plan(text, "megatron", resolve_cluster(name), model=graph, called=name)
     assert [len(stage.layers) for stage in again.plan.stages] == [
         len(stage.layers) for stage in uneven.stages
     ]
@@ -300,7 +300,7 @@ def test_the_default_plan_is_proven_and_exported(backend: str, model: str, clust
     graph, machine = resolve_model(model), resolve_cluster(cluster)
     assert graph.architecture is not None
     layers = graph.architecture.layers
-    request = Request.of(graph, machine, stack=backend, called=cluster)
+    request = Request.create(graph, machine, stack=backend, called=cluster)
     if (backend, model) in CANNOT:
         with pytest.raises(NoPlanFits, match=CANNOT[backend, model]):
             search(request)

@@ -21,7 +21,7 @@ from meshwright.planner.framework_configs.configuration import (
     configuration,
     in_the_script,
 )
-from meshwright.planner.framework_configs.import_plan import imported
+from meshwright.planner.framework_configs.import_plan import import_plan
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.search import search
@@ -61,7 +61,7 @@ def test_megatron_is_told_degrees_batches_and_recomputation() -> None:
 
 def test_megatron_is_told_how_tokens_go_to_experts_and_sequences_are_divided() -> None:
     model, machine = resolve_model("mixtral-8x7b"), resolve_cluster("4x8xh100-sxm-80gb")
-    request = Request.of(
+    request = Request.create(
         model,
         machine,
         seq_len=4096,
@@ -94,7 +94,7 @@ def test_torchtitan_alone_is_told_of_asynchronous_tensor_parallelism() -> None:
     assert tomllib.loads(toml)["parallelism"]["enable_async_tensor_parallel"] is True
     assert "config.compile.enable_async_tensor_parallel = True" in module
     for text in (toml, module):
-        again = imported(text, "torchtitan", CLUSTER, model=MODEL)
+        again = import_plan(text, "torchtitan", CLUSTER, model=MODEL)
         assert again.plan.tensor_overlap == "async"
         assert not [key for key in again.unknown if "async" in key]
     for other in ("megatron", "fsdp"):

@@ -18,7 +18,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.framework_configs.configuration import configuration
-from meshwright.planner.framework_configs.import_plan import READERS, Imported, imported
+from meshwright.planner.framework_configs.import_plan import READERS, Imported, import_plan
 from meshwright.planner.framework_configs.readers import shell
 from tests.planner.framework_configs import public_configurations as public
 from tests.planner.framework_configs.test_export_oracles import MODEL, written
@@ -64,7 +64,7 @@ def said(plan: Plan, of: str) -> dict[str, object]:
 
 
 def read(text: str, of: str, plan: Plan) -> Imported:
-    return imported(
+    return import_plan(
         text,
         of,
         resolve_cluster(plan.cluster),
@@ -127,7 +127,7 @@ def model_of(row: public.Row, folder: Path) -> ModelGraph | None:
 def imported_row(of: str, row: public.Row, folder: Path) -> tuple[Imported, ModelGraph]:
     """Read a published configuration as a plan of its model."""
     model = model_of(row, folder)
-    found = imported(
+    found = import_plan(
         row.text,
         of,
         resolve_cluster(row.cluster),
@@ -229,7 +229,7 @@ def test_nothing_of_a_python_configuration_is_executed(tmp_path: Path) -> None:
     )
     for of in ("torchtitan", "fsdp"):
         try:
-            found = imported(text, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+            found = import_plan(text, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
         except DocumentError:
             continue
         assert found.plan.mesh.tensor == 2
@@ -242,16 +242,16 @@ def test_a_model_is_known_by_its_figures_experts_among_them() -> None:
     dense += "--group-query-attention --num-query-groups 8 --micro-batch-size 1 --bf16 "
     machine = resolve_cluster("8xh100-sxm-80gb")
 
-    llama = imported(dense, "megatron", machine)
-    mixtral = imported(dense + "--num-experts 8 --moe-router-topk 2", "megatron", machine)
+    llama = import_plan(dense, "megatron", machine)
+    mixtral = import_plan(dense + "--num-experts 8 --moe-router-topk 2", "megatron", machine)
 
     assert llama.plan.model.name == "llama-3-8b"
     assert "mistral-7b" in " ".join(llama.assumed)
     assert mixtral.plan.model.name == "mixtral-8x7b"
     with pytest.raises(DocumentError, match="name it with --model"):
-        imported(dense.replace("4096", "4095"), "megatron", machine)
+        import_plan(dense.replace("4096", "4095"), "megatron", machine)
     with pytest.raises(DocumentError, match=r"hidden_size 4096, and llama-3\.2-1b has"):
-        imported(dense, "megatron", machine, model=MODEL)
+        import_plan(dense, "megatron", machine, model=MODEL)
 
 
 def test_megatron_gathers_in_16_bits_what_no_flag_says_to_gather_in_8() -> None:
@@ -260,8 +260,8 @@ def test_megatron_gathers_in_16_bits_what_no_flag_says_to_gather_in_8() -> None:
     flags += "--seq-length 4096 --tensor-model-parallel-size 2 --use-distributed-optimizer "
     narrow = "--fp8-param-gather"
 
-    wide = imported(flags, "megatron", machine, model=MODEL)
-    told = imported(flags + narrow, "megatron", machine, model=MODEL)
+    wide = import_plan(flags, "megatron", machine, model=MODEL)
+    told = import_plan(flags + narrow, "megatron", machine, model=MODEL)
 
     assert (wide.plan.backend, told.plan.backend) == ("megatron+16-bit-gathers", "megatron")
     assert narrow not in configuration(wide.plan, MODEL, "megatron")
@@ -287,7 +287,7 @@ def test_megatron_recomputes_the_modules_that_are_named(
     flags += " --recompute-granularity selective"
     flags += f" --recompute-modules{modules}" if modules else ""
 
-    found = imported(flags, "megatron", resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+    found = import_plan(flags, "megatron", resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
 
     assert found.plan.backend == f"megatron{option}"
     said = [one for one in found.assumed if "--recompute-modules" in one]
@@ -308,7 +308,7 @@ def test_what_is_cheap_to_recompute_is_exported_by_its_modules(name: str, module
     flags += "--fp8-param-gather --recompute-granularity selective "
     flags += f"--recompute-modules {modules}"
 
-    plan = imported(flags, "megatron", machine, model=model).plan
+    plan = import_plan(flags, "megatron", machine, model=model).plan
 
     assert f"--recompute-modules {modules}\n" in configuration(plan, model, "megatron")
     bridge = yaml.safe_load(configuration(plan, model, "megatron-bridge"))
@@ -342,7 +342,7 @@ def test_what_is_cheap_to_recompute_is_exported_by_its_modules(name: str, module
 )
 def test_what_is_no_configuration_is_refused_in_words(of: str, text: str, message: str) -> None:
     with pytest.raises(DocumentError, match=message):
-        imported(text, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+        import_plan(text, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
 
 
 @settings(max_examples=60, deadline=None)
@@ -352,7 +352,7 @@ def test_any_text_is_read_or_refused(of: str, text: str, at: int) -> None:
     base = rows.get(of, "")
     for one in (text, base[: at * 10] + text + base[at * 10 :]):
         try:
-            imported(one, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+            import_plan(one, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
         except DocumentError as error:
             assert str(error)
 
@@ -362,7 +362,7 @@ def test_compare_says_what_each_change_is_worth(tmp_path: Path) -> None:
     row = next(one for one in public.MEGATRON if one.model == "llama-3-8b")
     file = tmp_path / "plan.yaml"
     machine, model = resolve_cluster(row.cluster), resolve_model(row.model or "")
-    own = imported(row.text, "slurm", machine, model=model, called=row.cluster)
+    own = import_plan(row.text, "slurm", machine, model=model, called=row.cluster)
     write(own.plan, file)
 
     told = commands.compare_best(str(file))

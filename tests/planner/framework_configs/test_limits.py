@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.framework_configs.import_plan import READERS, imported
+from meshwright.planner.framework_configs.import_plan import READERS, import_plan
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import shell
 from tests.meshwright import hostile, hostile_configurations
@@ -82,7 +82,7 @@ def test_what_no_configuration_says_is_refused_at_its_place(
     of: str, text: str, message: str
 ) -> None:
     with pytest.raises(DocumentError, match=message):
-        imported(text, of, CLUSTER, model=MODEL)
+        import_plan(text, of, CLUSTER, model=MODEL)
 
 
 def test_every_reader_is_attacked() -> None:
@@ -94,7 +94,7 @@ def test_every_reader_is_attacked() -> None:
 def test_names_with_many_dots_are_refused_within_their_budget(line: str, key: str) -> None:
     tracemalloc.start()
     with pytest.raises(DocumentError, match="nested more than 60 deep"):
-        imported(line.format(key), "torchtitan", CLUSTER, model=MODEL)
+        import_plan(line.format(key), "torchtitan", CLUSTER, model=MODEL)
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -123,4 +123,4 @@ def test_150_mutated_configurations_are_read_or_refused() -> None:
         rng = random.Random(f"configurations/{number}")
         of, text, row, _ = hostile_configurations.drawn(rng, hostile.mutated, hostile=True)
         with contextlib.suppress(DocumentError):
-            imported(text, of, resolve_cluster(row.cluster), model=MODEL)
+            import_plan(text, of, resolve_cluster(row.cluster), model=MODEL)

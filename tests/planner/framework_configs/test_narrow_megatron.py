@@ -13,7 +13,7 @@ from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.framework_configs.configuration import configuration
-from meshwright.planner.framework_configs.import_plan import imported
+from meshwright.planner.framework_configs.import_plan import import_plan
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.search import search
@@ -25,7 +25,7 @@ PINS = "tp=2,pp=1,zero=1,micro_batch=1,recompute=none"
 
 def planned(precision: Precision, cluster: str, more: str = "") -> Plan:
     pins = read_pins([f"{PINS},{more}" if more else PINS])
-    request = Request.of(
+    request = Request.create(
         MODEL,
         resolve_cluster(cluster),
         seq_len=8192,
@@ -66,7 +66,7 @@ def test_a_recipe_is_written_and_read_back(
 
     text = configuration(plan, MODEL, "megatron", machine)
     args = frameworks.megatron(text)
-    again = imported(text, "megatron", machine, model=MODEL, called=cluster).plan
+    again = import_plan(text, "megatron", machine, model=MODEL, called=cluster).plan
 
     assert args.fp8_recipe == recipe
     assert args.fp8_param_gather
@@ -74,7 +74,7 @@ def test_a_recipe_is_written_and_read_back(
     assert (again.precision, again.backend) == (precision, "megatron")
     bridge = configuration(plan, MODEL, "megatron-bridge", machine)
     assert yaml.safe_load(bridge)["mixed_precision"] == mixed
-    told = imported(bridge, "megatron-bridge", machine, model=MODEL, called=cluster).plan
+    told = import_plan(bridge, "megatron-bridge", machine, model=MODEL, called=cluster).plan
     assert (told.scales, told.precision) == (plan.scales, precision)
 
 
@@ -99,7 +99,7 @@ def test_scales_of_others_are_refused_by_name() -> None:
     with pytest.raises(NoPlanFits, match="delayed scales in bf16"):
         planned("bf16", "8xh100-sxm-80gb", "scales=delayed")
     with pytest.raises(DocumentError, match=r"'custom'; delayed or tensorwise or blockwise"):
-        imported(
+        import_plan(
             "--bf16 --fp8-format hybrid --fp8-recipe custom --micro-batch-size 1 "
             "--global-batch-size 8 --seq-length 4096",
             "megatron",
@@ -119,7 +119,7 @@ def test_attention_in_eight_bits_is_an_option_where_its_kernel_was_measured() ->
         faster[cluster] = wide_s / narrow_s
         text = configuration(narrow, MODEL, "megatron", machine)
         assert frameworks.megatron(text).fp8_dot_product_attention
-        assert imported(text, "megatron", machine, model=MODEL).plan.backend == narrow.backend
+        assert import_plan(text, "megatron", machine, model=MODEL).plan.backend == narrow.backend
 
     assert 1.005 < faster["8xgb200"] < 5.52 / 4.86
     assert 6.79 / 7.53 < faster["8xh200-sxm"] < 1

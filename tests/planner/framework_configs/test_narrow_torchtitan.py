@@ -14,7 +14,7 @@ from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.framework_configs.configuration import configuration
-from meshwright.planner.framework_configs.import_plan import imported
+from meshwright.planner.framework_configs.import_plan import import_plan
 from meshwright.planner.operators import layer_operators as arithmetic
 from meshwright.planner.operators.kernels import kernels_of
 from meshwright.planner.operators.operator_table import Setting
@@ -28,7 +28,7 @@ H100, B200 = "8xh100-sxm-80gb", "8xb200"
 
 
 def planned(precision: Precision, pins: str, cluster: str = H100, name: str = "torchtitan") -> Plan:
-    request = Request.of(
+    request = Request.create(
         MODEL,
         resolve_cluster(cluster),
         seq_len=8192,
@@ -58,7 +58,7 @@ def test_a_choice_is_written_and_read_back(precision: Precision, pins: str, clus
 
     text = configuration(plan, MODEL, "torchtitan@0.2", machine)
     job = frameworks.torchtitan(text, layers=32)
-    again = imported(text, "torchtitan@0.2", machine, model=MODEL, called=cluster).plan
+    again = import_plan(text, "torchtitan@0.2", machine, model=MODEL, called=cluster).plan
 
     assert plan.compile == "block"
     assert job["compile"]["enable"]
@@ -85,7 +85,7 @@ def test_the_release_with_python_has_scales_of_rows_alone() -> None:
     made = "Float8LinearConverter.Config(recipe_name='rowwise', filter_fqns=['lm_head'], "
     assert made + "model_compile_enabled=True)" in text
     ast.parse(text)
-    again = imported(text, "torchtitan", machine, model=MODEL, called=H100).plan
+    again = import_plan(text, "torchtitan", machine, model=MODEL, called=H100).plan
     assert again.layout == usual.layout
     with pytest.raises(DocumentError, match="plan with --fix scales=rowwise, or write torchtitan@"):
         configuration(planned("fp8", "scales=tensorwise"), MODEL, "torchtitan", machine)
@@ -158,7 +158,7 @@ def test_what_torchao_leaves_out_is_as_it_says() -> None:
     filtered = plan.model_copy(update={"backend": "torchtitan+auto-filter"})
     text = configuration(filtered, MODEL, "torchtitan@0.2", machine)
     assert '["output", "auto_filter_small_kn"]' in text
-    assert imported(text, "torchtitan@0.2", machine, model=MODEL, called=H100).plan.backend == (
+    assert import_plan(text, "torchtitan@0.2", machine, model=MODEL, called=H100).plan.backend == (
         "torchtitan+auto-filter"
     )
     with pytest.raises(DocumentError, match="auto_filter_small_kn, which converts nothing there"):

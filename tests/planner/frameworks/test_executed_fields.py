@@ -23,7 +23,7 @@ from meshwright.planner.documents.plan import (
     WeightWire,
 )
 from meshwright.planner.documents.profile import ChunkedLoss
-from meshwright.planner.frameworks.executed_fields import LAUNCH, SCRIPT, Claim, unexecuted
+from meshwright.planner.frameworks.executed_fields import LAUNCH, SCRIPT, Claim, unexecuted_fields
 from meshwright.planner.frameworks.native_limits import obstacle
 from meshwright.planner.schedules import SCHEDULES
 
@@ -79,12 +79,12 @@ def test_a_field_that_loses_its_claim_is_refused_by_name(
     value = next(v for v in (*VALUES[name], 4) if v != getattr(layout, name))
     changed = replace(layout, **{name: value})
 
-    assert any(place.endswith(name) for place, _ in unexecuted(without, changed))
+    assert any(place.endswith(name) for place, _ in unexecuted_fields(without, changed))
 
 
 @ENGINES
 def test_a_plain_layout_is_executed(claims: Mapping[str, Claim]) -> None:
-    assert list(unexecuted(claims, Layout())) == []
+    assert list(unexecuted_fields(claims, Layout())) == []
 
 
 @pytest.mark.parametrize("name", sorted(set(VALUES) - EXECUTED_OF_SCRIPTS))
@@ -93,7 +93,7 @@ def test_values_that_a_script_does_not_execute_are_refused_by_name_in_a_search(n
     plain = Layout(pipeline=2, tensor=2)
     values = [v for v in VALUES[name] if v != getattr(plain, name)]
     for value in values:
-        found = list(unexecuted(SCRIPT, replace(plain, **{name: value})))
+        found = list(unexecuted_fields(SCRIPT, replace(plain, **{name: value})))
         ((place, text),) = found
         assert place.rpartition(".")[2] == name
         assert str(obstacle(OWN, job, replace(plain, **{name: value}))) == f"{place}: {text}"

@@ -131,7 +131,9 @@ def test_adapters_that_drop_their_inputs_keep_a_copy_and_a_mask_each() -> None:
     kept = of("llama-3.1-8b", "block", kernels)
     dropped = of("llama-3.1-8b", "block", replace(kernels, adapters_drop=True))
 
-    more = sum(size for name, size in dropped.stored("none").items() if name.endswith("_dropped"))
+    more = sum(
+        size for name, size in dropped.stored_tensors("none").items() if name.endswith("_dropped")
+    )
 
     assert more == 3 * TOKENS * (3 * 4096 + 4096 + 2 * 4096 + 14336)
     assert dropped.stored_bytes("none") > kept.stored_bytes("none")
@@ -144,13 +146,17 @@ def test_written_scores_are_recomputed_apart() -> None:
     dropped = layer.stored_bytes("none") - layer.stored_bytes("selective")
 
     assert dropped == 2 * 32 * S * TOKENS
-    assert {op.name for op in layer.recomputed("selective")} == {"scores", "softmax", "core"}
+    assert {op.name for op in layer.recomputed_operators("selective")} == {
+        "scores",
+        "softmax",
+        "core",
+    }
 
 
 def test_every_second_product_is_recomputed() -> None:
     layer = of("llama-3.1-8b", "block", KernelSettings(scores="fused", selective="operators"))
 
-    again = layer.recomputed("selective")
+    again = layer.recomputed_operators("selective")
 
     products = [op.name for op in again if op.kind == "matmul"]
     # Of qkv, out, gate, up, down.
@@ -228,7 +234,7 @@ def test_many_settings_at_once_are_each_alone(name: str, model: str) -> None:
     ]
     graph = resolve_model(model)
     for layer in graph.layers:
-        together = table(graph, layer, ManySettings.of(each)).stored_bytes("none")
+        together = table(graph, layer, ManySettings.stack(each)).stored_bytes("none")
         for index, setting in enumerate(each):
             alone = table(graph, layer, setting).stored_bytes("none")
             mine = together[index] if hasattr(together, "shape") else together
@@ -315,7 +321,7 @@ def test_what_is_cheap_to_make_again_is_dropped_and_nothing_else() -> None:
 
     kept = 2 * h + 2 * h + 2 * (h + 2 * 1024) + 2 * h + 4 * 32 + 2 * 2 * f
     assert found.stored_bytes("selective") == TOKENS * kept
-    again = [op.name for op in found.recomputed("selective")]
+    again = [op.name for op in found.recomputed_operators("selective")]
     assert again == ["attention_norm", "mlp_norm", "mlp_product"]
 
 
@@ -333,7 +339,9 @@ def test_tokens_go_to_experts_in_8_bits_and_come_back_in_16() -> None:
     assert arrived.moved_bytes == arrived.backward_moved_bytes == 2 * 8 * TOKENS * 7168
     assert arrived.routing is None
     # What comes back weighed is only added, and not kept.
-    assert "returned" in each.stored("none") and "returned" not in once.stored("none")
+    assert "returned" in each.stored_tensors("none") and "returned" not in once.stored_tensors(
+        "none"
+    )
 
 
 def test_ulysses_sends_four_activations_and_their_gradients() -> None:

@@ -64,7 +64,7 @@ def test_ranks_beyond_the_heads_of_keys_gather_the_projection_and_keep_their_own
     assert sum(operators["qkv"].outputs.values()) == tokens * 160 * 2
     assert (gather.moved_bytes, gather.waits) == (tokens * 1280 * 2, True)
     assert operators["own_heads"].outputs == {"qkv_own": tokens * 256 * 2}
-    kept = layer.stored("none")
+    kept = layer.stored_tensors("none")
     assert kept["qkv_own"] == tokens * 256 * 2
     assert not {"qkv", "qkv_gathered"} & kept.keys()
     # The same work otherwise: weights are divided all the same.
@@ -104,7 +104,7 @@ def test_recomputation_runs_norms_and_activations_or_everything_but_the_last_pro
     block = of(resolve_model("llama-3.1-8b"), "block")
 
     def again(recompute: str) -> set[str]:
-        return {operator.name for operator in block.recomputed(recompute)}
+        return {operator.name for operator in block.recomputed_operators(recompute)}
 
     assert again("none") == set()
     assert again("selective") == {

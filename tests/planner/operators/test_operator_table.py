@@ -115,7 +115,7 @@ def test_a_block_stores_what_the_module_stores(family: str, precision: str, reco
     stored, forward, backward = measured(graph, "block.0", precision, recompute)
 
     block = expected(graph, "block", precision)
-    mine = sum(size for name, size in block.stored(recompute).items() if name != "x")
+    mine = sum(size for name, size in block.stored_tensors(recompute).items() if name != "x")
     # LayerNorm on the CPU keeps its moments in bf16; on accelerators they are fp32.
     slack = 2 * 4 * SAMPLES * POSITIONS if (family, precision) == ("gpt2", "bf16") else 0
     assert mine == pytest.approx(stored, abs=slack)
@@ -141,7 +141,7 @@ def test_a_head_stores_what_module_and_loss_store(
     stored, forward, backward = measured(graph, "head", precision, recompute)
 
     head = expected(graph, "head", precision)
-    mine = sum(size for name, size in head.stored(recompute).items() if name != "x")
+    mine = sum(size for name, size in head.stored_tensors(recompute).items() if name != "x")
     # The loss divides by its number of targets, 4 bytes; moments of LayerNorm as above.
     slack = 4 * SAMPLES * POSITIONS if (family, precision) == ("gpt2", "bf16") else 4
     assert mine == pytest.approx(stored, abs=slack)
@@ -161,9 +161,9 @@ def test_liveness_by_hand() -> None:
         Operator(name="c", kind="memory", inputs=("b",), outputs={"c": 5.0}),
     )
 
-    assert toy.stored("none") == {"x": 10.0, "a": 20.0}
-    assert toy.stored("selective") == {"x": 10.0, "a": 20.0}
-    assert toy.stored("full") == {"x": 10.0}
+    assert toy.stored_tensors("none") == {"x": 10.0, "a": 20.0}
+    assert toy.stored_tensors("selective") == {"x": 10.0, "a": 20.0}
+    assert toy.stored_tensors("full") == {"x": 10.0}
     # At c: x, a, b and c live; x, a and c remain.
     assert toy.forward_transient_bytes("none") == 40.0
     # Forgetting a: at b, a and b live beside x; then c.
@@ -172,14 +172,14 @@ def test_liveness_by_hand() -> None:
     assert toy.backward_transient_bytes("none") == 60.0
     # Full recompute brings a back first.
     assert toy.backward_transient_bytes("full") == 80.0
-    assert [operator.name for operator in toy.recomputed("full")] == ["a"]
-    assert toy.recomputed("selective") == ()
+    assert [operator.name for operator in toy.recomputed_operators("full")] == ["a"]
+    assert toy.recomputed_operators("selective") == ()
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_tensors_stored_come_in_one_order_in_every_process(recompute: str) -> None:
     # Python orders sets of names anew in every process, and sums would differ in their last bits.
-    held = expected(model("mixtral"), "block", "bf16").stored(recompute)
+    held = expected(model("mixtral"), "block", "bf16").stored_tensors(recompute)
 
     assert list(held) == sorted(held)
 

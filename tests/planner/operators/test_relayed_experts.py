@@ -40,7 +40,7 @@ def test_many_settings_are_each_alone() -> None:
         replace(RELAYED, expert=ranks, relay=near) for ranks, near in ((8, 4), (8, 2), (4, 2))
     ]
 
-    together = table(MIXTRAL, BLOCK, ManySettings.of(places))
+    together = table(MIXTRAL, BLOCK, ManySettings.stack(places))
     for at, one in enumerate(places):
         alone = table(MIXTRAL, BLOCK, one)
         for each, operator in zip(together.operators, alone.operators, strict=True):

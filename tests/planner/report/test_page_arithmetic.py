@@ -23,16 +23,16 @@ from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.whatif import probabilities as chances
 from meshwright.planner.whatif import uncertain_value as span
 from meshwright.planner.whatif.candidates import Candidate, candidates_of
-from meshwright.planner.whatif.evaluate import evaluate, loaded
+from meshwright.planner.whatif.evaluate import evaluate, with_load
 from meshwright.planner.whatif.page_data import page_data
-from meshwright.planner.whatif.planning import Planned, planned, year_of
+from meshwright.planner.whatif.planning import Planned, plan_candidate, year_of
 from meshwright.planner.whatif.pricing import economics, financing, goodput
 from meshwright.planner.whatif.pricing.break_even import cash_usd, present_value_usd
 from meshwright.planner.whatif.pricing.queueing import load, shortest_first_h, wait_h
-from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.ranking import rank_outcomes
 from meshwright.planner.whatif.run_study import Result
 from meshwright.planner.whatif.study import Failures, Study
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 from tests.planner.whatif.test_study import study
 
 ROOT = Path(__file__).parents[3]
@@ -58,7 +58,7 @@ def node(calls: list[dict[str, Any]], studies: list[dict[str, Any]], root: Path 
 
 def differences(found: Any, expected: Any, where: str = "") -> Iterator[str]:
     """Yield where two values differ by more than 1e-12 of the larger."""
-    if isinstance(expected, Span):
+    if isinstance(expected, UncertainValue):
         expected = expected.as_dict()
     if isinstance(expected, dict):
         assert set(found) == set(expected), where
@@ -79,12 +79,12 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
     """Yield (module, function, arguments, result) of one round of random arguments."""
     rng = random.Random(seed)
 
-    def figure(least: float = 0.01, most: float = 1e4) -> Span:
+    def figure(least: float = 0.01, most: float = 1e4) -> UncertainValue:
         value = math.exp(rng.uniform(math.log(least), math.log(most)))
         low, high = (value * math.exp(sign * rng.choice([0, rng.random()])) for sign in (-1, 1))
-        return Span(value=value, low=low, high=min(high, max(value, most)))
+        return UncertainValue(value=value, low=low, high=min(high, max(value, most)))
 
-    def share() -> Span:
+    def share() -> UncertainValue:
         return figure(0.01, 1.0)
 
     one, two = figure(), figure()
@@ -167,7 +167,7 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
     expected: Any = goodput.goodput_of(failing, **size)
     yield "goodput", "goodputOf", [plain_failures, size], expected
     limit = one.value * math.exp(rng.uniform(-2, 2))
-    yield "chances", "within", [one, limit], chances.within(one, limit)
+    yield "chances", "within", [one, limit], chances.probability_within(one, limit)
     probability = rng.random() or 0.5
     yield "chances", "inverseNormal", [probability], chances.NORMAL.inv_cdf(probability)
     cause = f"price é {seed}"
@@ -182,7 +182,7 @@ def compared(root: Path = ROOT, rounds: int = ROUNDS) -> tuple[int, list[str]]:
     calls = json.loads(
         json.dumps(
             [{"module": m, "name": f, "arguments": given} for m, f, given, _ in known],
-            default=Span.as_dict,
+            default=UncertainValue.as_dict,
         )
     )
     results = node(calls, [], root)["results"]
@@ -339,7 +339,7 @@ def planned_once(asked: Study) -> dict[str, Planned]:
     """Of a cluster of several kinds the plan of its first is taken: prices are what is compared."""
     [row] = asked.rows
     each = {candidate.plain: candidate for candidate in candidates_of(asked)}
-    plain = {name: planned(asked, row, c) for name, c in each.items() if "+" not in name}
+    plain = {name: plan_candidate(asked, row, c) for name, c in each.items() if "+" not in name}
     return plain | {name: plain[name.partition("+")[0]] for name in each if "+" in name}
 
 
@@ -347,8 +347,8 @@ def worked_out(asked: Study, plans: dict[str, Planned]) -> Result:
     candidates = {candidate.name: candidate for candidate in candidates_of(asked)}
     [row] = asked.rows
     outcomes = tuple(evaluate(asked, row, c, plans[c.plain]) for c in candidates.values())
-    candidates = {o.candidate: loaded(candidates[o.candidate], o) for o in outcomes}
-    ranks = {row: ranked(asked, outcomes)}
+    candidates = {o.candidate: with_load(candidates[o.candidate], o) for o in outcomes}
+    ranks = {row: rank_outcomes(asked, outcomes)}
     return Result(study=asked, outcomes=outcomes, ranks=ranks, candidates=candidates)
 
 

@@ -21,7 +21,7 @@ from meshwright.planner.requests.pins import Pins, read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import SCHEDULES, Schedule, Shape
 from meshwright.planner.schedules.actions import Action, Order
-from meshwright.planner.schedules.closed_form import held, most_on_first_stage
+from meshwright.planner.schedules.closed_form import in_flight_counts, most_on_first_stage
 from meshwright.planner.schedules.schedule import obstacle, orders
 from meshwright.planner.schedules.schedule_record import DRAINED, SPLIT
 from meshwright.planner.schedules.simulate import timeline
@@ -151,7 +151,7 @@ def test_counts_that_a_record_does_not_give_are_those_of_its_orders() -> None:
 
     assert closed_form("1f1b-eager", ranks=ranks, micro_batches=m).in_flight == (5, 4, 3, 2)
     assert closed_form("gpipe-reversed", ranks=ranks, micro_batches=m).in_flight == (8,) * 4
-    late = held("late-weights", 1, ranks=ranks, micro_batches=m, virtual_stages=2)
+    late = in_flight_counts("late-weights", 1, ranks=ranks, micro_batches=m, virtual_stages=2)
     assert (late.alive, late.waiting) == (16, 16)
     assert most_on_first_stage("late-weights", ranks=4, micro_batches=m, virtual_stages=2) == m
 
@@ -171,7 +171,7 @@ def test_the_split_of_a_made_up_schedule_holds_at_least_what_its_prediction_says
         micro_batches=16,
     )
     tables = CostTables(Request(model, node, JOB))
-    costs = tables.of(layout)
+    costs = tables.costs_of(layout)
     found = solve(instance_of(model, node, layout, costs))
     assert isinstance(found, Solution)
 

@@ -10,7 +10,7 @@ from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.documents.model import DividedLayer, Layer, LayerTrace, ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.frameworks.native_limits import refusal
-from meshwright.planner.operators.layer_operators import local_parameters, traced
+from meshwright.planner.operators.layer_operators import local_parameters, traced_layer
 from meshwright.planner.operators.operator_table import ManySettings, Setting
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.layout_bounds import Candidates
@@ -61,7 +61,7 @@ def test_a_layer_has_its_parts_where_it_is_divided_and_is_whole_elsewhere() -> N
         assert local_parameters(MODEL, HEAD, tensor=tensor) == (1000, 0.0)
     setting = Setting(micro_batch=3, seq_len=1, precision="bf16", tensor=2)
 
-    table = traced(BLOCK, setting)
+    table = traced_layer(BLOCK, setting)
 
     assert table.forward_flops == 3 * 2e12
     # In bf16 half of what was traced in fp32, of three samples.
@@ -73,9 +73,9 @@ def test_a_layer_has_its_parts_where_it_is_divided_and_is_whole_elsewhere() -> N
         "block_gradient_1": (3 * 2**21, "backward"),
         "block_last_sum": (3 * 2**21, "forward"),
     }
-    again = [op.name for op in table.recomputed("full") if op.communicates]
+    again = [op.name for op in table.recomputed_operators("full") if op.communicates]
     assert "block_sum_0" in again and "block_last_sum" not in again
-    assert not any(op.communicates for op in traced(HEAD, setting).operators)
+    assert not any(op.communicates for op in traced_layer(HEAD, setting).operators)
 
 
 def test_many_settings_are_priced_as_one_by_one() -> None:
@@ -84,9 +84,9 @@ def test_many_settings_are_priced_as_one_by_one() -> None:
         for micro in (2, 3)
         for tensor in (2, 4, 8)
     ]
-    many = traced(BLOCK, ManySettings.of(settings))
+    many = traced_layer(BLOCK, ManySettings.stack(settings))
     for at, setting in enumerate(settings):
-        one = {op.name: op for op in traced(BLOCK, setting).operators}
+        one = {op.name: op for op in traced_layer(BLOCK, setting).operators}
         for operator in many.operators:
             moved, flops = (
                 float(getattr(operator, name)[at])
@@ -133,7 +133,7 @@ def test_degrees_that_divide_nothing_are_refused_and_split_backwards_are_not() -
 
 def test_working_memory_of_a_traced_layer_is_what_was_traced() -> None:
     setting = Setting(micro_batch=2, seq_len=1, precision="fp32")
-    table = traced(BLOCK, setting)
+    table = traced_layer(BLOCK, setting)
     assert table.backward_transient_bytes("none") == 2 * WHOLE.transient_bytes
     assert table.backward_transient_bytes("selective") == 2 * WHOLE.transient_bytes
     # All that was stored is there again, but for what stays.

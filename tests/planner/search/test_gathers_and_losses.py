@@ -146,7 +146,7 @@ def test_what_bounds_layouts_of_any_loss_bounds_each_of_them() -> None:
     """Within memory and over all cuts, where the loss in chunks decides what fits."""
     asked = request("8xa100-sxm-40gb", "pipeline=4", "micro_batch=1")
     candidates = candidates_of(asked, None, None, ())
-    bounded = SimulatedCandidates.of(candidates)
+    bounded = SimulatedCandidates.from_candidates(candidates)
     layouts = [one for one in candidates.layouts() if one.loss is None and one.zero == 1][::50]
     tighter = 0
 
@@ -156,7 +156,7 @@ def test_what_bounds_layouts_of_any_loss_bounds_each_of_them() -> None:
         cuts = of_chain(candidates, plain, together, 1e3, ways=20_000)
         for loss in losses(candidates.request, plain.schedule):
             layout = replace(plain, loss=loss)
-            alone = candidates.stated(layout)
+            alone = candidates.problem_of(layout)
             alone_s = bounded.within_memory_s(layout, alone)
             assert least_s <= alone_s * (1 + 1e-9)
             tighter += least_s < alone_s

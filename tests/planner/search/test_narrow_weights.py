@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.planner.catalog import stacks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
-from meshwright.planner.costs.memory.resident_states import HeldStates
+from meshwright.planner.costs.memory.resident_states import ResidentStates
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Job, Layout, Plan, WeightWire
@@ -57,9 +57,9 @@ def test_stacks_that_always_gather_in_8_bits_hold_as_little() -> None:
     layout = Layout(data_shard=8, zero=3)
 
     def transient_bytes(stack: str, precision: Precision, wire: WeightWire = "full") -> float:
-        held = HeldStates(MODEL, replace(JOB, precision=precision), stacks()[stack])
+        held = ResidentStates(MODEL, replace(JOB, precision=precision), stacks()[stack])
         so = replace(layout, weight_wire=wire)
-        return held.held(block, so, held.sharing(so)).states.forward_transient_bytes
+        return held.resident_parameters(block, so, held.sharing(so)).states.forward_transient_bytes
 
     assert transient_bytes("nemo-automodel", "fp8") == 3 * block.parameters
     assert transient_bytes("torchtitan", "fp8", "fp8") == 3 * block.parameters

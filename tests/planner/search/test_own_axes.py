@@ -18,7 +18,7 @@ from meshwright.planner.documents.model import (
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.frameworks.native_limits import refusal
-from meshwright.planner.operators.layer_operators import local_parameters, traced
+from meshwright.planner.operators.layer_operators import local_parameters, traced_layer
 from meshwright.planner.operators.layer_operators import table as table_of
 from meshwright.planner.operators.operator_table import Operator, OperatorTable, Setting
 from meshwright.planner.requests.pins import read_pins
@@ -72,7 +72,7 @@ def setting(**fields: object) -> Setting:
 
 
 def test_a_rank_has_its_positions_and_all_keys() -> None:
-    table = traced(BLOCK, setting(context=4))
+    table = traced_layer(BLOCK, setting(context=4))
 
     (gathered,) = (op for op in table.operators if op.axis == "context")
     assert table.forward_flops == 2 * 4e11 / 4
@@ -82,12 +82,12 @@ def test_a_rank_has_its_positions_and_all_keys() -> None:
 
 
 def test_tokens_go_to_experts_and_come_back() -> None:
-    table = traced(BLOCK, setting(expert=4, context=2))
+    table = traced_layer(BLOCK, setting(expert=4, context=2))
 
     sent = [op.moved_bytes for op in table.operators if op.axis == "expert"]
     assert sent == [2 * 2**23 / 2 / 2] * 2  # of a rank's positions
     # What arrives and returns is what experts read and weights multiply: the trace has both.
-    alone = traced(BLOCK, setting(context=2))
+    alone = traced_layer(BLOCK, setting(context=2))
     assert table.stored_bytes("none") == alone.stored_bytes("none")
     assert local_parameters(MODEL, BLOCK, expert=4) == (4_000_000, 15_000_000)
     assert local_parameters(MODEL, BLOCK) == (64_000_000, 0.0)
@@ -111,7 +111,7 @@ def test_tokens_go_as_those_of_a_mixture_that_is_known(fields: dict[str, object]
     of_traced, of_known = (
         {(op.kind, op.axis, index): op.moved_bytes for index, op in enumerate(_on_links(table))}
         for table in (
-            traced(BLOCK.model_copy(update={"experts": own}), how),
+            traced_layer(BLOCK.model_copy(update={"experts": own}), how),
             table_of(model, known, how),
         )
     )
@@ -131,14 +131,14 @@ def _on_links(table: OperatorTable) -> list[Operator]:
 def test_chunks_hold_no_logits_and_compute_as_much(gradients: str) -> None:
     how = ChunkedLoss(rows=64, gradients=gradients)  # type: ignore[arg-type]
 
-    whole, chunks = (traced(HEAD, setting(loss=loss)) for loss in (None, how))
+    whole, chunks = (traced_layer(HEAD, setting(loss=loss)) for loss in (None, how))
 
     logits = 2 * 1024 * 50_000 * 2  # of two samples, in bf16
     assert chunks.forward_flops == whole.forward_flops
     held = 2 * 1024 * 1024 * 2 + (1024 * 50_000 * 2 if gradients == "precomputed" else 0)
     assert chunks.stored_bytes("none") == held
     assert whole.stored_bytes("none") >= logits
-    assert traced(BLOCK, setting(loss=how)) == traced(BLOCK, setting())
+    assert traced_layer(BLOCK, setting(loss=how)) == traced_layer(BLOCK, setting())
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_divided_positions_take_less_memory_and_time_to_gather() -> None:
     alone = Layout(micro_batch=1, micro_batches=8)
     over = replace(alone, context=4)
 
-    one, four = (tables.of(layout).kinds["mixture"][0] for layout in (alone, over))
+    one, four = (tables.costs_of(layout).kinds["mixture"][0] for layout in (alone, over))
 
     assert four.forward_s < one.forward_s
     assert four.forward_s > one.forward_s / 4  # keys come from the others

@@ -20,7 +20,7 @@ from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.plan_preference import (
     AXES,
     NEAR,
-    compared,
+    alternative_row,
     features,
     not_worth_eight_bits,
     with_preference,
@@ -221,7 +221,7 @@ def test_a_slower_plan_says_where_it_takes_longer_as_shares_of_the_fastest_step(
         update={"step_time_s": 1.25 * fastest.step_time_s, "step_parts": longer}
     )
 
-    row = compared("mine", found.plan, slower, fastest)
+    row = alternative_row("mine", found.plan, slower, fastest)
 
     assert row.more == pytest.approx(0.25)
     assert row.why.endswith("; forward +25.0 %")

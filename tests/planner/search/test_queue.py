@@ -15,7 +15,7 @@ import pytest
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.goals import ClosedFormGoal, SplitSolution
 from meshwright.planner.search.proof_account import BOUNDS, OUT_OF_MEMORY
-from meshwright.planner.search.queue import Bound, Bundle, Layouts, Lost, Queue
+from meshwright.planner.search.queue import Bound, LayoutBatch, Pruned, Queue, SearchSpace
 from meshwright.planner.search.space import complexity
 
 Seconds = dict[Layout, float]
@@ -46,7 +46,7 @@ class Split:
     optimal: bool
 
 
-class Known(Layouts):
+class Known(SearchSpace):
     """Layouts with known seconds, some alone and some in bundles."""
 
     def __init__(self, seconds: Seconds, seed: int, proven: float) -> None:
@@ -68,12 +68,12 @@ class Known(Layouts):
             return math.inf if share > 0.7 else 1.0
         return share * known_s
 
-    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
+    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, LayoutBatch]]:
         left = self._rng.sample(list(self._seconds), len(self._seconds))
         while left:
             some = [left.pop() for _ in range(min(len(left), self._rng.randint(1, 3)))]
             least_s = min(self._bound_s(0, one) for one in some)
-            yield min(least_s, 1e9), Bundle(tuple(sorted(some, key=complexity)))
+            yield min(least_s, 1e9), LayoutBatch(tuple(sorted(some, key=complexity)))
 
     def refusal(self, _: Layout) -> None:
         return None
@@ -81,13 +81,13 @@ class Known(Layouts):
     def costs_of(self, _: Layout) -> Any:
         raise AssertionError("nobody asks")
 
-    def ranked(self, _: SplitSolution[Any]) -> Any:
+    def candidate_of(self, _: SplitSolution[Any]) -> Any:
         raise AssertionError("nobody asks")
 
-    def solve(self, layout: Layout, _: float) -> SplitSolution[Split] | Lost:
+    def solve(self, layout: Layout, _: float) -> SplitSolution[Split] | Pruned:
         least_s = self._seconds[layout]
         if math.isinf(least_s):
-            return Lost(OUT_OF_MEMORY, reason="too large")
+            return Pruned(OUT_OF_MEMORY, reason="too large")
         split = Split(layout.text(), self._proven == 1.0)
         return SplitSolution(least_s, self._proven * least_s, layout, split)
 

@@ -14,7 +14,7 @@ from meshwright.planner.documents.plan import Layout
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import orders, rank_of_stage
 from meshwright.planner.schedules.simulate import timeline
-from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s, drained
+from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s, drained_backwards
 from meshwright.planner.search.bounds.simulated_step import (
     first_share,
     forward_fill,
@@ -90,7 +90,7 @@ class Step:
             ),
             forward_s=forward_s,
             backward_s=backward_s,
-            weight_s=weight_s if layout.executed.splits_backward else None,
+            weight_s=weight_s if layout.executed_schedule.splits_backward else None,
             transfer_s=[self.transfer_s] * (layout.stages - 1),
             exposed_s=[0.0] * (layout.stages - 1),
         )
@@ -123,7 +123,7 @@ def test_no_step_is_below_its_pace(schedule: str, tries: int) -> None:
         simulated_s = step.simulated_s()
         for steady, fill in paces(schedule, *shape):
             bound_s = steady * step.passes_s.max() + fill * counted_s
-            if fill and not layout.executed.splits_backward:
+            if fill and not layout.executed_schedule.splits_backward:
                 bound_s += transfers(layout) * step.transfer_s
             assert bound_s <= simulated_s * (1 + 1e-9)
             tight = max(tight, bound_s / simulated_s)
@@ -237,7 +237,7 @@ def test_what_stands_behind_the_last_way_back_is_that_of_longer_steps_too() -> N
                             break
                         behind[action.stage] += 1
 
-                found = drained(schedule, stages, virtual, count)
+                found = drained_backwards(schedule, stages, virtual, count)
 
                 assert found is not None
                 assert found[0].tolist() == behind.tolist()

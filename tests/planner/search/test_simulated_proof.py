@@ -19,11 +19,11 @@ from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.bounds.dominance import covers
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
-from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.search.plan_candidate import candidate_of
 from meshwright.planner.search.proof_budget import FULL, USUAL
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.chain import solve
-from meshwright.planner.solver.partition_problem import Solution, priced
+from meshwright.planner.solver.partition_problem import Solution, evaluate_split
 
 JOB = Job(seq_len=1024, global_batch=32)
 
@@ -61,7 +61,7 @@ def every_solution(candidates: Candidates, layout: Layout) -> Iterator[Solution]
                 ways.add(tuple(left[kind].pop() for kind in kinds))
             each.append(sorted(ways))
         for ways_of in itertools.product(*each):
-            yield priced(instance, cuts, [option for own in ways_of for option in own])
+            yield evaluate_split(instance, cuts, [option for own in ways_of for option in own])
 
 
 def least_s(candidates: Candidates, layout: Layout) -> float:
@@ -71,7 +71,7 @@ def least_s(candidates: Candidates, layout: Layout) -> float:
     for solution in every_solution(candidates, layout):
         sizes = zip(solution.sizes(), stages, strict=True)
         if all(size >= stage.least_layers for size, stage in sizes):
-            plan = ranked(candidates, layout, solution)
+            plan = candidate_of(candidates, layout, solution)
             if plan.prediction.fits:
                 best_s = min(best_s, plan.prediction.step_time_s)
     return best_s
@@ -130,7 +130,7 @@ def some_solution(candidates: Candidates, layout: Layout, rng: random.Random) ->
         # Of like layers those that recompute more come first.
         for _, same in itertools.groupby(range(first, end), key=lambda at: instance.layers[at]):
             options += sorted((own[at - first] for at in same), reverse=True)
-    return priced(instance, (0, *cuts, count), options)
+    return evaluate_split(instance, (0, *cuts, count), options)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,8 @@ def test_no_recomputation_is_faster_than_the_one_chosen(
 
     layout = found.plan.layout
     plans = [
-        ranked(candidates, layout, some_solution(candidates, layout, rng)) for _ in range(tries)
+        candidate_of(candidates, layout, some_solution(candidates, layout, rng))
+        for _ in range(tries)
     ]
 
     finals = found.certificate
@@ -184,14 +185,14 @@ def test_no_layout_is_solved_below_the_bound(prove: bool) -> None:
     [candidates] = found.candidates
     layouts = [layout for layout in candidates.layouts() if layout.pipeline > 1][::12]
 
-    bounded = SimulatedCandidates.of(candidates)
+    bounded = SimulatedCandidates.from_candidates(candidates)
     for layout in layouts:
         if math.isinf(candidates.memory_s(layout)):
             continue
 
         solution = solve(candidates.instance(layout))
         if isinstance(solution, Solution):
-            step_s = ranked(candidates, layout, solution).prediction.step_time_s
+            step_s = candidate_of(candidates, layout, solution).prediction.step_time_s
             assert finals.lower_bound_s <= step_s * (1 + 1e-9)
             assert bounded.communication_s(layout) <= step_s * (1 + 1e-9)
             assert bounded.memory_s(layout) <= step_s * (1 + 1e-9)
@@ -222,14 +223,14 @@ def test_the_usual_answer_has_the_pipeline_that_simulates_faster_than_the_closed
 def test_the_estimate_of_a_layout_is_near_what_its_plan_simulates() -> None:
     """Also where stages are uneven, which it does not know: 12 blocks on up to 24 stages."""
     [candidates] = open_answer(False).candidates
-    bounded = SimulatedCandidates.of(candidates)
+    bounded = SimulatedCandidates.from_candidates(candidates)
     ratios = []
     for layout in [one for one in candidates.layouts() if one.pipeline > 1][::6]:
         instance, more_s = bounded.likely(layout)
         solution = solve(instance)
         if isinstance(solution, Solution):
-            own = priced(candidates.instance(layout), solution.cuts, solution.options)
-            step_s = ranked(candidates, layout, own).prediction.step_time_s
+            own = evaluate_split(candidates.instance(layout), solution.cuts, solution.options)
+            step_s = candidate_of(candidates, layout, own).prediction.step_time_s
             ratios.append(step_s / (solution.objective_s + more_s))
 
     assert len(ratios) > 30
@@ -261,7 +262,9 @@ def test_a_split_is_no_slower_under_a_layout_that_covers_its_own() -> None:
                 continue
             pairs += 1
             split = some_solution(candidates, other, rng)
-            mine, theirs = (ranked(candidates, layout, split).prediction for layout in (one, other))
+            mine, theirs = (
+                candidate_of(candidates, layout, split).prediction for layout in (one, other)
+            )
 
             assert mine.step_time_s <= theirs.step_time_s * (1 + 1e-12)
             assert mine.fits or not theirs.fits

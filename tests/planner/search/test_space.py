@@ -88,8 +88,8 @@ def test_an_order_that_is_left_out_costs_what_its_representative_costs(
         same = canonical(four_nodes, ordered)
 
         found.add(same.order)
-        assert tables.of(ordered).kinds == tables.of(same).kinds
-        assert tables.of(ordered).boundary_s == tables.of(same).boundary_s
+        assert tables.costs_of(ordered).kinds == tables.costs_of(same).kinds
+        assert tables.costs_of(ordered).boundary_s == tables.costs_of(same).boundary_s
     assert INSIDE_OUT in found
     assert 1 < len(found) < 24
 

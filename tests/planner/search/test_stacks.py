@@ -32,10 +32,10 @@ from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.simulated_optimum import of_chain
 from meshwright.planner.search.partition.layer_options import recomputes_of
 from meshwright.planner.search.partition.layout_partition import instance_of
-from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.search.plan_candidate import candidate_of
 from meshwright.planner.search.search import search
 from meshwright.planner.search.space import layouts
-from meshwright.planner.solver.partition_problem import Solution, fits, priced
+from meshwright.planner.solver.partition_problem import Solution, evaluate_split, fits
 from meshwright.planner.solver.requirements import read_requirements
 
 MODEL = resolve_model("llama-3.2-1b")
@@ -164,7 +164,7 @@ def least_s(
             continue
         if limit(MODEL, request.cluster, JOB, layout, EVERYTHING) is not None:
             continue
-        costs = tables.of(layout)
+        costs = tables.costs_of(layout)
         instance = instance_of(MODEL, request.cluster, layout, costs)
         names = [[option.name for option in table] for table in instance.kinds]
         least = [stage.least_layers for stage in instance.stages]
@@ -175,7 +175,7 @@ def least_s(
                     names[kind].index(name)
                     for kind, name in zip(instance.layers, chosen, strict=True)
                 ]
-                found = priced(instance, cuts, options)
+                found = evaluate_split(instance, cuts, options)
                 if found.objective_s + costs.step_s < best_s and fits(instance, found):
                     best_s = found.objective_s + costs.step_s
     return best_s
@@ -224,7 +224,7 @@ def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: 
         update={"groups": (group.model_copy(update={"accelerator": device}),)}
     )
     pins = read_pins([fix] if fix else [])
-    request = Request.of(MODEL, cluster, seq_len=4096, global_batch=16, stack=stack, pins=pins)
+    request = Request.create(MODEL, cluster, seq_len=4096, global_batch=16, stack=stack, pins=pins)
 
     best_s = least_s(request, rule, recompute, runs)
     if best_s == math.inf:
@@ -247,7 +247,7 @@ def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: 
 def test_the_integer_program_finds_the_same_optimum(stack: str) -> None:
     cluster = resolve_cluster("8xa10g")
     pins = read_pins(["pp=4"])
-    request = Request.of(MODEL, cluster, global_batch=64, stack=stack, pins=pins)
+    request = Request.create(MODEL, cluster, global_batch=64, stack=stack, pins=pins)
 
     exact, program = search(request), search(request, solver="ilp")
 
@@ -261,7 +261,7 @@ def test_what_is_required_of_stages_and_the_rule_of_a_framework_hold_together() 
     names = [name for name, _ in MODEL.chain]
     required = read_requirements(["at most 4 layers on stage 0"], names)
     pins = replace(read_pins(["pp=4"]), require=required)
-    request = Request.of(
+    request = Request.create(
         MODEL, resolve_cluster("8xa10g"), global_batch=64, stack="megatron", pins=pins
     )
 
@@ -276,7 +276,7 @@ def test_what_is_required_of_stages_and_the_rule_of_a_framework_hold_together() 
 
 
 def test_the_best_of_several_meshes_are_plans_of_the_framework() -> None:
-    request = Request.of(MODEL, resolve_cluster("8xa10g"), global_batch=64, stack="megatron")
+    request = Request.create(MODEL, resolve_cluster("8xa10g"), global_batch=64, stack="megatron")
 
     answer = search(request, top=3)
 
@@ -316,7 +316,7 @@ def test_no_cuts_by_the_rule_of_a_framework_simulate_below_their_bound(
 ) -> None:
     """And the program of a layout finds the fastest of them."""
     _, rule, _ = STACKS[stack]
-    request = Request.of(
+    request = Request.create(
         MODEL, CLUSTER, seq_len=4096, global_batch=16, stack=stack, pins=read_pins([fix])
     )
     (candidates,) = [
@@ -332,11 +332,13 @@ def test_no_cuts_by_the_rule_of_a_framework_simulate_below_their_bound(
         step_s = {
             cuts: found.step_time_s
             for cuts in splits(layout, rule, least, len(instance.layers))
-            for found in [ranked(candidates, layout, priced(instance, cuts, none)).prediction]
+            for found in [
+                candidate_of(candidates, layout, evaluate_split(instance, cuts, none)).prediction
+            ]
             if found.fits
         }
         fastest_s = min(step_s.values(), default=math.inf)
-        choices = of_chain(candidates, layout, candidates.stated(layout), 1e3, ways=20_000)
+        choices = of_chain(candidates, layout, candidates.problem_of(layout), 1e3, ways=20_000)
         if choices is None or fastest_s == math.inf:
             continue
         ratios.append(choices.cut_s(1e3) / fastest_s)

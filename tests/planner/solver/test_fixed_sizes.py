@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.planner.solver import chain as inner
 from meshwright.planner.solver import ilp
-from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Instance, Solution
+from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Instance, Solution
 from tests.planner.solver.small_instances import all_splits, objective_s, random_instance
 
 Row = tuple[tuple[int, int], ...]
@@ -71,7 +71,7 @@ def test_no_split_of_the_rows_beats_the_solution(start: int) -> None:
         above = inner.solve(instance, cutoff_s=best_s + hair_s)
         below = inner.solve(instance, cutoff_s=best_s - hair_s)
         assert isinstance(above, Solution)
-        assert isinstance(below, Fathomed | Infeasible)
+        assert isinstance(below, CutOff | Infeasible)
 
     assert 10 < possible < 60
 

@@ -17,8 +17,8 @@ from meshwright.planner.solver.partition_problem import (
     Instance,
     Solution,
     UsedBytes,
+    evaluate_split,
     fits,
-    priced,
     stage_bytes,
 )
 from tests.planner.solver.small_instances import all_splits, random_instance
@@ -93,7 +93,7 @@ def test_alike_layers_may_hold_other_bytes_elsewhere() -> None:
 
 def is_best(instance: Instance) -> float:
     """Solve, hold the answer against the best of all splits, and return its seconds."""
-    every = (priced(instance, *split) for split in all_splits(instance))
+    every = (evaluate_split(instance, *split) for split in all_splits(instance))
     fitting = [one for one in every if fits(instance, one) and in_order(instance, one)]
     best_s = min((one.objective_s for one in fitting), default=math.inf)
     found = solve(instance)

@@ -17,7 +17,7 @@ import pytest
 from meshwright.planner.solver import chain as inner
 from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Solution,
@@ -240,7 +240,7 @@ def test_only_what_is_below_a_cutoff_is_of_interest(kind: str, seed: int) -> Non
     below = solved(problem, best.objective_s - margin_s)
     above = solved(problem, best.objective_s + margin_s)
 
-    assert isinstance(below, Fathomed)
+    assert isinstance(below, CutOff)
     assert below.lower_bound_s <= best.objective_s
     assert below.lower_bound_s >= (best.objective_s - margin_s) * (1 - 1e-9) or not best.optimal
     assert above == best

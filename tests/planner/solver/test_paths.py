@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from meshwright.planner.solver.bottleneck_path import Costs, cheapest, priced
+from meshwright.planner.solver.bottleneck_path import Costs, cheapest, evaluate_way
 from meshwright.planner.solver.paths import Paths
 
 
@@ -82,7 +82,7 @@ def test_no_path_is_cheaper(seed: int) -> None:
     assert found is not None
     assert found.way in every_path(steps)
     assert found.value_s == pytest.approx(best_s, rel=1e-9, abs=1e-9)
-    assert found == priced(paths, costs, found.way)
+    assert found == evaluate_way(paths, costs, found.way)
 
 
 def test_among_equals_the_earliest_steps_are_taken() -> None:

@@ -12,7 +12,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.solver.chain import solve_chain
 from meshwright.planner.solver.partition_problem import Solution
 from meshwright.planner.solver.problem_document import Problem
-from meshwright.planner.solver.side_constraints import HostMemory, Tie
+from meshwright.planner.solver.side_constraints import HostMemory, SideConstraint
 
 EXAMPLE = "\n".join(
     line.removeprefix("    ")
@@ -115,11 +115,11 @@ def test_hosts_and_requirements_become_ties_of_the_instance() -> None:
 
     assert instance.hosts == (HostMemory(capacity_bytes=3e10, ranks=(1, 1, 0, 0)),)
     assert instance.sides == (
-        Tie(layers=(0, 1, 2, 3), together=True),
-        Tie(layers=(4, 5), stages=(1, 2)),
-        Tie(at_most=6, stages=(0,)),
-        Tie(layers=(0, 1), options=("recompute",)),
-        Tie(at_most=9),
+        SideConstraint(layers=(0, 1, 2, 3), together=True),
+        SideConstraint(layers=(4, 5), stages=(1, 2)),
+        SideConstraint(at_most=6, stages=(0,)),
+        SideConstraint(layers=(0, 1), options=("recompute",)),
+        SideConstraint(at_most=9),
     )
     answer = solve_chain(instance)
     assert isinstance(answer, Solution)

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.solver.requirements import read_requirements
-from meshwright.planner.solver.side_constraints import Tie
+from meshwright.planner.solver.side_constraints import SideConstraint
 
 CHAIN = ["embedding", "block.0", "block.1", "block.2", "head"]
 
@@ -13,7 +13,7 @@ def test_stages_that_a_layout_lacks_leave_a_layer_without_a_place() -> None:
     (asked,) = read_requirements(["layers 0-1 on stage 3"], CHAIN)
 
     assert asked.tie(range(5), 2) is None
-    assert asked.tie(range(5), 4) == Tie(layers=(0, 1), stages=(3,))
+    assert asked.tie(range(5), 4) == SideConstraint(layers=(0, 1), stages=(3,))
 
 
 @pytest.mark.parametrize(

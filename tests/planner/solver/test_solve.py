@@ -14,14 +14,14 @@ from meshwright.planner.solver import ilp
 from meshwright.planner.solver.chain import solve_chain
 from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Solution,
     broken,
     fits,
 )
-from meshwright.planner.solver.side_constraints import HostMemory, Tie
+from meshwright.planner.solver.side_constraints import HostMemory, SideConstraint
 from meshwright.planner.solver.solve import solve
 from tests.planner.solver.small_graphs import (
     changed,
@@ -57,10 +57,10 @@ def tied(seed: int) -> Instance:
     some = tuple(s for s in range(stages) if rng.random() < 0.6) or (0,)
     held = tuple(range(first, last + 1))
     every = [
-        Tie(layers=held, together=True),
-        Tie(layers=held, stages=some),
-        Tie(at_most=rng.randint(1, layers), stages=some),
-        Tie(layers=held, options=("option 0", "option 1")),
+        SideConstraint(layers=held, together=True),
+        SideConstraint(layers=held, stages=some),
+        SideConstraint(at_most=rng.randint(1, layers), stages=some),
+        SideConstraint(layers=held, options=("option 0", "option 1")),
     ]
     sides = tuple(rng.sample(every, rng.randint(0, 2)))
     return replace(instance, kinds=kinds, hosts=hosts, sides=sides)
@@ -203,7 +203,7 @@ def test_nothing_below_the_cutoff_is_said_and_not_sought(seed: int) -> None:
     below = solve_chain(instance, cutoff_s=best.objective_s - hair_s)
     above = solve_chain(instance, cutoff_s=best.objective_s + hair_s)
 
-    assert isinstance(below, Fathomed)
+    assert isinstance(below, CutOff)
     assert isinstance(above, Solution)
     assert above.objective_s == pytest.approx(best.objective_s, rel=2e-6, abs=1e-9)
 
@@ -216,7 +216,10 @@ def test_what_cannot_be_kept_is_named() -> None:
     instance = replace(
         instance,
         stages=roomy,
-        sides=(Tie(layers=tuple(range(layers)), together=True), Tie(at_most=1, stages=(0,))),
+        sides=(
+            SideConstraint(layers=tuple(range(layers)), together=True),
+            SideConstraint(at_most=1, stages=(0,)),
+        ),
     )
 
     answer = solve_chain(instance)
@@ -234,10 +237,10 @@ def tied_on_types(seed: int) -> GraphInstance:
     some = tuple(sorted(rng.sample(range(layers), rng.randint(1, min(3, layers)))))
     tie = rng.choice(
         [
-            Tie(layers=some, together=True),
-            Tie(layers=some, stages=tuple(sorted(rng.sample(range(stages + 1), 1)))),
-            Tie(at_most=rng.randint(1, layers), stages=rng.choice([(), (0,)])),
-            Tie(layers=some, options=("option 0",)),
+            SideConstraint(layers=some, together=True),
+            SideConstraint(layers=some, stages=tuple(sorted(rng.sample(range(stages + 1), 1)))),
+            SideConstraint(at_most=rng.randint(1, layers), stages=rng.choice([(), (0,)])),
+            SideConstraint(layers=some, options=("option 0",)),
         ]
     )
     ranks = tuple(rng.randint(0, 2) for _ in range(stages))

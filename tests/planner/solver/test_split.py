@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.planner.solver.partition_problem import Instance, Option, StageLimits
-from meshwright.planner.solver.split import assembled, content_of
+from meshwright.planner.solver.split import assemble_split, content_of
 
 
 def way(name: str, *, time_s: float = 3, stored: float = 0, sync: float = 1) -> Option:
@@ -37,7 +37,7 @@ def test_options_give_way_to_earlier_ones_that_are_no_worse(
 ) -> None:
     problem = instance(earlier, way("chosen"))
 
-    split = assembled(problem, (0, 2), (1, 1))
+    split = assemble_split(problem, (0, 2), (1, 1))
 
     assert split.options == taken
     assert split.optimal

@@ -12,7 +12,7 @@ from meshwright.planner.tuning.candidates import CHANCE, candidates
 
 def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VARIED", 1)
-    request = Request.of(
+    request = Request.create(
         resolve_model("demo-4m"),
         resolve_cluster("2xa100-sxm-80gb"),
         seq_len=128,

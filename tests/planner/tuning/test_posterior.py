@@ -34,7 +34,7 @@ def test_conditioning_equals_the_one_of_the_joint_distribution(
     monkeypatch.setattr(belief, "TURNS", 1)
     options = [option(1.0, 0.1 * k, micro_batch=1 + k % 2, tensor=2 ** (k % 3)) for k in range(5)]
     trials = [Timed(option=1, step_s=1.3), Timed(option=4, step_s=0.9, noise=0.05)]
-    prior = Belief(options).after([]).covariance
+    prior = Belief(options).posterior_after([]).covariance
     at = [trial.option for trial in trials]
     residuals = np.log([trial.step_s for trial in trials])
     seen = prior[np.ix_(at, at)] + np.diag([trial.noise**2 for trial in trials])
@@ -47,7 +47,7 @@ def test_conditioning_equals_the_one_of_the_joint_distribution(
         mean = mean + gain * (math.log(trial.step_s) - mean[trial.option])
         covariance = covariance - np.outer(gain, covariance[trial.option])
 
-    found = Belief(options).after(trials)
+    found = Belief(options).posterior_after(trials)
 
     assert found.mean == pytest.approx(mean)
     assert found.covariance == pytest.approx(covariance)
@@ -56,7 +56,7 @@ def test_conditioning_equals_the_one_of_the_joint_distribution(
 def test_slow_links_make_plans_of_many_collectives_slower_than_others() -> None:
     options = [option(links=0.5), option(links=0.4, pipeline=2), option(links=0.0, pipeline=4)]
 
-    found = Belief(options).after([Timed(option=0, step_s=1.6)])
+    found = Belief(options).posterior_after([Timed(option=0, step_s=1.6)])
 
     assert found.mean[1] > found.mean[2] > 0
     told = {one.name: one for one in found.constants}
@@ -69,7 +69,7 @@ def test_slow_links_make_plans_of_many_collectives_slower_than_others() -> None:
 def test_a_machine_that_is_slower_in_all_moves_plans_that_were_not_tried(slow: float) -> None:
     options = [option(1.0, 0.1 * k, micro_batch=1 + k % 2, tensor=2 ** (k % 3)) for k in range(6)]
 
-    found = Belief(options).after([Timed(option=k, step_s=slow) for k in range(3)])
+    found = Belief(options).posterior_after([Timed(option=k, step_s=slow) for k in range(3)])
 
     told = {one.name: one for one in found.constants}
     assert told["kernels"].mean == pytest.approx(math.log(slow), abs=0.15)
@@ -83,7 +83,7 @@ def test_links_that_are_slower_are_told_by_seconds_that_add_up(slow: float) -> N
     options = [option(1.0, share, micro_batch=1 + k) for k, share in enumerate(shares)]
     steps = [1 - share + slow * share for share in shares]
 
-    found = Belief(options).after([Timed(option=k, step_s=steps[k]) for k in range(3)])
+    found = Belief(options).posterior_after([Timed(option=k, step_s=steps[k]) for k in range(3)])
 
     told = {one.name: one for one in found.constants}
     assert told["inner links"].mean == pytest.approx(math.log(slow), abs=0.25)
@@ -102,8 +102,8 @@ def test_a_step_moves_with_constants_as_its_sensitivities_say() -> None:
 
 
 def test_a_measured_plan_is_known_to_its_noise_and_no_better() -> None:
-    found = Belief([option(), option(tensor=8)]).after([Timed(option=0, step_s=1.0)])
-    busy = Belief([option(), option(tensor=8)]).after([Timed(option=0, step_s=20.0)])
+    found = Belief([option(), option(tensor=8)]).posterior_after([Timed(option=0, step_s=1.0)])
+    busy = Belief([option(), option(tensor=8)]).posterior_after([Timed(option=0, step_s=20.0)])
 
     assert NOISE / 2 < found.spread(0) < NOISE
     assert busy.spread(0) < NOISE  # however far the prediction was off
@@ -141,20 +141,20 @@ def test_a_noisy_trial_is_repeated_until_it_tells_and_a_quiet_one_is_not() -> No
     for _ in range(2):
         chosen = tuner.next_trial()
         assert chosen is not None
-        tuner = tuner.after(Outcome(option=chosen, step_s=true_s[chosen], noise=0.01))
+        tuner = tuner.with_outcome(Outcome(option=chosen, step_s=true_s[chosen], noise=0.01))
     assert tuner.next_trial() is None
 
     tuner = Tuner(tuner.options)
     for _ in range(30):
         chosen = tuner.next_trial()
-        if chosen is None or tuner.done:
+        if chosen is None or tuner.is_done:
             break
         seen_s = true_s[chosen] * math.exp(rng.gauss(0, 0.1))
-        tuner = tuner.after(Outcome(option=chosen, step_s=seen_s, noise=0.1))
+        tuner = tuner.with_outcome(Outcome(option=chosen, step_s=seen_s, noise=0.1))
 
     assert 3 <= len(tuner.outcomes) < 30
     assert tuner.answer == 1
-    assert tuner.measured(1).step_s == pytest.approx(1.0, abs=0.1)
+    assert tuner.measured_step(1).step_s == pytest.approx(1.0, abs=0.1)
 
 
 def test_few_steps_that_are_alike_are_known_no_better_than_those_of_all_trials() -> None:
@@ -163,8 +163,10 @@ def test_few_steps_that_are_alike_are_known_no_better_than_those_of_all_trials()
     alike = Outcome(option=1, step_s=1.1, noise=0.001, steps=2)
     steady = Outcome(option=0, step_s=1.0, noise=0.002, steps=16)
 
-    assert Tuner(options, [unsteady, alike]).measured(1).noise == pytest.approx(0.138, abs=0.01)
-    assert Tuner(options, [steady, alike]).measured(1).noise == NOISE
+    assert Tuner(options, [unsteady, alike]).measured_step(1).noise == pytest.approx(
+        0.138, abs=0.01
+    )
+    assert Tuner(options, [steady, alike]).measured_step(1).noise == NOISE
     assert Tuner(options, [unsteady, alike]).sure < Tuner(options, [steady, alike]).sure
 
 
@@ -183,13 +185,15 @@ def test_an_answer_whose_rivals_are_not_near_is_not_tried_again(
 
 
 def test_trials_end_when_no_other_plan_is_likely_to_be_faster() -> None:
-    near = Tuner([option(1.0), option(1.01, pipeline=2)]).after(Outcome(option=0, step_s=1.0))
-    far = Tuner([option(1.0), option(3.0, pipeline=2)]).after(Outcome(option=0, step_s=1.0))
+    near = Tuner([option(1.0), option(1.01, pipeline=2)]).with_outcome(
+        Outcome(option=0, step_s=1.0)
+    )
+    far = Tuner([option(1.0), option(3.0, pipeline=2)]).with_outcome(Outcome(option=0, step_s=1.0))
 
-    assert not near.done
-    assert far.done
+    assert not near.is_done
+    assert far.is_done
     assert far.sure > near.sure
-    assert not Tuner([option(1.0), option(3.0, pipeline=2)]).done  # nothing was measured
+    assert not Tuner([option(1.0), option(3.0, pipeline=2)]).is_done  # nothing was measured
 
 
 def test_a_profile_pays_where_trials_are_long_and_constants_decide() -> None:

@@ -53,7 +53,7 @@ def test_shapes_and_tiers_are_kept_and_the_rest_shrinks(layout: Layout) -> None:
 
 @pytest.mark.matrix
 def test_a_stand_in_has_the_models_own_layers_but_fewer() -> None:
-    request = Request.of(
+    request = Request.create(
         resolve_model("demo-4m"),
         resolve_cluster("4x8xh100-sxm-80gb"),
         seq_len=128,
@@ -131,7 +131,7 @@ def test_eight_devices_find_what_links_do_to_many(seed: int) -> None:
         chosen = tuner.next_trial()
         assert chosen is not None
         assert chosen >= 10
-        tuner = tuner.after(Outcome(option=chosen, step_s=true_s[chosen - 10]))
+        tuner = tuner.with_outcome(Outcome(option=chosen, step_s=true_s[chosen - 10]))
 
     assert tuner.answer < 10
     assert true_s[tuner.answer] <= min(1.05 * min(true_s), first_s)

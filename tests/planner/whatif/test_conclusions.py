@@ -12,10 +12,10 @@ from meshwright.planner.whatif.candidates import Candidate, candidates_of
 from meshwright.planner.whatif.conclusions import verdicts, ways_of
 from meshwright.planner.whatif.findings import answers
 from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.ranking import flips, ranked
+from meshwright.planner.whatif.ranking import flips, rank_outcomes
 from meshwright.planner.whatif.run_study import Result
 from meshwright.planner.whatif.study import Study
-from meshwright.planner.whatif.uncertain_value import Span, exact
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_study import PRICE, study
 
 
@@ -45,7 +45,9 @@ def result(asked: Study, outcomes: list[CandidateOutcome]) -> Result:
     return Result(
         study=asked,
         outcomes=tuple(outcomes),
-        ranks={m: ranked(asked, [o for o in outcomes if o.model == m]) for m in asked.models},
+        ranks={
+            m: rank_outcomes(asked, [o for o in outcomes if o.model == m]) for m in asked.models
+        },
         candidates={candidate.name: candidate for candidate in candidates_of(asked)},
     )
 
@@ -94,7 +96,7 @@ def test_how_surely_the_first_is_the_cheapest() -> None:
     old, new = candidates_of(asked)
     # ln(8 / 4) over the width from 4 up to 8 and from 8 down to 4, each 80 %: 0.6931 / 0.9803 of
     # 1.2816 is 0.9062 standard deviations, 0.82.
-    price = Span(value=2.0, low=1.0, high=4.0)
+    price = UncertainValue(value=2.0, low=1.0, high=4.0)
     first = outcome(old, "gpt2", 10.0, 4.0, usd_per_device_hour=price, price="one quote")
     second = outcome(new, "gpt2", 20.0, 8.0, usd_per_device_hour=price, price="another")
     alike = replace(second, price="one quote")
@@ -245,7 +247,7 @@ def test_what_keeps_the_goal_too_seldom_is_neither_tied_nor_flips_the_first() ->
     for chance, tied in ((0.9, True), (0.6, False)):
         other = outcome(new, "gpt2", 10.0, 62.0, chances={"deadline": chance})
 
-        ranks = ranked(asked, [sure, other])
+        ranks = rank_outcomes(asked, [sure, other])
 
         assert [rank.tied for rank in ranks] == [False, tied]
         assert [rank.place for rank in ranks] == [1, 1 if tied else 2]
@@ -294,7 +296,7 @@ def test_a_rival_that_is_the_cheapest_oftener_is_said_to_be_no_lower_at_its_midp
     alike: dict[str, Any] = {"devices": 8, "accelerator": "a10g"}
     exactly = {**alike, "usd_per_device_hour": exact(2.0), "price": "one"}
     pair = [outcome(each, "gpt2", 10.0, 160.0, **exactly) for each in (old, third)]
-    wide = {**alike, "usd_per_device_hour": Span(value=2.02, low=1.0, high=2.1)}
+    wide = {**alike, "usd_per_device_hour": UncertainValue(value=2.02, low=1.0, high=2.1)}
     rival = outcome(new, "gpt2", 10.0, 161.6, price="another", **wide)
 
     both, alone = (verdicts(result(asked, [*some, rival]))[0] for some in (pair, pair[:1]))

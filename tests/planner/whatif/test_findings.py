@@ -12,9 +12,9 @@ from meshwright.planner.report.whatif_text import result_facts
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.findings import answers
-from meshwright.planner.whatif.planning import planned
+from meshwright.planner.whatif.planning import plan_candidate
 from meshwright.planner.whatif.pricing.break_even import break_evens
-from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.ranking import rank_outcomes
 from meshwright.planner.whatif.run_study import Result, run
 from tests.planner.whatif.test_study import PRICE, study
 
@@ -156,12 +156,12 @@ def test_twenty_purchases_beside_twenty_rents_are_one_page() -> None:
     ]
     asked = study(offers=[*bought, *rented])
     candidates = candidates_of(asked)
-    plan = planned(asked, "gpt2", candidates[0])
+    plan = plan_candidate(asked, "gpt2", candidates[0])
     outcomes = tuple(evaluate(asked, "gpt2", candidate, plan) for candidate in candidates)
     result = Result(
         study=asked,
         outcomes=outcomes,
-        ranks={"gpt2": ranked(asked, outcomes)},
+        ranks={"gpt2": rank_outcomes(asked, outcomes)},
         candidates={candidate.name: candidate for candidate in candidates},
         break_even=tuple(break_evens(candidates)),
     )

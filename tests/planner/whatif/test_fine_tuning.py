@@ -22,7 +22,7 @@ from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.search import search
-from meshwright.planner.whatif.fine_tuning import tuned
+from meshwright.planner.whatif.fine_tuning import fastest_fine_tuner
 
 JOB = Job(seq_len=2048, global_batch=16)
 GB = 10**9
@@ -31,7 +31,7 @@ GB = 10**9
 @pytest.mark.matrix
 def test_4_bits_fit_where_16_do_not() -> None:
     model, four = resolve_model("llama-2-13b"), cluster_of("rtx-4090", devices_per_node=1)
-    quantised = tuned(Request(model, four, JOB), quantised=True)
+    quantised = fastest_fine_tuner(Request(model, four, JOB), quantised=True)
     assert quantised.prediction.fits
     assert FULL_TIME not in quantised.prediction.assumptions
     assert quantised.plan.training.lora is not None
@@ -40,7 +40,7 @@ def test_4_bits_fit_where_16_do_not() -> None:
     # 13.0e9 weights at 0.53 bytes are 6.9 GB of it.
     assert 6.9e9 < peak <= four.groups[0].accelerator.memory_bytes
     with pytest.raises(NoPlanFits, match=r"transformers: no plan .*\nmegatron: no plan"):
-        tuned(Request(model, four, JOB), quantised=False)
+        fastest_fine_tuner(Request(model, four, JOB), quantised=False)
 
 
 @pytest.mark.matrix
@@ -49,8 +49,8 @@ def test_host_memory_holds_what_devices_cannot() -> None:
     small = cluster_of("rtx-4090", devices_per_node=4, host_memory_bytes=128 * GB)
     large = cluster_of("rtx-4090", devices_per_node=4, host_memory_bytes=320 * GB)
     with pytest.raises(NoPlanFits, match=r"in each node's host memory, of which 59\.6 GiB"):
-        tuned(Request(model, small, JOB), quantised=False)
-    found = tuned(Request(model, large, JOB), quantised=False)
+        fastest_fine_tuner(Request(model, small, JOB), quantised=False)
+    found = fastest_fine_tuner(Request(model, large, JOB), quantised=False)
     # Half of a host can be pinned.  141 GB of weights in 16 bits, a quarter or so crossing each
     # link twice every micro-batch, and 3.3 GB of adapters with all their states in fp32.
     assert found.plan.offload == "parameters"
@@ -63,7 +63,7 @@ def test_host_memory_holds_what_devices_cannot() -> None:
 def test_weights_in_8_bits_take_a_byte_each() -> None:
     model, eight = resolve_model("llama-2-70b"), resolve_cluster("8xh200-sxm")
     job = Job(seq_len=4096, global_batch=8, precision="fp8")
-    found = tuned(Request(model, eight, job), quantised=False)
+    found = fastest_fine_tuner(Request(model, eight, job), quantised=False)
     # All 69.0e9 weights on each device; in 16 bits they would take 138e9 of its 141e9 bytes.
     assert (found.plan.backend, found.plan.mesh.tensor) == ("megatron", 1)
     weights = found.prediction.stages[0].memory_parts["parameters"]
@@ -126,9 +126,9 @@ def test_no_layout_of_any_tuner_is_faster(
     request = Request(model, cluster, job, pins=Pins(pipeline=1))
     if math.isinf(best_s):
         with pytest.raises(NoPlanFits):
-            tuned(request, quantised=quantised)
+            fastest_fine_tuner(request, quantised=quantised)
     else:
-        answer = tuned(request, quantised=quantised)
+        answer = fastest_fine_tuner(request, quantised=quantised)
         assert answer.prediction.step_time_s == pytest.approx(best_s, rel=1e-9)
         assert answer.certificate.optimal
         assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-9)

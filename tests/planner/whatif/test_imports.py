@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.catalog.imports import imported
+from meshwright.planner.catalog.imports import import_rents
 from meshwright.planner.errors import DocumentError
 
 SKYPILOT = """InstanceType,AcceleratorName,AcceleratorCount,vCPUs,Price,SpotPrice,Region,Zone
@@ -30,7 +30,7 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_skypilots_prices_are_per_instance_and_the_lowest_spot_counts(tmp_path: Path) -> None:
-    rents = imported(written(tmp_path, SKYPILOT), provider="aws", date="2026-11").rents
+    rents = import_rents(written(tmp_path, SKYPILOT), provider="aws", date="2026-11").rents
     assert [
         (r.accelerator, r.on_demand_usd_per_device_hour, r.spot_usd_per_device_hour) for r in rents
     ] == [
@@ -41,7 +41,7 @@ def test_skypilots_prices_are_per_instance_and_the_lowest_spot_counts(tmp_path: 
 
 
 def test_gpuhunts_rows_of_spot_and_on_demand_are_one_offer(tmp_path: Path) -> None:
-    rents = imported(written(tmp_path, GPUHUNT), provider="cloud", date="2026-11").rents
+    rents = import_rents(written(tmp_path, GPUHUNT), provider="cloud", date="2026-11").rents
     assert [
         (r.accelerator, r.devices, r.on_demand_usd_per_device_hour, r.spot_usd_per_device_hour)
         for r in rents
@@ -54,9 +54,9 @@ def test_gpuhunts_rows_of_spot_and_on_demand_are_one_offer(tmp_path: Path) -> No
 def test_spot_above_on_demand_is_refused(tmp_path: Path) -> None:
     wrong = SKYPILOT.replace("55.04,20.0", "15.04,20.0").replace("55.04,16.0", "15.04,16.0")
     with pytest.raises(DocumentError, match=r"spot 16 is above on-demand 15.04"):
-        imported(written(tmp_path, wrong), provider="aws", date="2026-11")
+        import_rents(written(tmp_path, wrong), provider="aws", date="2026-11")
 
 
 def test_another_list_is_refused_with_the_columns_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match="SkyPilot's has the columns InstanceType"):
-        imported(written(tmp_path, "a,b\n1,2\n"), provider="x", date="2026-11")
+        import_rents(written(tmp_path, "a,b\n1,2\n"), provider="x", date="2026-11")

@@ -17,10 +17,10 @@ from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.economics import carbon_kg, energy_kwh, hours
-from meshwright.planner.whatif.ranking import ranked, tie
+from meshwright.planner.whatif.ranking import rank_outcomes, tie
 from meshwright.planner.whatif.study import ChangeName, Offer, Study
 from meshwright.planner.whatif.uncertain_value import exact
-from meshwright.planner.whatif.what_if_changes import changed
+from meshwright.planner.whatif.what_if_changes import changed_cluster
 
 CASES = [
     ("llama-3.2-1b", "8xa10g", Job(seq_len=2048, global_batch=64)),
@@ -48,7 +48,7 @@ def test_a_better_machine_is_never_slower(
 ) -> None:
     model, text, job = case
     cluster = resolve_cluster(text)
-    better = changed(cluster, change, factor)
+    better = changed_cluster(cluster, change, factor)
     if better is None:
         return
     graph = resolve_model(model)
@@ -127,7 +127,7 @@ def _place(prices: list[float], which: int) -> int:
         )
         for place, price in enumerate(prices)
     ]
-    names = [rank.outcome.candidate for rank in ranked(asked, outcomes)]
+    names = [rank.outcome.candidate for rank in rank_outcomes(asked, outcomes)]
     return names.index(f"c{which}")
 
 

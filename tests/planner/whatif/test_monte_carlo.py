@@ -13,7 +13,7 @@ import pytest
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.monte_carlo import chances_to_be_first
 from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.uncertain_value import Span, exact
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_study import study
 
 FUTURES = 20_000
@@ -21,9 +21,9 @@ STEP = {"a": (10.0, 8.0, 16.0), "b": (9.0, 6.0, 11.0)}
 GOODPUT = (0.9, 0.8, 0.95)
 
 
-def span(figure: tuple[float, float, float]) -> Span:
+def span(figure: tuple[float, float, float]) -> UncertainValue:
     value, low, high = figure
-    return Span(value=value, low=low, high=high)
+    return UncertainValue(value=value, low=low, high=high)
 
 
 def outcome(
@@ -169,7 +169,9 @@ def test_the_weight_of_a_quote_is_what_is_left_of_a_range_without_it() -> None:
 
     assert weight["rented"] == 1 and weight["owned"] == 0 and weight["signed"] == 0
     whole, rest = (
-        sum(of.at(0.8).spreads()) for of in (priced["asked"].hourly, priced["signed"].hourly) if of
+        sum(of.useful_hour_usd(0.8).spreads())
+        for of in (priced["asked"].hourly, priced["signed"].hourly)
+        if of
     )
     assert weight["asked"] == pytest.approx(math.sqrt(1 - (rest / whole) ** 2))
     assert 0.5 < weight["asked"] < 1

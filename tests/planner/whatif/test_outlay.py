@@ -17,12 +17,12 @@ from meshwright.planner.whatif.conclusions import verdicts
 from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.findings import answers, slack_days
 from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.planning import planned
+from meshwright.planner.whatif.planning import plan_candidate
 from meshwright.planner.whatif.pricing.break_even import break_evens, present_value_usd
 from meshwright.planner.whatif.run_study import Result, run
 from meshwright.planner.whatif.sizing import size_of
 from meshwright.planner.whatif.study import Study
-from meshwright.planner.whatif.uncertain_value import Span
+from meshwright.planner.whatif.uncertain_value import UncertainValue
 from tests.planner.whatif.test_study import PRICE, study
 
 QUOTE = {"date": "2026-11", "source": "a quote"}
@@ -197,7 +197,7 @@ def test_devices_that_the_plan_leaves_idle_are_not_asked_for(
             candidate=candidate.name, model=model, devices=candidate.devices, accelerator="a10g",
             fits=True, binding="", idle=idle,
         )  # fmt: skip
-        return replace(found, hours=Span(value=1.0, low=1.0, high=1.0))
+        return replace(found, hours=UncertainValue(value=1.0, low=1.0, high=1.0))
 
     monkeypatch.setattr(sizing, "evaluate", evaluated)
     one = {"cluster": "{n}x8xa10g", "solve": "power", "rent": PRICE}
@@ -226,7 +226,7 @@ def test_a_run_longer_than_its_contract_takes_more_terms_out_of_the_budget() -> 
     month = {"usd_per_device_hour": 1.0, "commitment": "reserved", "term_months": 1.0, **QUOTE}
     offers = [{"cluster": "4xa10g", "rent": month}]
     [candidate] = candidates_of(study(offers=offers))
-    plan = planned(study(offers=offers), "gpt2", candidate)
+    plan = plan_candidate(study(offers=offers), "gpt2", candidate)
 
     for tokens, budget in ((1e9, 3_000.0), (2e12, 9_000.0)):
         asked = study(offers=offers, goal={"tokens": tokens, "budget_usd": budget})
@@ -253,7 +253,7 @@ def test_a_run_longer_than_the_years_keeps_what_is_bought_or_leased_so_long(leas
         for tokens in (1e8, 2e13)
     ]
     [candidate] = candidates_of(short)
-    plan = planned(short, "gpt2", candidate)
+    plan = plan_candidate(short, "gpt2", candidate)
     brief, late = (evaluate(asked, "gpt2", candidate, plan) for asked in (short, long))
 
     assert brief.hours is not None and brief.hours.value < 876
@@ -283,4 +283,4 @@ def test_the_age_of_a_quote_without_a_range_widens_it() -> None:
             assert ends == pytest.approx([2.0, 2.0 * low, 2.0 * high])
     stated = {"usd_per_device_hour": 2.0, "low": 1.9, "date": "2023-01", "source": "a quote"}
     [candidate] = candidates_of(study(offers=[{"cluster": "4xa10g", "rent": stated}]))
-    assert candidate.priced.quote == Span(value=2.0, low=1.9, high=2.0)
+    assert candidate.priced.quote == UncertainValue(value=2.0, low=1.9, high=2.0)

@@ -9,7 +9,7 @@ import pytest
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif.candidates import Candidate, candidates_of
 from meshwright.planner.whatif.evaluate import evaluate
-from meshwright.planner.whatif.planning import planned
+from meshwright.planner.whatif.planning import plan_candidate
 from meshwright.planner.whatif.pricing.break_even import cash_usd, present_value_usd
 from tests.planner.whatif.test_study import PRICE, study
 
@@ -35,8 +35,10 @@ def test_an_hour_is_the_mean_of_its_parts() -> None:
         whole, bought, rest = known[name], known["bought"], known[other]
         assert whole is not None and bought is not None and rest is not None
         for used in (0.3, 1.0):
-            by_hand = (4 * bought.at(used).value + 8 * rest.at(used).value) / 12
-            assert whole.at(used).value == pytest.approx(by_hand)
+            by_hand = (
+                4 * bought.useful_hour_usd(used).value + 8 * rest.useful_hour_usd(used).value
+            ) / 12
+            assert whole.useful_hour_usd(used).value == pytest.approx(by_hand)
 
 
 def test_cash_and_present_value_add_up() -> None:
@@ -55,7 +57,9 @@ def test_cash_and_present_value_add_up() -> None:
 def test_a_budget_pays_the_years_of_what_is_bought_and_the_run_of_the_rest() -> None:
     known = candidates()
     asked = study(offers=OFFERS)
-    alike = planned(asked, "gpt2", known["rented"])  # whose plan is asked is all the same here
+    alike = plan_candidate(
+        asked, "gpt2", known["rented"]
+    )  # whose plan is asked is all the same here
     outcome = evaluate(asked, "gpt2", known["half"], alike)
 
     bought = known["bought"].priced.outlay_usd_per_device(0.8)

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.planner.whatif import planning
 from meshwright.planner.whatif.candidates import candidates_of
-from meshwright.planner.whatif.planning import planned, public_stacks
+from meshwright.planner.whatif.planning import plan_candidate, public_stacks
 from meshwright.planner.whatif.run_study import run
 from tests.planner.whatif.test_study import PRICE, study
 
@@ -19,7 +19,7 @@ def fastest(cluster: str, **said: Any) -> Any:
     work = {**WORK, **said.pop("work", {})}
     asked = study(models=["gpt2-xl"], work=work, offers=[{"cluster": cluster, **said}])
     [candidate] = candidates_of(asked)
-    return planned(asked, "gpt2-xl", candidate)
+    return plan_candidate(asked, "gpt2-xl", candidate)
 
 
 def test_the_default_is_the_fastest_of_the_public_stacks() -> None:
@@ -53,7 +53,7 @@ def test_our_own_runtime_stands_beside_the_first() -> None:
     [outcome] = run(asked, processes=1).outcomes
 
     [candidate] = candidates_of(asked)
-    own = planned(asked, "gpt2", candidate, backend="native")
+    own = plan_candidate(asked, "gpt2", candidate, backend="native")
     assert outcome.native_step_s == own.step_s
     assert outcome.stack != "native"
 

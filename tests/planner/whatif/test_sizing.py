@@ -9,13 +9,13 @@ import pytest
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif import sizing
-from meshwright.planner.whatif.candidates import powered
+from meshwright.planner.whatif.candidates import powered_devices
 from meshwright.planner.whatif.conclusions import verdicts
 from meshwright.planner.whatif.goals import chances_of
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.run_study import run
 from meshwright.planner.whatif.sizing import size_of
-from meshwright.planner.whatif.uncertain_value import Span, exact
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_study import PRICE, study
 
 
@@ -31,7 +31,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluated(question: Any, model: str, candidate: Any, store: Any) -> CandidateOutcome:
         nodes = candidate.devices // 8
         hours = 1000 / nodes**0.95
-        run_hours = Span(value=hours, low=0.8 * hours, high=1.5 * hours)
+        run_hours = UncertainValue(value=hours, low=0.8 * hours, high=1.5 * hours)
         found = CandidateOutcome(
             candidate=candidate.name,
             model=model,
@@ -76,7 +76,7 @@ def test_what_a_cap_feeds_is_what_it_surely_feeds() -> None:
     # them (tests/planner/whatif/test_study.py): 100 kW feed 9, and 10 with a probability of 0.5.
     def fed(**goal: float) -> int:
         question = asked("power", {"tokens": 1e9, **goal}, cluster="{n}x8xh100-sxm-80gb")
-        return powered(question, question.offers[0])
+        return powered_devices(question, question.offers[0])
 
     assert fed(power_cap_w=100e3) == 9
     assert fed(power_cap_w=100e3, confidence=0.5) == 10
@@ -87,7 +87,7 @@ def test_what_a_cap_feeds_is_what_it_surely_feeds() -> None:
 def test_hours_of_a_rent_for_a_budget_are_arithmetic() -> None:
     # 30 days of 8 devices at 2 USD are 11,520 USD.
     hours = asked("afford", {"budget_usd": 40_000.0, "deadline_days": 30.0})
-    assert sizing.afforded(hours, hours.offers[0], "gpt2", None) == 3
+    assert sizing.most_affordable(hours, hours.offers[0], "gpt2", None) == 3
     with pytest.raises(DocumentError, match="pay for none"):
         size_of(asked("afford", {"budget_usd": 9_000.0, "deadline_days": 30.0}), 0, "gpt2")
 

@@ -10,7 +10,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.findings import answers
-from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.ranking import rank_outcomes
 from meshwright.planner.whatif.run_study import result_json, run
 from meshwright.planner.whatif.study import Study
 
@@ -252,7 +252,7 @@ def test_a_cheaper_price_never_worsens_a_rank() -> None:
             ]
         )
         outcomes = [evaluate(asked, "gpt2", candidate) for candidate in candidates_of(asked)]
-        return [rank.outcome.candidate for rank in ranked(asked, outcomes)].index("mine")
+        return [rank.outcome.candidate for rank in rank_outcomes(asked, outcomes)].index("mine")
 
     places = [place(price) for price in (0.5, 1.0, 2.0, 4.0, 8.0)]
     assert places == sorted(places)
@@ -280,7 +280,7 @@ def test_ranked_by_carbon_the_clean_grid_comes_before_the_fast_cluster() -> None
     asked = study(offers=offers, goal={"tokens": 1e9, "by": "carbon"})
     outcomes = [evaluate(asked, "gpt2", each) for each in candidates_of(asked)]
 
-    ranks = ranked(asked, outcomes)
+    ranks = rank_outcomes(asked, outcomes)
 
     assert [rank.outcome.candidate for rank in ranks] == ["clean", "fast"]
     for outcome, grams in zip(outcomes, (369.5, 30.1), strict=True):

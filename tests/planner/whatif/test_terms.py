@@ -29,7 +29,7 @@ def test_a_contract_is_paid_for_all_of_its_hours() -> None:
     hourly = candidate.priced.hourly
     assert hourly is not None
     # 2.00 of every hour is 3.33 of a used one; a device's year is 17,520 USD.
-    assert hourly.at(candidate.assumed.utilisation).value == pytest.approx(10 / 3)
+    assert hourly.useful_hour_usd(candidate.assumed.utilisation).value == pytest.approx(10 / 3)
     assert candidate.priced.at_once_usd_per_device == pytest.approx(17_520.0)
 
 
@@ -51,8 +51,8 @@ def test_buying_wins_against_a_contract_that_looks_cheaper() -> None:
         assumptions={"utilisation": 0.6, "years": 3.0},
     )
     curves = {curve.name: curve for curve in break_evens(candidates_of(asked))}
-    assert curves["reserved"].at(0.6) == pytest.approx(10 / 3)
-    assert curves["bought"].at(0.6) < 10 / 3
+    assert curves["reserved"].price_at(0.6) == pytest.approx(10 / 3)
+    assert curves["bought"].price_at(0.6) < 10 / 3
     [against] = curves["bought"].against
     assert (against.name, against.share) == ("reserved", 0.0)
 
@@ -92,7 +92,7 @@ def test_a_power_limit_by_hand() -> None:
     assert watts is not None
     assert watts.value == pytest.approx(8 * 973.44)
     whole = candidate.cluster.groups[0].accelerator.peak_flops["bf16"]
-    limited = candidate.limited.groups[0].accelerator.peak_flops["bf16"]
+    limited = candidate.limited_cluster.groups[0].accelerator.peak_flops["bf16"]
     assert limited / whole == pytest.approx(0.845897, abs=1e-6)
 
 

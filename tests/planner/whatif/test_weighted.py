@@ -14,15 +14,15 @@ from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.findings import worth_of_a_day
 from meshwright.planner.whatif.monte_carlo import chances_to_be_first
 from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.ranking import rank_outcomes
 from meshwright.planner.whatif.run_study import Result
-from meshwright.planner.whatif.uncertain_value import Span, exact
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_study import study
 
 QUOTE = {"date": "2026-11", "source": "a quote"}
 
 
-def run_of(name: str, days: float, usd: Span, day_usd: float) -> CandidateOutcome:
+def run_of(name: str, days: float, usd: UncertainValue, day_usd: float) -> CandidateOutcome:
     hours, devices = 24 * days, 10
     return CandidateOutcome(
         candidate=name,
@@ -58,7 +58,7 @@ def test_the_first_by_a_stated_worth_of_a_day(day_usd: float, first: str, said: 
     asked = study(models=["m"], goal={"tokens": 1.0, "by": "weighted", "day_usd": day_usd})
     known = {"slow": SLOW, "fast": FAST, "middle": MIDDLE}
     outcomes = tuple(run_of(n, days, exact(usd), day_usd) for n, (days, usd) in known.items())
-    ranks = ranked(asked, outcomes)
+    ranks = rank_outcomes(asked, outcomes)
     result = Result(study=asked, outcomes=outcomes, ranks={"m": ranks})
 
     figures = {n: usd + day_usd * days for n, (days, usd) in known.items()}
@@ -80,7 +80,12 @@ def test_how_often_each_is_first_is_that_of_a_simulation() -> None:
         won += figures["slow"] < figures["fast"]
 
     outcomes = [
-        run_of(name, days, Span(value=ends[name][1], low=ends[name][0], high=ends[name][2]), 5_500)
+        run_of(
+            name,
+            days,
+            UncertainValue(value=ends[name][1], low=ends[name][0], high=ends[name][2]),
+            5_500,
+        )
         for name, days in (("slow", 30.0), ("fast", 10.0))
     ]
 

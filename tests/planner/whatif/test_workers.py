@@ -28,7 +28,7 @@ if __name__ == "__main__":
     # Ignored where a shell starts this in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Workers(2) as workers:
-        list(workers.each(work, range(5)))
+        list(workers.results_of(work, range(5)))
 """
 
 

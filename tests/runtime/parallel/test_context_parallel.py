@@ -186,7 +186,7 @@ def test_a_block_keeps_what_the_planner_counts() -> None:
             micro_batch=SAMPLES, seq_len=cases.SEQ_LEN, precision=precision, context=2
         )
         for recompute in RECOMPUTES:
-            stored = table(graph, layer, setting).stored(recompute)
+            stored = table(graph, layer, setting).stored_tensors(recompute)
             expected.append(sum(size for name, size in stored.items() if name != "x"))
 
     more = 0 if hasattr(dist, "reduce_scatter_single") else 1  # a byte of its own, before 2.13

@@ -23,7 +23,7 @@ from meshwright.planner.documents.events import (
     StepRecord,
 )
 from meshwright.planner.errors import LaunchError
-from meshwright.planner.whatif.run_status import viewed
+from meshwright.planner.whatif.run_status import run_view
 from meshwright.runtime.run.run_folder import events_file
 from meshwright.runtime.run.telemetry import (
     EventTail,
@@ -106,7 +106,7 @@ def test_what_is_served_is_of_the_text_format() -> None:
     """Each name has its help, its type and then all of its samples, and comes once."""
     names: list[str] = []
     head: list[str] = []
-    for line in exposition(figures(viewed(HAPPENED), now_s=1e9)).splitlines():
+    for line in exposition(figures(run_view(HAPPENED), now_s=1e9)).splitlines():
         if line.startswith("#"):
             _, kind, name, text = line.split(" ", 3)
             assert kind == ("HELP" if not head else "TYPE")

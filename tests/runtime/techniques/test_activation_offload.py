@@ -407,7 +407,7 @@ def test_what_moves_has_the_bytes_that_it_is_priced_with(
 
     monkeypatch.setattr(kind, "_parcel", parcel)
     request = Request.of_plan(plan, graph, resolve_cluster("1xh100-sxm-80gb"))
-    parts = CostTables(request, (how,)).of(plan.layout).parts
+    parts = CostTables(request, (how,)).costs_of(plan.layout).parts
     priced = sum(
         next(p for p in parts[kind] if p.recompute == recompute).treated.moving_bytes
         for kind, _, _ in placements_of(plan, graph)[0]

@@ -181,7 +181,7 @@ def test_a_rehearsed_rank_with_compiled_blocks_peaks_where_predicted(
             size for part, size in parts.items() if part not in ("context", "allocator overhead")
         )
         # What waits for W is counted beside all that its layer has stored.
-        split = plan.layout.executed.splits_backward
+        split = plan.layout.executed_schedule.splits_backward
         assert predicted == pytest.approx(peak, rel=0.04 if split else 0.01)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from meshwright.planner.calibration.fitting import runs
 from meshwright.planner.calibration.fitting.fitted_calibration import calibrate, calibrated_json
-from meshwright.planner.calibration.fitting.fitted_constants import calibrated
-from meshwright.planner.calibration.tables.predictions import predicted
-from meshwright.planner.calibration.tables.rows import each, read_rows
+from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
+from meshwright.planner.calibration.tables.predictions import predict_run
+from meshwright.planner.calibration.tables.rows import measured_setups, read_rows
 from meshwright.planner.documents.profile import Calibration, TierCalibration
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.setup import Setup
@@ -50,11 +50,11 @@ TABLES: dict[str, list[tuple[float, float]]] = {}
 
 def predictions(path: Path, truth: Calibration) -> list[tuple[float, float]]:
     found = []
-    for _, setup in each(read_rows(path)):
+    for _, setup in measured_setups(read_rows(path)):
         assert isinstance(setup, Setup)
         request = setup.request
-        changed = replace(request, cluster=calibrated(request.cluster, truth))
-        told = predicted(replace(setup, request=changed))
+        changed = replace(request, cluster=with_fitted_constants(request.cluster, truth))
+        told = predict_run(replace(setup, request=changed))
         found.append((told.step_time_s, told.memory_bytes("reserved", "max") / 2**30))
     return found
 
@@ -104,4 +104,4 @@ def test_runs_on_two_accelerators_are_not_one_machine(tmp_path: Path) -> None:
 
     with pytest.raises(DocumentError, match="h100-sxm-80gb"):
         calibrate(observed, source="test")
-    assert calibrate(runs.named(observed, "a100-sxm-80gb"), source="test").calibration.matmul
+    assert calibrate(runs.runs_on(observed, "a100-sxm-80gb"), source="test").calibration.matmul

@@ -13,7 +13,7 @@ from meshwright.planner.catalog import stack_name
     [("selective_op", "selective"), ("uniform", "full"), ("block", "partial"), ("0", "none")],
 )
 def test_kinds_of_recomputation(text: str, kind: str) -> None:
-    assert cells.recomputed(text) == kind
+    assert cells.recompute_of_text(text) == kind
 
 
 def test_tasks_and_frameworks_have_several_names() -> None:
@@ -28,5 +28,5 @@ def test_tasks_and_frameworks_have_several_names() -> None:
 
 
 def test_what_lies_on_the_host() -> None:
-    assert cells.offloaded("Optimizer, parameters") == {"optimizer", "params"}
-    assert cells.offloaded("0") == cells.offloaded("") == frozenset()
+    assert cells.offloaded_states("Optimizer, parameters") == {"optimizer", "params"}
+    assert cells.offloaded_states("0") == cells.offloaded_states("") == frozenset()

@@ -57,7 +57,7 @@ def row(seed: int) -> dict[str, str]:
 def predicted(cells: dict[str, str]) -> Prediction:
     setup = setup_of(cells)
     assert isinstance(setup, Setup), setup
-    return predictions.predicted(setup)
+    return predictions.predict_run(setup)
 
 
 def peak(found: Prediction) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.planner.calibration.tables.options import OF_STACKS, options_of_row
-from meshwright.planner.calibration.tables.predictions import predicted
+from meshwright.planner.calibration.tables.predictions import predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
 from meshwright.planner.calibration.tables.stages import placements
 from meshwright.planner.catalog import stacks
@@ -71,7 +71,7 @@ def test_what_a_run_had_and_a_row_does_not_say_makes_its_range_wider() -> None:
 
     assert silent.assumed == ("options as usual of its framework and release",)
     widths = [
-        found.step_time_high_s / found.step_time_low_s for found in map(predicted, (told, silent))
+        found.step_time_high_s / found.step_time_low_s for found in map(predict_run, (told, silent))
     ]
     assert widths[0] < widths[1]
 
@@ -107,7 +107,7 @@ def test_a_loss_in_pieces_never_has_all_logits(cells: dict[str, str]) -> None:
         "micro_batch_size": "4",
     }
 
-    whole, pieces = predicted(setup(**long)), predicted(setup(**long, **cells))
+    whole, pieces = predict_run(setup(**long)), predict_run(setup(**long, **cells))
 
     # 16,384 tokens x 128,256 logits x 12 bytes are 25 GB, of which a thousand rows stay.
     saved = whole.memory_bytes("allocated", "max") - pieces.memory_bytes("allocated", "max")

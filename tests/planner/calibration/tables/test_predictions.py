@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.architectures.architecture import graph_of
-from meshwright.planner.calibration.tables.predictions import backend_prediction, predicted
+from meshwright.planner.calibration.tables.predictions import backend_prediction, predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
 from meshwright.planner.catalog import stacks
 from meshwright.planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
@@ -103,13 +103,13 @@ def test_no_run_is_faster_than_its_flops_allow() -> None:
         of = setup(framework=framework, global_batch=256)
         flops = 6 * 8.0e9 * of.request.job.seq_len * of.request.job.global_batch
 
-        assert predicted(of).step_time_s > flops / (8 * 989e12)
+        assert predict_run(of).step_time_s > flops / (8 * 989e12)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_recomputing_everything_costs_a_forward_and_saves_memory(tensor: int) -> None:
-    none = predicted(setup(tensor=tensor))
-    full = predicted(setup(tensor=tensor, recompute="full"))
+    none = predict_run(setup(tensor=tensor))
+    full = predict_run(setup(tensor=tensor, recompute="full"))
 
     assert full.step_parts["recompute"] == pytest.approx(none.step_parts["forward"], rel=0.15)
     assert peak(full) < peak(none)
@@ -120,7 +120,7 @@ def test_a_faster_network_is_never_slower() -> None:
     faster = cluster_of("h100-sxm-80gb", nodes=2, devices_per_node=8, network_bytes_per_s=400e9)
     fast = replace(slow, request=replace(slow.request, cluster=faster))
 
-    assert predicted(fast).step_time_s <= predicted(slow).step_time_s
+    assert predict_run(fast).step_time_s <= predict_run(slow).step_time_s
 
 
 LLAMA_8B = resolve_model("llama-3.1-8b")
@@ -132,7 +132,7 @@ TWO_BY_TWO = Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=32
 
 def test_what_a_backend_has_no_rules_for_is_told() -> None:
     with pytest.raises(DocumentError, match="did you mean"):
-        Request.of(LLAMA_8B, NODE, stack="megatrn")
+        Request.create(LLAMA_8B, NODE, stack="megatrn")
     with pytest.raises(DocumentError, match="language models"):
         backend_prediction(replace(ON_NODE, model=resolve_model("vit-l-16")), TWO_BY_TWO)
     with pytest.raises(DocumentError, match="takes 16 devices"):
@@ -207,6 +207,6 @@ def test_adapters_of_mistral_have_their_published_peaks(
     setup = setup_of(row | cells)
     assert isinstance(setup, Setup)
 
-    found = predicted(setup).memory_bytes("allocated", "first") / GIB
+    found = predict_run(setup).memory_bytes("allocated", "first") / GIB
 
     assert found == pytest.approx(measured_gib, rel=0.05)

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from meshwright.planner.calibration.tables.predictions import plan_of, predicted
+from meshwright.planner.calibration.tables.predictions import plan_of, predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
-from meshwright.planner.calibration.tables.stages import linked, placements
+from meshwright.planner.calibration.tables.stages import placements, with_links
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.uncertainty import ASSUMED_SPREAD, EIGHT_BITS_GAIN
 from meshwright.planner.documents.prediction import Prediction
@@ -70,8 +70,8 @@ def test_random_rows_are_predicted_as_their_plans_are(seeds: range) -> None:
             continue
         named += "+" in plan.backend
         said += 1
-        found = predicted(run)
-        again = predict(plan, run.request.model, linked(run).request.cluster)
+        found = predict_run(run)
+        again = predict(plan, run.request.model, with_links(run).request.cluster)
         assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
         assert [stage.peak_memory_bytes for stage in again.stages] == pytest.approx(
             [stage.peak_memory_bytes for stage in found.stages], rel=1e-9

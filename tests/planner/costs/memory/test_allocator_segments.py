@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.calibration.tables.predictions import predicted
+from meshwright.planner.calibration.tables.predictions import predict_run
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.memory.allocator_segments import Replayed, reserved_beside_bytes
 from meshwright.planner.costs.memory.caching_allocator import MIB
@@ -58,7 +58,7 @@ def test_published_peaks_of_adapters_beside_a_model_of_16_bits(
     seq_len: int, allocated_gib: float
 ) -> None:
     """AnswerDotAI/fsdp_qlora at 05ed9f2, benchmarks_03_2024.md: Llama-2 7B, LoRA, two RTX 3090."""
-    request = Request.of(
+    request = Request.create(
         resolve_model("llama-2-7b"),
         resolve_cluster("2xrtx-3090"),
         seq_len=seq_len,
@@ -68,7 +68,9 @@ def test_published_peaks_of_adapters_beside_a_model_of_16_bits(
     job = replace(request.job, lora=ADAPTERS)
     request = replace(request, job=job)
 
-    found = predicted(Setup(request=request, layout=Layout(data_shard=2, zero=3), recompute="full"))
+    found = predict_run(
+        Setup(request=request, layout=Layout(data_shard=2, zero=3), recompute="full")
+    )
 
     assert found.memory_bytes("allocated", "max") / 2**30 == pytest.approx(allocated_gib, rel=0.02)
     reserved = found.memory_bytes("reserved", "max")

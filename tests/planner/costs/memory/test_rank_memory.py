@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from meshwright.planner.calibration.tables.predictions import predicted
+from meshwright.planner.calibration.tables.predictions import predict_run
 from meshwright.planner.catalog import stacks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.layer_strategy import LayerBytes
@@ -103,10 +103,10 @@ def test_buckets_of_deepspeed_take_room_and_are_allocated() -> None:
     layout = Layout(data_shard=8, zero=2, micro_batches=2)
 
     def parts(name: str, zero: int = 2) -> tuple[dict[str, float], float, float]:
-        request = Request.of(model, machine, seq_len=2048, global_batch=16, stack=name)
+        request = Request.create(model, machine, seq_len=2048, global_batch=16, stack=name)
         setup = Setup(request=request, layout=replace(layout, zero=zero), recompute="full")
-        found = predicted(setup)
-        room = rank_memory.room_bytes(80e9, CostTables(request).of(setup.layout))
+        found = predict_run(setup)
+        room = rank_memory.room_bytes(80e9, CostTables(request).costs_of(setup.layout))
         return found.stages[0].memory_parts, found.memory_bytes("allocated", "max"), room
 
     held, allocated, room = parts("deepspeed")
@@ -152,7 +152,7 @@ def test_an_eager_adamw_has_roots_of_all_second_moments_at_once() -> None:
             resolve_model("mistral-7b"), resolve_cluster("1xa100-sxm-80gb"), job, stack=stack
         )
         layout = Layout(micro_batch=4)
-        found = predicted(Setup(request=request, layout=layout, recompute="full"))
+        found = predict_run(Setup(request=request, layout=layout, recompute="full"))
         return found.memory_bytes("allocated", "max")
 
     parameters = resolve_model("mistral-7b").parameters

@@ -10,7 +10,7 @@ from meshwright.planner.costs.memory.state_bytes import (
     LastLayer,
     StateSharding,
     frozen_states,
-    padded,
+    padded_parameters,
     state_types,
     states,
 )
@@ -79,7 +79,7 @@ def test_a_higher_level_never_holds_more(pipelined: bool) -> None:
 
 @pytest.mark.parametrize(("pieces", "shard"), [(8, 1), (8, 2), (8, 8), (128, 32)])
 def test_pieces_that_the_ranks_divide_need_no_padding(pieces: int, shard: int) -> None:
-    assert padded(1e9, pieces, shard) == 1e9
+    assert padded_parameters(1e9, pieces, shard) == 1e9
 
 
 def test_ranks_beyond_the_experts_divide_nothing_more() -> None:

@@ -24,7 +24,7 @@ TWIN = replace(LAYOUT, zero=1)
 @pytest.fixture
 def costs() -> LayoutCosts:
     model, cluster = resolve_model("gpt2"), resolve_cluster("8xa100-sxm-80gb")
-    return CostTables(Request(model, cluster, Job(seq_len=1024, global_batch=32))).of(TWIN)
+    return CostTables(Request(model, cluster, Job(seq_len=1024, global_batch=32))).costs_of(TWIN)
 
 
 def changed(costs: LayoutCosts, **figures: float) -> LayoutCosts:

@@ -47,9 +47,9 @@ def test_what_layers_hold_together_is_what_each_layout_says(
     layers = LayersTogether(tables, figures, [some], every[:, None], recompute)
 
     for kind in figures:
-        together = layers.of(kind, held, every)
+        together = layers.figures_of(kind, held, every)
         for at, layout in enumerate(some):
-            costs = tables.unlinked(layout)
+            costs = tables.costs_without_links(layout)
             action_s = costs.action_s if kind in tables.end_kinds else 0.0
             chosen = [cost for cost in costs.kinds[kind] if recompute in (None, cost.recompute)]
             for choice, cost in enumerate(chosen):
@@ -115,8 +115,8 @@ def test_a_group_of_both_losses_has_the_choices_of_either_for_the_head_alone() -
     together = LayersTogether(tables, figures, each, settings, None)
 
     for kind in figures:
-        found = together.of(kind, held, every)
-        plain, chunked = (one.of(kind, held, every) for one in alone)
+        found = together.figures_of(kind, held, every)
+        plain, chunked = (one.figures_of(kind, held, every) for one in alone)
         if kind == "head":
             assert (plain != chunked).any()
             assert (found == np.concatenate([plain, chunked], axis=1)).all()

@@ -15,10 +15,10 @@ from meshwright.planner.requests.pins import Pins, read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
-from meshwright.planner.search.plan_candidate import ranked
+from meshwright.planner.search.plan_candidate import candidate_of
 from meshwright.planner.search.space import LayoutFamily
 from meshwright.planner.solver.chain import solve_chain
-from meshwright.planner.solver.partition_problem import Solution, priced
+from meshwright.planner.solver.partition_problem import Solution, evaluate_split
 
 REQUESTS = {
     "even blocks": ("gpt2-xl", "8xa100-sxm-80gb", 1024, Pins(recompute="none")),
@@ -49,13 +49,13 @@ def bounds_of(bounded: Candidates, family: LayoutFamily) -> Iterator[tuple[Layou
 def steps_s(bounded: SimulatedCandidates, layout: Layout) -> Iterator[float]:
     """What the best splits of a layout simulate, by several objectives."""
     candidates = bounded._closed_form
-    stated = candidates.stated(layout)
+    stated = candidates.problem_of(layout)
     problems = [bounded.instances(layout, stated)[-1], bounded.likely(layout)]
     for problem, _ in problems:
         solution = solve_chain(problem)
         if isinstance(solution, Solution):
-            own = priced(candidates.instance(layout), solution.cuts, solution.options)
-            plan = ranked(candidates, layout, own)
+            own = evaluate_split(candidates.instance(layout), solution.cuts, solution.options)
+            plan = candidate_of(candidates, layout, own)
             if plan.prediction.fits:
                 yield plan.prediction.step_time_s
 
@@ -67,7 +67,7 @@ def test_no_array_bound_is_above_the_simulated_step_of_a_plan(name: str, tries: 
     model, cluster, seq_len, pins = REQUESTS[name]
     pins, job = replace(pins, tensor=1, context=1), Job(seq_len=seq_len, global_batch=96)
     request = Request(resolve_model(model), resolve_cluster(cluster), job, pins=pins)
-    bounded = SimulatedCandidates.of(Candidates(request))
+    bounded = SimulatedCandidates.from_candidates(Candidates(request))
     rng, tight, tried = random.Random(name), 0.0, 0
     piped = [one for one in bounded.families if one.degrees.pipeline in (2, 4)]
 

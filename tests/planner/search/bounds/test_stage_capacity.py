@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from meshwright.planner.search.bounds.stage_capacity import Options, Stages, hosted
+from meshwright.planner.search.bounds.stage_capacity import Options, Stages, capacity_bounds_s
 from meshwright.planner.solver.bounds.path_bounds import counted_s
 from meshwright.planner.solver.chain import solve
 from meshwright.planner.solver.partition_problem import Instance, Option, Solution, StageLimits
@@ -55,7 +55,7 @@ def bounds_s(instances: list[Instance]) -> list[float]:
             beside_s.append(sum(least(table, "time_s") for table in tables))
             beside.append(max((least(table, "transient_bytes") for table in tables), default=0.0))
     every = [stage for one in instances for stage in one.stages]
-    slowest_s, total_s = hosted(
+    slowest_s, total_s = capacity_bounds_s(
         Options(**columns),
         Stages(
             counts=np.array([len(one.stages) for one in instances]),

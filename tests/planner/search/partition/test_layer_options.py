@@ -12,7 +12,7 @@ from meshwright.planner.costs.memory.rank_memory import dynamic_parts
 from meshwright.planner.documents.plan import Activations, Job, Layout
 from meshwright.planner.frameworks.native_limits import layer_obstacle
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layer_options import allowed_options
 
 EVERY: tuple[Activations, ...] = ("keep", "offload", "compress")
 
@@ -46,7 +46,7 @@ def test_for_a_choice_that_is_left_out_another_is_no_slower_and_holds_no_more(
     model, node = resolve_model(name), resolve_cluster("8xh100-sxm-80gb")
     samples = layout.micro_batch * layout.micro_batches * layout.data
     job = Job(seq_len=4096 if name != "gpt2" else 1024, global_batch=samples)
-    costs = CostTables(Request(model, node, job), EVERY).of(layout)
+    costs = CostTables(Request(model, node, job), EVERY).costs_of(layout)
     left_out = 0
     for kind, table in costs.kinds.items():
         asked = [
@@ -54,7 +54,7 @@ def test_for_a_choice_that_is_left_out_another_is_no_slower_and_holds_no_more(
             for at, cost in enumerate(table)
             if not layer_obstacle(layout, cost.recompute, cost.activations)
         ]
-        free = [at for at in asked if table[at] in allowed(table, layout, None, kind)]
+        free = [at for at in asked if table[at] in allowed_options(table, layout, None, kind)]
         for at in set(asked) - set(free):
             left_out += 1
             others = [other for other in free if no_slower(table[other], table[at])]

@@ -21,7 +21,7 @@ from meshwright.planner.documents.plan import Job, Layout, ScheduleName
 from meshwright.planner.documents.stack import with_figures
 from meshwright.planner.requests.pins import Pins, read_allowances
 from meshwright.planner.requests.request import Request
-from meshwright.planner.schedules.closed_form import held, most_on_first_stage
+from meshwright.planner.schedules.closed_form import in_flight_counts, most_on_first_stage
 from meshwright.planner.schedules.schedule import obstacle, orders, rank_of_stage
 from meshwright.planner.search.partition.layout_partition import instance_of, plan_of
 from meshwright.planner.search.partition.stage_counts import (
@@ -32,7 +32,7 @@ from meshwright.planner.search.partition.stage_counts import (
 )
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.chain import solve
-from meshwright.planner.solver.partition_problem import Instance, Solution, priced
+from meshwright.planner.solver.partition_problem import Instance, Solution, evaluate_split
 
 TIMETABLES: list[tuple[ScheduleName, int]] = [
     ("zb-h1", 1),
@@ -63,7 +63,7 @@ def test_no_moment_of_an_order_holds_more_than_is_counted(
     ):
         own = [stage for stage in range(stages) if home[stage] == rank]
         alive, waiting = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
-        counted = held(name, rank, **shape)
+        counted = in_flight_counts(name, rank, **shape)
         for stage, kind, _ in order:
             alive[stage] += kind == "F"
             waiting[stage] += (kind == "I") - (kind == "W")
@@ -106,7 +106,7 @@ def test_stages_share_a_rank_evenly_and_in_the_order_of_the_model(
     cuts = [0, *itertools.accumulate(n + e for n, e in zip(numbers, extra, strict=True))]
     choices = [[0] * len(entry) for entry in shares.entries]
 
-    stages = shares.placed(cuts, choices, [0])
+    stages = shares.layer_choices(cuts, choices, [0])
 
     assert [at for stage in stages for at, _ in stage] == list(range(34))
     assert all(stages) and ends in (1, 2)
@@ -114,9 +114,9 @@ def test_stages_share_a_rank_evenly_and_in_the_order_of_the_model(
         own = [stages[s] for s, r in enumerate(shares.home) if r == rank]
         sizes = [sum(1 <= at <= 32 for at, _ in stage) for stage in own]
         assert sum(sizes) == number
-        full = sizes[:-1] if shares.relieved(rank) else sizes
+        full = sizes[:-1] if shares.is_relieved(rank) else sizes
         assert full == sorted(full)
-        if not shares.relieved(rank):
+        if not shares.is_relieved(rank):
             assert max(full) - min(full) <= 1
 
 
@@ -132,7 +132,7 @@ def test_the_ends_of_the_model_may_have_stages_of_their_own(
     cuts = list(itertools.accumulate(shares.fewest_entries, initial=0))
     assert cuts[-1] == len(shares.entries)
 
-    stages = shares.placed(cuts, [[0] * len(entry) for entry in shares.entries], [0])
+    stages = shares.layer_choices(cuts, [[0] * len(entry) for entry in shares.entries], [0])
 
     assert [[at for at, _ in stage] for stage in stages] == [[at] for at in range(blocks + 2)]
     assert shares_of(("e", *"b" * (blocks - 1), "h"), name, ranks, virtual) is None
@@ -187,7 +187,7 @@ def random_solution(instance: Instance, rng: random.Random) -> Solution:
             k: sorted(rng.choices(range(len(instance.kinds[k])), k=kinds.count(k))) for k in kinds
         }
         options += [taken[kind].pop() for kind in kinds]
-    return priced(instance, cuts, options)
+    return evaluate_split(instance, cuts, options)
 
 
 @pytest.mark.spread(4)
@@ -243,7 +243,7 @@ def test_a_rank_holds_what_its_prediction_says(
             virtual_stages=virtual if pipeline > 1 else 1,
         )
         tables = CostTables(Request(model, node, job), activations=activations)
-        costs = tables.of(layout)
+        costs = tables.costs_of(layout)
         for memory_gb in (1000, 30):
             instance = instance_of(model, with_memory(node, memory_gb), layout, costs)
             sums = replace(instance, used_bytes=None)
@@ -257,7 +257,7 @@ def test_a_rank_holds_what_its_prediction_says(
                     rank = plan.rank_of_stage(stage)
                     used = costs.fixed_bytes + costs.slack * solution.stage_bytes[rank]
                     assert used == pytest.approx(prediction.peak_memory_bytes, rel=1e-9)
-                at_least = priced(sums, solution.cuts, solution.options)
+                at_least = evaluate_split(sums, solution.cuts, solution.options)
                 for least, used in zip(at_least.stage_bytes, solution.stage_bytes, strict=True):
                     assert least <= used * (1 + 1e-9)
                 counts_many_like_one(instance, solution, rng)
@@ -289,13 +289,13 @@ def test_a_rank_with_both_ends_of_the_model_alone_holds_no_less_than_its_sums(
         pipeline=2, data_shard=4, zero=1, micro_batches=16, schedule=name, virtual_stages=2
     )
     tables = CostTables(Request(model, node, Job(seq_len=4096, global_batch=64)))
-    instance = instance_of(model, node, layout, tables.of(layout))
+    instance = instance_of(model, node, layout, tables.costs_of(layout))
     sums = replace(instance, used_bytes=None)
     cuts, rng = (0, 1, len(instance.layers)), random.Random(name)
 
     for _ in range(8):
         options = [rng.randrange(len(instance.options_of(at))) for at in range(cuts[-1])]
-        used, least = (priced(one, cuts, options).stage_bytes for one in (instance, sums))
+        used, least = (evaluate_split(one, cuts, options).stage_bytes for one in (instance, sums))
         assert least[0] <= used[0] * (1 + 1e-9)
 
 
@@ -318,7 +318,7 @@ def test_a_solution_holds_what_its_prediction_says(
         micro_batches=16,
     )
     tables = CostTables(Request(model, small, job), activations=("keep", "offload"))
-    costs = tables.of(layout)
+    costs = tables.costs_of(layout)
     found = solve(instance_of(model, small, layout, costs))
     if not isinstance(found, Solution):
         pytest.skip("nothing fits")
@@ -388,7 +388,7 @@ def test_no_options_of_a_rank_hold_less_than_the_least() -> None:
     tables = CostTables(request, ("keep", "offload", "compress"))
     least_share = math.inf
     for layout in random_layouts(cluster, model, 40):
-        instance = instance_of(model, cluster, layout, tables.of(layout))
+        instance = instance_of(model, cluster, layout, tables.costs_of(layout))
         used = instance.used_bytes
         assert used is not None and used.fewest is not None
         cuts = [round(s * len(instance.layers) / layout.pipeline) for s in range(layout.pipeline)]

@@ -25,7 +25,7 @@ from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.solver import chain as inner
 from meshwright.planner.solver.partition_problem import Solution
 from meshwright.planner.solver.requirements import read_requirements
-from meshwright.planner.solver.side_constraints import Tie
+from meshwright.planner.solver.side_constraints import SideConstraint
 from tests.planner.search.spaces.every_layout import layouts_of
 
 
@@ -41,22 +41,24 @@ def vectors(shares: Shares) -> Iterator[tuple[int, ...]]:
 def stages_of(shares: Shares, numbers: tuple[int, ...]) -> list[int]:
     """[layer] The stage that it lies on."""
     choices = [[0] * len(entry) for entry in shares.entries]
-    placed = shares.placed([0, *itertools.accumulate(numbers)], choices, [0])
+    placed = shares.layer_choices([0, *itertools.accumulate(numbers)], choices, [0])
     stage_of = {at: stage for stage, own in enumerate(placed) for at, _ in own}
     return [stage_of[layer] for layer in range(len(stage_of))]
 
 
-def drawn(rng: random.Random, layers: int, stages: int) -> Tie:
+def drawn(rng: random.Random, layers: int, stages: int) -> SideConstraint:
     first = rng.randrange(layers)
     some = tuple(range(first, min(layers, first + rng.randint(1, 3))))
     match rng.randrange(3):
         case 0:
-            return Tie(layers=some, together=True)
+            return SideConstraint(layers=some, together=True)
         case 1:
-            return Tie(layers=some, stages=tuple(sorted(rng.sample(range(stages + 1), 2))))
+            return SideConstraint(
+                layers=some, stages=tuple(sorted(rng.sample(range(stages + 1), 2)))
+            )
         case _:
             named = tuple(rng.sample(range(stages), rng.randint(0, 2)))
-            return Tie(at_most=rng.randint(1, 5), stages=named)
+            return SideConstraint(at_most=rng.randint(1, 5), stages=named)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -76,7 +78,7 @@ def test_rows_hold_what_keeps_all_that_is_required_and_nothing_else(seed: int) -
     def kept(numbers: tuple[int, ...]) -> bool:
         stage_of = stages_of(shares, numbers)
         assert set(stage_of) == set(range(ranks * virtual))
-        return all(tie.kept(stage_of, [""] * layers) for tie in ties)
+        return all(tie.is_kept(stage_of, [""] * layers) for tie in ties)
 
     held = [
         numbers
@@ -126,7 +128,7 @@ def test_the_fastest_split_that_keeps_it_is_found(schedule: str, text: str) -> N
     for layout in layouts_of(space):
         problem, step_s = space.candidates.instance(layout), space.candidates.costs(layout).step_s
         for numbers in vectors(shares):
-            if tie.kept(stages_of(shares, numbers), [""] * len(NAMES)):
+            if tie.is_kept(stages_of(shares, numbers), [""] * len(NAMES)):
                 row = tuple((n, n) for n in numbers)
                 found = inner.solve(replace(problem, sizes=(row,)))
                 if isinstance(found, Solution):
@@ -139,7 +141,7 @@ def test_the_fastest_split_that_keeps_it_is_found(schedule: str, text: str) -> N
     assert answer.closed_form.objective_s >= other.closed_form.objective_s * (1 - 1e-12)
     for one in (answer.plan, *(finalist.plan for finalist in answer.finalists)):
         home = [s for s, stage in enumerate(one.stages) for _ in stage.layers]
-        assert tie.kept(home, [""] * len(home))
+        assert tie.is_kept(home, [""] * len(home))
     assert answer.prediction.fits
 
 
@@ -183,7 +185,7 @@ def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
     for layout in layouts_of(space):
         step_s = max(costs.step_s for costs in space.costs_of(layout))
         for numbers in vectors(shares):
-            if tie.kept(stages_of(shares, numbers), [""] * len(NAMES)):
+            if tie.is_kept(stages_of(shares, numbers), [""] * len(NAMES)):
                 cuts = [0, *itertools.accumulate(numbers)]
                 for types in ((0, 1), (1, 0)):
                     laid = space.instance(layout).laid(range(cuts[-1]), cuts, types)
@@ -196,4 +198,4 @@ def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
     assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-6)
     assert best_s > search(free).closed_form.objective_s * (1 + 1e-6)
     home = [s for s, stage in enumerate(answer.plan.stages) for _ in stage.layers]
-    assert tie.kept(home, [""] * len(home))
+    assert tie.is_kept(home, [""] * len(home))

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from meshwright.planner.documents.plan import Layout
-from meshwright.planner.search.queue import Layouts
+from meshwright.planner.search.queue import SearchSpace
 
 
-def layouts_of(space: Layouts) -> list[Layout]:
+def layouts_of(space: SearchSpace) -> list[Layout]:
     """Return every layout of a space that can run."""
     every = (layout for _, group in space.bundles(Counter()) for layout in group.layouts())
     return [layout for layout in every if space.refusal(layout) is None]
 
 
-def bounded(space: Layouts) -> Iterator[tuple[Layout, float]]:
+def bounded(space: SearchSpace) -> Iterator[tuple[Layout, float]]:
     """Yield every layout of bundles that can run, with what bounds its bundle."""
     for bound_s, bundle in space.bundles(Counter()):
         for layout in bundle.layouts():

@@ -20,7 +20,7 @@ from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
-from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.spaces.mixed import GraphSpace, MixedSpace
 from meshwright.planner.solver.partition_problem import Instance, UsedBytes
 from tests.planner.search.spaces.every_layout import layouts_of
@@ -33,7 +33,7 @@ Choices = dict[str, tuple[StrategyCost, ...]]
 
 
 def choices_of(costs: LayoutCosts, layout: Layout) -> Choices:
-    return {kind: allowed(table, layout, None) for kind, table in costs.kinds.items()}
+    return {kind: allowed_options(table, layout, None) for kind, table in costs.kinds.items()}
 
 
 def peak_bytes(costs: LayoutCosts, dynamic_bytes: float) -> float:
@@ -132,7 +132,7 @@ def test_a_rank_of_any_group_holds_what_its_prediction_says(model: ModelGraph, s
         kinds = space.ordered.chain_kinds
         placements, options = [], []
         for held, group in zip(stages, numbers, strict=True):
-            choices = choices_of(groups.tables[group].of(layout), layout)
+            choices = choices_of(groups.tables[group].costs_of(layout), layout)
             own = [rng.randrange(len(choices[kinds[at]])) for at in held]
             options.append(own)
             chosen = [choices[kinds[at]][o] for at, o in zip(held, own, strict=True)]
@@ -147,7 +147,7 @@ def test_a_rank_of_any_group_holds_what_its_prediction_says(model: ModelGraph, s
             groups.tables[numbers[0]], layout, placements, groups.seats(layout, numbers, by_name)
         )
         for s, (held, group) in enumerate(zip(stages, numbers, strict=True)):
-            costs, chain = groups.tables[group].of(layout), chains[group]
+            costs, chain = groups.tables[group].costs_of(layout), chains[group]
             assert chain.used_bytes is not None
             used = chain.used_bytes.of(s, range(held[0]), held, options[s])
             peak = prediction.stages[s].peak_memory_bytes

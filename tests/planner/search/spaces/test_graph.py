@@ -194,7 +194,7 @@ def test_activations_of_a_graph_go_to_hosts_that_have_room(
     assert isinstance(found, SplitSolution) == fits == (least_s < math.inf)
     if isinstance(found, SplitSolution):
         assert found.objective_s == pytest.approx(least_s + costs.step_s, rel=1e-9)
-        plan = space.ranked(found)
+        plan = space.candidate_of(found)
         assert plan.prediction.fits
         chosen = [item.activations for stage in plan.plan.stages for item in stage.layers]
         assert chosen.count("offload") == 2
@@ -226,7 +226,9 @@ def test_states_on_the_host_and_narrow_gradients_are_planned_on_graphs(
 def test_a_profile_of_a_graph_is_planned_with() -> None:
     model, machine = unet(), resolve_cluster(TWO)
     pins = Pins(pipeline=2, micro_batch=1, schedule="1f1b")
-    figures = CostTables(Request(model, machine, JOB)).of(Layout(micro_batches=12)).parts["down0"]
+    figures = (
+        CostTables(Request(model, machine, JOB)).costs_of(Layout(micro_batches=12)).parts["down0"]
+    )
     slow = Profile(
         model=model.name,
         model_digest=model.digest,
@@ -275,7 +277,7 @@ def test_a_boundary_costs_all_tensors_that_cross_it(model: ModelGraph) -> None:
     answer = searched(model, "4xa100-sxm-40gb", Pins(pipeline=2, schedule="1f1b"))
     plan = answer.plan
     tables = CostTables(Request(model, resolve_cluster("4xa100-sxm-40gb"), JOB))
-    costs = tables.of(plan.layout)
+    costs = tables.costs_of(plan.layout)
     kinds = {name: one.kind for name, one in model.chain}
     outputs = {name: tables.output_bytes(plan.layout)[kind] for name, kind in kinds.items()}
     held = [[item.layer for item in stage.layers] for stage in plan.stages]

@@ -82,9 +82,9 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
         ("keep", "offload", "compress") if case.pins.allowed else ("keep",)
     )
     costs = {
-        group.name: CostTables(Request(case.model, cluster.part((group,)), case.job), ways).of(
-            layout
-        )
+        group.name: CostTables(
+            Request(case.model, cluster.part((group,)), case.job), ways
+        ).costs_of(layout)
         for group in cluster.groups
     }
     kinds = [layer.kind for _, layer in case.model.chain]
@@ -152,7 +152,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
                 ]
                 assert max(bounds_s) <= least_s * (1 + 1e-9)
                 best_s = min(best_s, least_s)
-            if part.mixed:
+            if part.is_mixed:
                 shares = ShareSpace(GroupCandidates(Request(case.model, part, case.job, case.pins)))
                 for layout in layouts_of(shares):
                     least_s = least_shared_s(case, part, layout)
@@ -309,7 +309,7 @@ def measured(case: Case, group: str, *, factor: float) -> Profile:
     cluster = resolve_cluster(case.cluster)
     part = cluster.part([one for one in cluster.groups if one.name == group])
     layout = Layout(micro_batches=case.global_batch)
-    figures = CostTables(Request(case.model, part, case.job)).of(layout).parts["block"]
+    figures = CostTables(Request(case.model, part, case.job)).costs_of(layout).parts["block"]
     return Profile(
         model=case.model.name,
         model_digest=case.model.digest,
@@ -359,7 +359,9 @@ def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
     stage_s, sync_s = [], []
     for stage in plan.stages:
         group = next(g for g in cluster.groups if g.name == stage.group)
-        costs = CostTables(Request(case.model, cluster.part((group,)), case.job)).of(plan.layout)
+        costs = CostTables(Request(case.model, cluster.part((group,)), case.job)).costs_of(
+            plan.layout
+        )
         kinds = {name: layer.kind for name, layer in case.model.chain}
         held = [costs.kinds[kinds[p.layer]][RECOMPUTES.index(p.recompute)] for p in stage.layers]
         stage_s.append(sum(cost.forward_s + cost.backward_s for cost in held))

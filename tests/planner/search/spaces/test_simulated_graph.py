@@ -21,7 +21,7 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
-from meshwright.planner.search.partition.layer_options import allowed
+from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.proof_budget import FULL, USUAL
 from meshwright.planner.search.search import search
 from meshwright.planner.search.spaces.mixed import GraphSpace
@@ -99,7 +99,9 @@ def least_alike_s(request: Request) -> float:
     space, best_s = GraphSpace(every), math.inf
     for layout in layouts_of(space):
         kinds = every.costs(layout).kinds
-        choices = {kind: allowed(kinds[kind], layout, request.pins.recompute) for kind in kinds}
+        choices = {
+            kind: allowed_options(kinds[kind], layout, request.pins.recompute) for kind in kinds
+        }
         for held, placements in placed(request, space.instance(layout), choices):
             seats = branching(every.tables, layout, held)
             found = placement_prediction(every.tables, layout, placements, seats)
@@ -112,8 +114,10 @@ def least_mixed_s(request: Request) -> float:
     space, best_s = GraphSpace(GroupCandidates(request)), math.inf
     for layout in layouts_of(space):
         stages = space.costs.stages_of(layout)
-        kinds = space.costs.tables[next(iter(stages))].of(layout).kinds
-        choices = {kind: allowed(kinds[kind], layout, request.pins.recompute) for kind in kinds}
+        kinds = space.costs.tables[next(iter(stages))].costs_of(layout).kinds
+        choices = {
+            kind: allowed_options(kinds[kind], layout, request.pins.recompute) for kind in kinds
+        }
         problem = space.instance(layout)
         types = [name for name, count in stages.items() for _ in range(count)]
         for groups in sorted(set(itertools.permutations(types))):

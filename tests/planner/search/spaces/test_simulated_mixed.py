@@ -15,14 +15,14 @@ from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.bounds.simulated_mixed_devices import SimulatedGroupCandidates
-from meshwright.planner.search.goals import Simulated, SplitSolution
+from meshwright.planner.search.goals import SimulatedStepGoal, SplitSolution
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import PROVEN
 from meshwright.planner.search.proof_budget import FULL, USUAL
 from meshwright.planner.search.search import search
 from meshwright.planner.search.spaces.mixed import MixedSpace
 from meshwright.planner.search.spaces.simulated import Tried
-from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed
+from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed_form_solution
 from meshwright.planner.solver.graph_instance import GraphSolution
 from tests.planner.search.spaces.test_mixed import llama
 
@@ -32,13 +32,14 @@ TWO, THREE = "2xa100-sxm-40gb+2xv100-sxm-32gb", "2xa100-sxm-40gb+4xv100-sxm-32gb
 
 def simulated(own: MixedSpace, best: Ranked) -> SimulatedMixed:
     """The layouts of a space, of which those are wanted that are faster than a plan."""
-    return SimulatedMixed(own, Tried(Simulated(best, replace(FULL, seconds=1e9))), 0.0)
+    return SimulatedMixed(own, Tried(SimulatedStepGoal(best, replace(FULL, seconds=1e9))), 0.0)
 
 
 def every_plan(own: MixedSpace, layout: Layout) -> list[Ranked]:
     """Every plan of a layout that fits."""
     plans = (
-        own.ranked(SplitSolution(1.0, 1.0, layout, split)) for split in every_split(own, layout)
+        own.candidate_of(SplitSolution(1.0, 1.0, layout, split))
+        for split in every_split(own, layout)
     )
     return [one for one in plans if one.prediction.fits]
 
@@ -56,7 +57,7 @@ def every_split(own: MixedSpace, layout: Layout) -> Iterator[GraphSolution]:
             if any(b - a < n for (a, b), n in zip(itertools.pairwise(cuts), least, strict=True)):
                 continue
             for options in itertools.product(*(range(len(tables[kind])) for kind in layers)):
-                yield closed(own, layout, order, cuts, options)
+                yield closed_form_solution(own, layout, order, cuts, options)
 
 
 LAYOUTS = [
@@ -95,7 +96,7 @@ def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout
     space = simulated(own, plans[-1])
     assert space.refusal(layout) is None
 
-    every = SimulatedGroupCandidates.of(GroupCandidates(own.request))
+    every = SimulatedGroupCandidates.from_candidates(GroupCandidates(own.request))
     bounds_s = [every.computation_s(layout), *(bound(layout) for _, bound in space.bounds[1:])]
     bounds_s.append(space.estimate_s(layout, 2 * least_s))
 
@@ -121,12 +122,12 @@ def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
     assert usual.certificate.lower_bound_s <= full.prediction.step_time_s
     least_s = float("inf")
     for groups in (request.cluster.groups, *((one,) for one in request.cluster.groups)):
-        own = MixedSpace(GroupCandidates(request.on(groups), request.cluster))
+        own = MixedSpace(GroupCandidates(request.on_groups(groups), request.cluster))
         for _, bundle in own.bundles(Counter()):
             for layout in bundle.layouts():
                 if own.refusal(layout) is None and layout.virtual_stages == 1:
                     for split in every_split(own, layout):
-                        one = own.ranked(SplitSolution(1.0, 1.0, layout, split)).prediction
+                        one = own.candidate_of(SplitSolution(1.0, 1.0, layout, split)).prediction
                         if one.fits:
                             least_s = min(least_s, one.step_time_s)
     assert full.prediction.step_time_s <= least_s * (1 + 1e-9)

@@ -42,7 +42,7 @@ def test_no_split_is_below_the_bounds_and_its_cuts_are_in_the_bands(seed: int) -
     slowest_s = max(answer.split.stage_s)
     hair_s = 1e-9 * (1 + slowest_s)
 
-    bands = Bands(every, knapsacks, fluid, cut_s).under(slowest_s + hair_s)
+    bands = Bands(every, knapsacks, fluid, cut_s).ideals_under(slowest_s + hair_s)
 
     assert fluid.largest_s <= slowest_s + hair_s
     assert fluid.whole_s >= slowest_s - hair_s

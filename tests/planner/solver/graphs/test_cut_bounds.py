@@ -19,10 +19,10 @@ from meshwright.planner.solver.graph_instance import (
 )
 from meshwright.planner.solver.graphs.cut_bounds import CutBounds
 from meshwright.planner.solver.graphs.ideals import ideals
-from meshwright.planner.solver.graphs.nearby import Around, along_orders, of_bits
+from meshwright.planner.solver.graphs.nearby import Neighbourhood, along_orders, of_bits
 from meshwright.planner.solver.knapsack import Knapsacks
 from meshwright.planner.solver.partition_problem import (
-    Fathomed,
+    CutOff,
     Infeasible,
     Instance,
     Option,
@@ -72,7 +72,7 @@ def test_what_is_near_are_downsets_that_keep_groups(seed: int) -> None:
     known = {tuple(row) for row in every.words.tolist()}
 
     along = of_bits(along_orders(problem), count)
-    near = of_bits(Around(problem).cuts([0], 1000), count)
+    near = of_bits(Neighbourhood(problem).cuts([0], 1000), count)
 
     assert {tuple(row) for row in along.words.tolist()} <= known
     assert len(along) >= len(problem.blocks()) + 1
@@ -102,7 +102,7 @@ def test_a_graph_with_too_many_downsets_is_bounded_and_split(start: int, relayed
         assert answer.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
         assert answer.objective_s >= best_s * (1 - 1e-9) - 1e-9
         cut = solve(problem, effort=GraphEffort(**few), cutoff_s=best_s * 0.9)
-        if isinstance(cut, Fathomed):
+        if isinstance(cut, CutOff):
             assert cut.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
         # Small graphs are near throughout.
         assert answer.objective_s <= best_s * 1.2 + 1e-9

@@ -13,7 +13,7 @@ from meshwright.planner.solver.graphs.ideals import Ideals, ideals
 
 
 def listed(found: Ideals) -> list[frozenset[int]]:
-    holds = np.stack([found.holds(layer) for layer in range(found.layers)], axis=1)
+    holds = np.stack([found.contains(layer) for layer in range(found.layers)], axis=1)
     return [frozenset(np.flatnonzero(row).tolist()) for row in holds]
 
 
@@ -66,6 +66,6 @@ def test_pairs_are_those_that_lie_in_each_other_however_many_are_compared_at_onc
 
     for at_once in (1, 3 * len(sets), 10**6):
         monkeypatch.setattr("meshwright.planner.solver.graphs.ideals._CHUNK", at_once)
-        pairs = found.nested(10**6)
+        pairs = found.nested_pairs(10**6)
         assert pairs is not None
         assert set(zip(*(of.tolist() for of in pairs), strict=True)) == expected

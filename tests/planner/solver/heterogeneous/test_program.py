@@ -13,7 +13,7 @@ import pytest
 from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
 from meshwright.planner.solver.ilp import solve_graph
 from meshwright.planner.solver.partition_problem import Infeasible
-from meshwright.planner.solver.side_constraints import HostMemory, Tie
+from meshwright.planner.solver.side_constraints import HostMemory, SideConstraint
 from meshwright.planner.solver.solve import solve
 from tests.planner.solver import small_graphs
 from tests.planner.solver.small_graphs import (
@@ -113,17 +113,17 @@ def test_hosts_are_kept_to() -> None:
     assert isinstance(kept, Infeasible) or kept.split.objective_s >= free.split.objective_s  # type: ignore[union-attr]
 
 
-def random_tie(rng: random.Random, problem: GraphInstance) -> Tie:
+def random_tie(rng: random.Random, problem: GraphInstance) -> SideConstraint:
     """Return any requirement of some layers, not always in a row."""
     count, stages = len(problem.chain.layers), len(problem.chain.stages)
     some = tuple(sorted(rng.sample(range(count), rng.randint(1, min(2, count)))))
     names = sorted({option.name for table in problem.chain.kinds for option in table})
     return rng.choice(
         [
-            Tie(layers=some, together=True),
-            Tie(layers=some, stages=(rng.randrange(stages),)),
-            Tie(at_most=rng.randint(1, count), stages=(rng.randrange(stages),)),
-            Tie(layers=some, options=(names[0],)),
+            SideConstraint(layers=some, together=True),
+            SideConstraint(layers=some, stages=(rng.randrange(stages),)),
+            SideConstraint(at_most=rng.randint(1, count), stages=(rng.randrange(stages),)),
+            SideConstraint(layers=some, options=(names[0],)),
         ]
     )
 
@@ -141,7 +141,7 @@ def test_no_split_that_keeps_what_is_required_is_faster() -> None:
                 seconds = small_graphs.objective_s(problem, stage_of, options)
                 free_s = min(free_s, seconds)
                 names = [table[o].name for table, o in zip(tables, options, strict=True)]
-                if tie.kept(stage_of, names):
+                if tie.is_kept(stage_of, names):
                     best_s = min(best_s, seconds)
 
         tied = small_graphs.changed(problem, sides=(tie,))

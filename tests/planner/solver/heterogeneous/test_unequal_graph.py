@@ -58,9 +58,9 @@ def test_a_graph_with_one_order_is_a_chain(seed: int) -> None:
     assert every is not None
 
     answer = solve(problem)
-    pairs = every.nested(100)
+    pairs = every.nested_pairs(100)
     assert pairs is not None
-    found, bound_s = Search(problem, FrontierStore(), math.inf, every, pairs).solved()
+    found, bound_s = Search(problem, FrontierStore(), math.inf, every, pairs).solve()
 
     if isinstance(answer, GraphSolution):
         assert answer.method == "chain"

@@ -20,7 +20,7 @@ from meshwright.planner.whatif.pricing.economics import (
     rent_cash_usd,
     residual_share,
 )
-from meshwright.planner.whatif.uncertain_value import Span, exact
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 
 
 def test_energy_to_the_watt_hour() -> None:
@@ -60,7 +60,7 @@ def test_a_purchase_by_hand() -> None:
     assert bought.hourly.fixed.value == pytest.approx(2.1866079, abs=1e-6)
     assert bought.hourly.used.value == pytest.approx(0.15)
     # At 80 % of the hours: 2.1866079 / 0.8 + 0.15 = 2.8832599.
-    assert bought.hourly.at(0.8).value == pytest.approx(2.8832599, abs=1e-6)
+    assert bought.hourly.useful_hour_usd(0.8).value == pytest.approx(2.8832599, abs=1e-6)
     # Against 3.50 on demand: 2.1866079 / (3.50 - 0.15) = 0.6527188 of all hours.
     rent = Hourly(fixed=exact(0.0), used=exact(3.5))
     share = cheaper_above(bought.hourly.middle, rent.middle)
@@ -150,4 +150,4 @@ def test_a_better_resale_makes_owning_cheaper() -> None:
 
 def test_a_range_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="is no range"):
-        Span(value=1.0, low=2.0, high=3.0)
+        UncertainValue(value=1.0, low=2.0, high=3.0)

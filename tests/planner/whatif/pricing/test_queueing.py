@@ -9,11 +9,11 @@ import pytest
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif.candidates import candidates_of
-from meshwright.planner.whatif.evaluate import evaluate, loaded
+from meshwright.planner.whatif.evaluate import evaluate, with_load
 from meshwright.planner.whatif.findings import year_texts
-from meshwright.planner.whatif.planning import planned
+from meshwright.planner.whatif.planning import plan_candidate
 from meshwright.planner.whatif.pricing.queueing import load, shortest_first_h, wait_h
-from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.ranking import rank_outcomes
 from meshwright.planner.whatif.run_study import Result
 from meshwright.planner.whatif.study import YEAR
 from tests.planner.whatif.test_study import PRICE, study
@@ -89,14 +89,14 @@ def test_a_year_of_jobs_by_hand() -> None:
     asked = study(models=[], goal={}, jobs=jobs, offers=offers, assumptions=assumed)
     alone = study(offers=offers, assumptions=assumed)
     [rented, bought] = candidates_of(asked)
-    plan = planned(asked, YEAR, rented)
+    plan = plan_candidate(asked, YEAR, rented)
 
     outcomes = [evaluate(asked, YEAR, candidate, plan) for candidate in (rented, bought)]
 
     hours = []
     for tokens, tuning in ((6e10, "pretrain"), (1e9, "lora")):
         own = alone.model_copy(update={"work": alone.work.model_copy(update={"tuning": tuning})})
-        prediction = planned(own, "gpt2", candidates_of(own)[0]).prediction
+        prediction = plan_candidate(own, "gpt2", candidates_of(own)[0]).prediction
         assert prediction is not None
         hours.append(tokens / 64 / 1024 * prediction.step_time_s / 3600 / 0.8)
     year = 2 * hours[0] + 20 * hours[1]
@@ -112,9 +112,9 @@ def test_a_year_of_jobs_by_hand() -> None:
     by_hand = 8 * (8760 * hourly.fixed.value + year * hourly.used.value)
     assert outcomes[1].usd.value == pytest.approx(by_hand)
 
-    candidates = {c.name: loaded(c, o) for c, o in zip((rented, bought), outcomes, strict=True)}
+    candidates = {c.name: with_load(c, o) for c, o in zip((rented, bought), outcomes, strict=True)}
     assert candidates["bought"].assumed.utilisation == pytest.approx(year / 8760)
-    ranks = {YEAR: ranked(asked, outcomes)}
+    ranks = {YEAR: rank_outcomes(asked, outcomes)}
     result = Result(study=asked, outcomes=tuple(outcomes), ranks=ranks, candidates=candidates)
     said = list(year_texts(result))
     assert len(said) == 2 and f"{100 * year / 8760:.0f} % of a year's hours are used" in said[0]

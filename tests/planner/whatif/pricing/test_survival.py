@@ -20,7 +20,12 @@ from meshwright.planner.whatif.pricing.goodput import (
     failures_per_device_hour,
     save_figures,
 )
-from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures, account, expected
+from meshwright.planner.whatif.pricing.survival import (
+    RunSeconds,
+    SaveFigures,
+    account,
+    expected_run_seconds,
+)
 from meshwright.planner.whatif.study import Failures
 
 
@@ -89,7 +94,7 @@ def test_what_a_run_should_take_by_hand() -> None:
     # steps of 3 s, 5 s of a save under way, 6.5 s of restart and cut step: 25 s, every 250 s.
     saves = SaveFigures(failures_per_hour=3600 / 250, blocked_s=1.0, written_s=6.0)
 
-    run, failures = expected(
+    run, failures = expected_run_seconds(
         saves, steps=100, step_s=3.0, every_steps=10, start_s=20.0, restart_s=5.0
     )
 
@@ -98,7 +103,9 @@ def test_what_a_run_should_take_by_hand() -> None:
     assert run.again_s == pytest.approx(failures * 18.5)
     assert run.restart_s == pytest.approx(failures * 6.5)
     assert run.parts_s["other"] == pytest.approx(0.0)
-    never, _ = expected(saves, steps=100, step_s=3.0, every_steps=100, start_s=0.0, restart_s=150.0)
+    never, _ = expected_run_seconds(
+        saves, steps=100, step_s=3.0, every_steps=100, start_s=0.0, restart_s=150.0
+    )
     assert never.goodput == 0.0
 
 

@@ -13,7 +13,7 @@ from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.findings import data_texts
 from meshwright.planner.whatif.monte_carlo import chances_to_be_first
 from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.ranking import ranked
+from meshwright.planner.whatif.ranking import rank_outcomes
 from meshwright.planner.whatif.run_study import Result
 from tests.planner.whatif.test_study import PRICE, study
 
@@ -65,7 +65,7 @@ def test_a_year_of_jobs_stores_all_year_and_moves_data_for_each_run() -> None:
 @pytest.mark.matrix
 def test_the_price_of_a_tie_leaves_storage_and_transfers_as_they_are() -> None:
     asked = study(offers=[RENT, NEAR], assumptions={"goodput": GOODPUT, "data": DATA})
-    first, other = ranked(asked, [evaluate(asked, "gpt2", c) for c in candidates_of(asked)])
+    first, other = rank_outcomes(asked, [evaluate(asked, "gpt2", c) for c in candidates_of(asked)])
 
     assert first.outcome.candidate == "near" and other.outcome.usd is not None
     assert first.outcome.usd is not None and other.outcome.hours is not None
@@ -117,7 +117,7 @@ def test_futures_draw_both_prices() -> None:
 @pytest.mark.matrix
 def test_the_answer_says_what_they_are_of_the_cost() -> None:
     found = outcomes()
-    ranks = {"gpt2": ranked(study(), found)}
+    ranks = {"gpt2": rank_outcomes(study(), found)}
 
     [said] = data_texts(Result(study=study(), outcomes=tuple(found), ranks=ranks))
 
