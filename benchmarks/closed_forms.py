@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules import Shape, schedule_of
-from meshwright.planner.schedules.actions import Action
 from meshwright.planner.schedules.closed_form import pace
 from meshwright.planner.schedules.schedule import obstacle
+from meshwright.planner.schedules.schedule_record import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from meshwright.planner.operators.layer_operators import step_flops
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Recomputed, Setup
 from meshwright.planner.search.search import search
-from meshwright.planner.whatif.fine_tuning import fastest_fine_tuner
+from meshwright.planner.whatif.planning import fastest_fine_tuner
 from meshwright.planner.whatif.what_if_changes import changed_cluster
 
 MPT_70B = {

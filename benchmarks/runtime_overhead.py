@@ -49,8 +49,7 @@ from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.documents.document import write_text
 from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
-from meshwright.planner.system.gc_pause import pause_collector
-from meshwright.planner.system.malloc_arena import keep_freed
+from meshwright.planner.system.gc_pause import keep_freed, pause_collector
 from meshwright.profiler.start_ranks import result_of
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.launch.training_loop import token_engine

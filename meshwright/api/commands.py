@@ -719,7 +719,7 @@ def show(
         )
         document.write_text(page, html)
     if trace is not None:
-        from meshwright.planner.report.trace import trace_json  # noqa: PLC0415
+        from meshwright.planner.report.timeline_picture import trace_json  # noqa: PLC0415
 
         document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
     return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)

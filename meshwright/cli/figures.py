@@ -59,7 +59,7 @@ def calibrate(
     """Fit the constants of your cluster to measured runs."""
     from meshwright.api import calibration
     from meshwright.planner.calibration.fitting.fitted_calibration import calibrated_json
-    from meshwright.planner.report.calibration_text import calibration_text
+    from meshwright.planner.report.validation_text import calibration_text
     from meshwright.render.json_output import as_json
     from meshwright.render.text import next_fact
 

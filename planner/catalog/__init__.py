@@ -494,6 +494,17 @@ def stack_name(text: str) -> str:
     return _entry_name(re.sub(r"[\s_]+", "-", text.strip()), stacks(), what="stack")
 
 
+def carbon_of(country: str) -> float:
+    """Return grams of CO2 per kWh; DocumentError with the known countries."""
+    by_country = facility().carbon_g_per_kwh.by_country
+    if country not in by_country:
+        raise DocumentError(
+            "assumptions.country",
+            f"is '{country:.20}'; known are {', '.join(by_country)}; or give carbon_g_per_kwh",
+        )
+    return by_country[country]
+
+
 def _entry_name(text: str, entries: dict[str, Any], *, what: str) -> str:
     names = {name.lower(): name for name in entries}
     for name, entry in entries.items():

@@ -20,15 +20,11 @@ from meshwright.planner.documents.plugins import load_plugin, plugins
 from meshwright.planner.documents.stack import base_of
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs import (
-    accelerate,
-    deepspeed,
-    fsdp,
     megatron,
     megatron_bridge,
-    nanotron,
     torchtitan,
     torchtitan_toml,
-    transformers,
+    writers,
 )
 from meshwright.planner.framework_configs.exportable_plan import FrameworkPlan, for_all, own_text
 from meshwright.planner.frameworks.executable import rules_of
@@ -136,11 +132,19 @@ FRAMEWORKS = {
     "megatron-bridge": Written(
         megatron_bridge.obstacles, megatron_bridge.text, megatron_bridge.outside, megatron.SAYS
     ),
-    "transformers": Written(transformers.obstacles, transformers.text, transformers.outside),
-    "deepspeed": Written(deepspeed.obstacles, deepspeed.text, deepspeed.outside),
-    "accelerate": Written(accelerate.obstacles, accelerate.text, accelerate.outside),
-    "nanotron": Written(nanotron.obstacles, nanotron.text, nanotron.outside),
-    "fsdp": Written(fsdp.obstacles, fsdp.text, fsdp.outside),
+    "transformers": Written(
+        writers.transformers_obstacles, writers.transformers_text, writers.transformers_outside
+    ),
+    "deepspeed": Written(
+        writers.deepspeed_obstacles, writers.deepspeed_text, writers.deepspeed_outside
+    ),
+    "accelerate": Written(
+        writers.accelerate_obstacles, writers.accelerate_text, writers.accelerate_outside
+    ),
+    "nanotron": Written(
+        writers.nanotron_obstacles, writers.nanotron_text, writers.nanotron_outside
+    ),
+    "fsdp": Written(writers.fsdp_obstacles, writers.fsdp_text, writers.fsdp_outside),
     "megatron-deepspeed": Written(
         megatron.deepspeed_obstacles, megatron.deepspeed_text, megatron.outside
     ),

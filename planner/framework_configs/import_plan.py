@@ -3,6 +3,8 @@
 What a configuration says is taken over; what it leaves open is what that framework does
 then, or what is assumed, which is named.  Its layers are divided among stages by the framework's
 own rule.
+
+A batch script: whose command it runs, on how many ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from meshwright.planner.framework_configs.readers import (
     deepspeed,
     fsdp,
     megatron,
-    megatron_bridge,
     nanotron,
+    shell,
     torchtitan,
     transformers,
 )
-from meshwright.planner.framework_configs.readers import batch_script as script
+from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
 from meshwright.planner.framework_configs.torchtitan import REGISTERED
 from meshwright.planner.frameworks.stage_rules import by_products, ends_of
@@ -41,9 +43,57 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import PLAIN
 from meshwright.planner.schedules.schedule import obstacle
 
+
+def read_batch_script(text: str) -> ParsedConfig:
+    """Return what the script's command says, by what it looks like."""
+    words = shell.words(limits.check_size(text, "slurm"))
+    flags = shell.flags(words)
+    asked = shell.directives(text)
+    each, nodes = _plain_count(flags, "nproc-per-node", "num-gpus", "gpus-per-node"), None
+    nodes = _plain_count(flags, "nnodes", "num-machines", "num-nodes", "nodes")
+    processes = _plain_count(flags, "num-processes")
+    launch = [name for name in flags if name in _OF_LAUNCH]
+    if any(name.startswith("parallelism.") for name in flags) or any(
+        "torchtitan" in word for word in words
+    ):
+        config = torchtitan.of_flags({k: v for k, v in flags.items() if k not in launch})
+    elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
+        config = megatron.of_flags(flags, text)
+    elif "per-device-train-batch-size" in flags:
+        config = transformers.of_flags({k: v for k, v in flags.items() if k not in launch})
+    else:
+        raise DocumentError(
+            "slurm",
+            "runs no command that is known: Megatron, torchtitan or a Hugging Face trainer; "
+            "give the command's own file, or its configuration",
+        )
+    config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
+    config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
+    return config
+
+
+_OF_LAUNCH = {
+    "nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint",
+    "rdzv-backend", "rdzv-id", "num-processes", "num-machines", "machine-rank", "main-process-ip",
+    "main-process-port", "num-gpus", "num-nodes", "gpus-per-node", "nodes", "ntasks-per-node",
+    "cpus-per-task", "gres", "ntasks", "standalone", "config-file", "hostfile", "label",
+    "kill-on-bad-exit",
+}  # fmt: skip
+"""Flags of launchers."""
+
+
+def _plain_count(flags: dict[str, str | bool | list[str]], *names: str) -> int | None:
+    for name in names:
+        value = flags.get(name)
+        first = value[0] if isinstance(value, list) else value
+        if isinstance(first, str) and first.isdecimal() and len(first) < 8:
+            return int(first)
+    return None
+
+
 READERS: dict[str, Callable[[str], ParsedConfig]] = {
     "megatron": megatron.read,
-    "megatron-bridge": megatron_bridge.read,
+    "megatron-bridge": megatron.read_bridge,
     "torchtitan": torchtitan.read,
     "torchtitan@0.2": torchtitan.read,
     "deepspeed": deepspeed.read,
@@ -51,7 +101,7 @@ READERS: dict[str, Callable[[str], ParsedConfig]] = {
     "transformers": transformers.read,
     "nanotron": nanotron.read,
     "fsdp": fsdp.read,
-    "slurm": script.read,
+    "slurm": read_batch_script,
 }
 """By the framework, or the kind of file, that is imported from."""
 _STACKS = {"megatron-bridge": "megatron"}

@@ -1,6 +1,6 @@
 """What the native backend, our runtime, cannot execute.
 
-Which fields are executed at all stands in planner.frameworks.executed_fields.  What goes with what
+Which fields are executed at all stands in planner.frameworks.native_limits.  What goes with what
 stands in the data of its space (planner/catalog/stacks/native.yaml), as that of every stack does;
 here is what depends on more than a few facts: on what divides what, on devices.  Each obstacle has
 its place in a plan, as `mesh.tensor`, and a text with the value seen and the way out.  The search
@@ -10,24 +10,137 @@ has trained like one process in tests/runtime/test_matrix.py, whose rows it then
 
 A model without an adapter cannot be launched, but its plans can be studied, with a `caveat`; what
 the runtime cannot execute is refused of every model alike.
+
+Which fields of a Layout the runtime executes: for `meshwright launch`, and for a script.
+
+Every field of Layout has a claim of each.  A value other than the field's default that no claim
+covers is refused by name: by the search, by `launch` and by `meshwright.Engine` alike.  A field
+that is new has no claim, and is refused until somebody executes it.
+
+What goes with what stands in planner.frameworks.native_limits and in the data of its space; nothing
+here depends on a model.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import NamedTuple
 
 from meshwright.planner.catalog import native
 from meshwright.planner.documents.cluster import EIGHT_BITS, ClusterSpec
 from meshwright.planner.documents.model import Architecture, ModelGraph, is_own
-from meshwright.planner.documents.plan import Activations, Job, Layout
+from meshwright.planner.documents.plan import Activations, Job, Layout, Mesh
 from meshwright.planner.documents.prediction import Assumption
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
-from meshwright.planner.frameworks.executed_fields import LAUNCH, SCRIPT, unexecuted_fields
 from meshwright.planner.schedules import SCHEDULES, schedule, schedule_of
+
+
+class Claim(NamedTuple):
+    """What of a field is executed."""
+
+    executes: Callable[[Layout], bool]
+    """Whether a layout's value is; the default always is."""
+    otherwise: str = ""
+    """What is said of the others, behind the value: why not, and the way out."""
+
+
+def _any(_: Layout) -> bool:
+    return True
+
+
+def _none(_: Layout) -> bool:
+    return False
+
+
+def _not_by_engine(way_out: str, executes: Callable[[Layout], bool] = _none) -> Claim:
+    return Claim(executes, f"which meshwright.Engine does not execute; {way_out}")
+
+
+UNCLAIMED = Claim(_none, "which nothing here executes; leave it out")
+
+LAUNCH: Mapping[str, Claim] = {
+    **dict.fromkeys(
+        (
+            "pipeline",
+            "data_replicate",
+            "data_shard",
+            "context",
+            "expert",
+            "tensor",
+            "zero",
+            "schedule",
+            "micro_batch",
+            "micro_batches",
+            "order",
+            "virtual_stages",
+            "offload",
+            "gradient_wire",
+            "prefetch",
+            "reshard",
+            "scales",
+            "weight_wire",
+            "dispatch",
+            "relay",
+            "loss",
+            "compile",
+            "tensor_overlap",
+        ),
+        Claim(_any),
+    ),
+    "expert_tensor": Claim(_none, "and ranks hold whole experts; use 1"),
+    "sequence_parallel": Claim(
+        lambda layout: layout.tensor == 1,
+        "and tensor parallelism divides the residual stream here; use true",
+    ),
+}
+"""By field: what runtime.parallel.data_parallel does with language models and chains of layers."""
+
+SCRIPT: Mapping[str, Claim] = {
+    **LAUNCH,
+    "tensor_overlap": _not_by_engine("use none"),
+    "sequence_parallel": _not_by_engine(
+        "leave it out: the styles of your modules say what lies between them",
+        lambda layout: layout.tensor == 1,
+    ),
+}
+"""By field: what meshwright.runtime.engine.user_stage does with a module of the user's own."""
+
+
+def unexecuted_fields(claims: Mapping[str, Claim], layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield (place in a plan, text) of each field with a value that is not executed.
+
+    >>> list(unexecuted_fields(LAUNCH, Layout(tensor=2, sequence_parallel=False)))[0][0]
+    'mesh.sequence_parallel'
+    """
+    for name, default in _DEFAULTS:
+        value = getattr(layout, name)
+        claim = claims.get(name, UNCLAIMED)
+        if value != default and not claim.executes(layout):
+            yield _place_of(name), f"is {_shown_value(value)}, {claim.otherwise}"
+
+
+_DEFAULTS = tuple((field.name, field.default) for field in fields(Layout))
+
+
+def _place_of(name: str) -> str:
+    return f"mesh.{name}" if name in Mesh.model_fields else name
+
+
+def _shown_value(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | int():
+            return str(value)
+        case tuple():
+            return "-".join(map(str, value))
+        case _:
+            return "set"
+
 
 FAMILIES = (
     "reference",

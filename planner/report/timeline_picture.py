@@ -2,17 +2,20 @@
 
 Actions of one kind and stage are one path, so that thousands of them stay small; of few, each has a
 title of its own.
+
+Pipeline timelines as Chrome trace JSON, for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report.mesh_picture import COLOURS
-from meshwright.planner.schedules.actions import Action
+from meshwright.planner.schedules.schedule_record import Action
 from meshwright.planner.schedules.simulate import Timeline
 
 SHADES = {
@@ -176,3 +179,42 @@ def _phase_bands(timeline: Timeline, scale: float, high: int) -> list[str]:
             f'<text x="{(left + right) // 2}" y="{TOP - 60}" text-anchor="middle">{name}</text>'
         )
     return bands
+
+
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
+
+
+def trace_json(timeline: Timeline) -> str:
+    """Return the timeline as `traceEvents`: a process a rank, a thread for each of its stages.
+
+    Times and durations are in microseconds.
+    """
+    events: list[dict[str, object]] = []
+    for rank in range(len(timeline.orders)):
+        events.append(
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        for stage in sorted({action.stage for action in timeline.orders[rank]}):
+            name = {"name": f"stage {stage}"}
+            events.append(
+                {"name": "thread_name", "ph": "M", "pid": rank, "tid": stage, "args": name}
+            )
+        events += [
+            {
+                "name": str(action),
+                "cat": KINDS.get(action.kind, "other"),
+                "ph": "X",
+                "pid": rank,
+                "tid": action.stage,
+                "ts": 1e6 * start_s,
+                "dur": 1e6 * (end_s - start_s),
+                "args": {"stage": action.stage, "micro-batch": action.micro_batch},
+            }
+            for start_s, end_s, action in timeline.actions(rank)
+        ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

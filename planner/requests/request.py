@@ -1,11 +1,11 @@
 """What is asked of the planner: one immutable request, and every default of it.
 
-`Request.create` fills in what is left open, alike for every command.  What is published of pretraining
-decides: most models of the catalogue were trained on 4,096 tokens a sample first and on longer ones
-in a late phase, and on about 4 million tokens a step (Llama 2: both; GPT-3 3.2 million; Llama 3
-began with 4 million).  Devices change the arithmetic of training as little as can be: the batch is
-rounded up to a multiple of them, so that each can have a sample, and up to 1,024 devices that
-changes no power of two.  CPUs are tried out, not trained on: 256 tokens, 8 samples a rank.
+`Request.create` fills in what is left open, alike for every command.  What is published of
+pretraining decides: most models of the catalogue were trained on 4,096 tokens a sample first and on
+longer ones in a late phase, and on about 4 million tokens a step (Llama 2: both; GPT-3 3.2 million;
+Llama 3 began with 4 million).  Devices change the arithmetic of training as little as can be: the
+batch is rounded up to a multiple of them, so that each can have a sample, and up to 1,024 devices
+that changes no power of two.  CPUs are tried out, not trained on: 256 tokens, 8 samples a rank.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ A schedule is added by its record and a line of `SCHEDULES`; nothing else knows 
 from __future__ import annotations
 
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.schedules import interleaved as looped
-from meshwright.planner.schedules import one_stage as single
-from meshwright.planner.schedules import v_shaped as folded
+from meshwright.planner.schedules import pipeline_schedules as families
 from meshwright.planner.schedules.schedule_record import Coefficients, InFlight, Schedule, Shape
 
 __all__ = ["PLAIN", "SCHEDULES", "Coefficients", "InFlight", "Schedule", "Shape", "schedule_of"]
@@ -20,18 +18,18 @@ __all__ = ["PLAIN", "SCHEDULES", "Coefficients", "InFlight", "Schedule", "Shape"
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        single.ONE_FORWARD_ONE_BACKWARD,
-        single.GPIPE,
-        looped.INTERLEAVED,
-        looped.ZB_H1,
-        looped.INTERLEAVED_ZB,
-        folded.ZBV,
-        folded.DUALPIPE_V,
-        single.PIPEDREAM_2BW,
+        families.ONE_FORWARD_ONE_BACKWARD,
+        families.GPIPE,
+        families.INTERLEAVED,
+        families.ZB_H1,
+        families.INTERLEAVED_ZB,
+        families.ZBV,
+        families.DUALPIPE_V,
+        families.PIPEDREAM_2BW,
     )
 }
 """From the simplest: among equally fast plans it wins."""
-PLAIN = single.ONE_FORWARD_ONE_BACKWARD.name
+PLAIN = families.ONE_FORWARD_ONE_BACKWARD.name
 """What runs where nothing else is asked for, and without a pipeline whatever is asked for."""
 
 

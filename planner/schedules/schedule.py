@@ -1,9 +1,9 @@
 """Pipeline schedules as text: who does what in which order.
 
 A schedule is one list of actions per rank.  An action reads `2F0`: stage 2, forward, micro-batch 0
-(planner.schedules.actions).  The simulator times these lists, the memory model counts in-flight
-micro-batches from them, and the runtime executes them; there is no second description of a schedule
-anywhere.
+(planner.schedules.schedule_record).  The simulator times these lists, the memory model counts
+in-flight micro-batches from them, and the runtime executes them; there is no second description of
+a schedule anywhere.
 
 P ranks of V stages each hold P V stages; stages are numbered as the model runs through them.
 """
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules import SCHEDULES, Schedule, Shape, schedule_of
-from meshwright.planner.schedules.actions import Action, Kind, Order, csv_text, read_action
+from meshwright.planner.schedules.schedule_record import Action, Kind, Order, csv_text, read_action
 
 __all__ = [
     "SCHEDULES",

@@ -16,7 +16,7 @@ from operator import itemgetter, sub
 from typing import NamedTuple, get_args
 
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.schedules.actions import Action, Kind, Order
+from meshwright.planner.schedules.schedule_record import Action, Kind, Order
 
 _STAGE = itemgetter(Action._fields.index("stage"))
 _MICRO_BATCH = itemgetter(Action._fields.index("micro_batch"))

@@ -255,7 +255,7 @@ def power_usd_per_device_hour(
 def _of_offer(study: Study, offer: Offer, rents_known: Sequence[Rent]) -> Iterator[Candidate]:
     if offer.solve is not None and not offer.n:
         raise DocumentError(
-            "solve", "is carried out by meshwright.planner.whatif.sizing; call that"
+            "solve", "is carried out by meshwright.planner.whatif.evaluate; call that"
         )
     texts = [offer.cluster.replace("{n}", str(n)) for n in offer.n] or [offer.cluster]
     listed = [

@@ -10,10 +10,9 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.planner.catalog import Facility, Quantity, network_purchase, purchases
+from meshwright.planner.catalog import Facility, Quantity, carbon_of, network_purchase, purchases
 from meshwright.planner.whatif.candidates import Candidate, listed_price, loan_words, term_words
 from meshwright.planner.whatif.conclusions import largest_that_meets
-from meshwright.planner.whatif.evaluate import carbon_of
 from meshwright.planner.whatif.formatting import price_dates
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.run_study import Result

@@ -2,6 +2,11 @@
 
 A public stack trains a model on devices of one kind; where none does, our own runtime is priced.
 Each stack is searched below the best that others found, so that slower ones end early.
+
+Fine-tuning with adapters (LoRA, QLoRA): the fastest plan of public fine-tuners.
+
+Each fine-tuner is a stack with a space of its own, searched like any other.  Frozen weights may lie
+in host memory where the cluster says how much there is and how it is reached.
 """
 
 from __future__ import annotations
@@ -12,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from meshwright.planner.catalog import stacks
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Plan
 from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
@@ -26,10 +33,43 @@ from meshwright.planner.search.proof_budget import BRIEF
 from meshwright.planner.search.search import search
 from meshwright.planner.system.gc_pause import pause_collector
 from meshwright.planner.whatif.candidates import Candidate
-from meshwright.planner.whatif.fine_tuning import fastest_fine_tuner
 from meshwright.planner.whatif.study import PUBLIC, YEAR, Study
 from meshwright.planner.whatif.study import JobOfYear as StudyJob
 from meshwright.planner.whatif.what_if_changes import changed_cluster
+
+TUNERS = ("transformers", "megatron")
+"""Stacks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""
+RANK = 16
+"""Of adapters, where nobody says."""
+
+
+def fastest_fine_tuner(request: Request, *, quantised: bool, below_s: float = math.inf) -> Answer:
+    """Return the fastest plan of any fine-tuner; NoPlanFits says why each has none.
+
+    Where none takes less than a finite `below_s`, it says no more than that.
+    """
+    job = request.job
+    adapters = replace(job, lora=job.lora or Lora(rank=RANK, quantised=quantised))
+    groups = request.cluster.groups
+    pins = request.pins
+    if all(g.host_memory_bytes and g.host_link_bytes_per_s for g in groups):
+        pins = replace(pins, allowed=pins.allowed | {"offload"})
+    best: Answer | None = None
+    reasons: list[str] = []
+    for name in TUNERS:
+        try:
+            answer = search(
+                replace(request, job=adapters, stack=stacks()[name], pins=pins), below_s=below_s
+            )
+        except NoPlanFits as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        if best is None or answer.prediction.step_time_s < best.prediction.step_time_s:
+            best = answer
+    if best is None:
+        raise NoPlanFits("\n".join(reasons))
+    return best
+
 
 NATIVE = "native"
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")

@@ -1,4 +1,4 @@
-"""Span: a figure with its 80 % range, and how ranges of independent figures combine.
+"""UncertainValue: a figure with its 80 % range, and how ranges of independent figures combine.
 
 Each figure is taken as log-normal around its value: the distances to low and high, as logarithms,
 are what the factors of a product contribute, and independent distances add in squares.
@@ -76,7 +76,7 @@ def product(factors: Iterable[UncertainValue]) -> UncertainValue:
     """Return the product of independent figures.
 
     >>> product([UncertainValue(value=2.0, low=1.0, high=4.0), exact(3.0)])
-    Span(value=6.0, low=3.0, high=12.0)
+    UncertainValue(value=6.0, low=3.0, high=12.0)
     """
     value = 1.0
     below = above = 0.0

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.planner.schedules import schedule
-from meshwright.planner.schedules.actions import Action
+from meshwright.planner.schedules.schedule_record import Action
 from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage

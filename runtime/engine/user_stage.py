@@ -58,7 +58,7 @@ def refuse_plan(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool = 
 def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
     """Yield why each field of a plan is refused, and what to do instead.
 
-    Fields of the layout are claimed in planner.frameworks.executed_fields; those beside it are
+    Fields of the layout are claimed in planner.frameworks.native_limits; those beside it are
     here.
     """
     not_by_engine = "which meshwright.Engine does not execute"

@@ -31,8 +31,7 @@ from meshwright.planner.documents.model import ModelGraph, is_factory, is_record
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.plugins import load_plugin
 from meshwright.planner.errors import LaunchError
-from meshwright.planner.system.gc_pause import pause_collector
-from meshwright.planner.system.malloc_arena import keep_freed
+from meshwright.planner.system.gc_pause import keep_freed, pause_collector
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.checkpoint.state_snapshot import boxes

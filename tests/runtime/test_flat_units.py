@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.torch_internals import fake_store
 from meshwright.planner.catalog import stacks
-from meshwright.planner.costs.memory import fsdp1_units as flat_units
+from meshwright.planner.costs.memory import resident_states as flat_units
 from meshwright.planner.costs.memory.state_bytes import StateSharding, state_types
 
 WIDTH, RANKS, BLOCKS = 256, 8, 3
@@ -103,7 +103,7 @@ def test_units_hold_what_fsdp1_holds(group: None) -> None:
         }[order]
         sharing = replace(MIXED, gathers_before=order == "before")
 
-        held = flat_units.states(BLOCK, sharing)
+        held = flat_units.fsdp1_states(BLOCK, sharing)
 
         forward, backward = peaks(prefetch, ahead=False)
         assert forward == pytest.approx(root + held.forward_transient_bytes - copy, rel=0.02)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from meshwright.planner.schedules.actions import Order, read_action
 from meshwright.planner.schedules.schedule import orders, rank_of_stage
+from meshwright.planner.schedules.schedule_record import Order, read_action
 
 
 class _Stage:

@@ -40,7 +40,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Setup
 from meshwright.planner.schedules import PLAIN
-from meshwright.planner.schedules import interleaved as looped
+from meshwright.planner.schedules import pipeline_schedules as looped
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

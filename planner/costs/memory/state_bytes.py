@@ -1,7 +1,7 @@
 """Bytes that a layer's parameters, gradients and optimizer state take on one rank, under any stack.
 
 Activations stand in `meshwright.planner.operators.layer_operators`, a rank's bytes beside layers in
-`planner.costs.layout_costs`, units of FSDP1 in `planner.costs.memory.fsdp1_units`.
+`planner.costs.layout_costs`, units of FSDP1 in `planner.costs.memory.resident_states`.
 
 Symbols: N parameters of the layer on the rank after tensor parallelism, d shard degree; of each
 parameter e bytes in computation, m of its fp32 master (0 where what is computed with is trained),

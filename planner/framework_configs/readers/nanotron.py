@@ -10,7 +10,7 @@ from meshwright.planner.framework_configs.readers.parsed_config import (
     unread_keys,
 )
 from meshwright.planner.schedules import PLAIN, schedule_of
-from meshwright.planner.schedules.one_stage import GPIPE
+from meshwright.planner.schedules.pipeline_schedules import GPIPE
 
 _PLAIN = schedule_of(PLAIN).names["nanotron"]
 _ENGINES = {_PLAIN: PLAIN, "afab": GPIPE.name}

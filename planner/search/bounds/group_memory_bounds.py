@@ -37,8 +37,8 @@ from meshwright.planner.documents.tolerances import SLACK
 from meshwright.planner.operators.operator_table import RECOMPUTES, either
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.search.bounds import multi_stage_memory as spread
+from meshwright.planner.search.bounds.memory_bounds import MemoryMoment, binding, loads_of
 from meshwright.planner.search.bounds.multi_stage_memory import StageMemorySpread
-from meshwright.planner.search.bounds.peak_moments import MemoryMoment, binding, loads_of
 from meshwright.planner.search.bounds.stage_capacity import Options, Stages, capacity_bounds_s
 from meshwright.planner.search.partition.stage_counts import Shares, longest_run, shares_of
 from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Timetable

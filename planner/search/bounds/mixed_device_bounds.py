@@ -38,7 +38,7 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.memory_peaks import fullest
 from meshwright.planner.search.bounds.dominance import dominates, twins
-from meshwright.planner.search.bounds.executable_layouts import executable_families
+from meshwright.planner.search.bounds.layout_groups import executable_families
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.partition.layout_partition import layout_pace, unkept
 from meshwright.planner.search.partition.stage_size_rows import not_required, required_rows

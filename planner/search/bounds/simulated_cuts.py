@@ -1,6 +1,6 @@
 """The least simulated step of one layout over all its cuts, by paths that stay with one rank.
 
-Two kinds of paths (`planner.schedules.critical_path`) bound the step T of m micro-batches at all
+Two kinds of paths (`planner.schedules.steady_state`) bound the step T of m micro-batches at all
 stage times.
 
 Straight: a rank begins with the forward of its first stage, which the first micro-batch reaches
@@ -66,7 +66,7 @@ class Placed:
     first: Indices
     end: Indices
     seconds: Floats
-    """[column, kind of `meshwright.planner.schedules.critical_path.KINDS`, stage]"""
+    """[column, kind of `meshwright.planner.schedules.steady_state.KINDS`, stage]"""
     sync_s: Floats
     update_s: Floats
     number: Indices

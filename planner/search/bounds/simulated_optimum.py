@@ -12,7 +12,7 @@ t_z the seconds of its stages,
     ω >= the optimizer of every rank
     Σ z of a rank that keep row k >= y_k      Σ y = 1, where a rule has rows of sizes to choose from
 
-Every path is a bound at all stage times (`planner.schedules.critical_path`), so every optimum of
+Every path is a bound at all stage times (`planner.schedules.steady_state`), so every optimum of
 the program is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as
 fast as the program says, it is the layout's optimum; else its longest paths become rows.  First the
 relaxation is solved that way, where columns may be mixed, then the program with whole ones.
@@ -40,10 +40,10 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.frameworks.stage_rules import Rows
-from meshwright.planner.schedules.critical_path import KINDS, Graph, Path, graph_of
 from meshwright.planner.schedules.schedule import rank_of_stage
-from meshwright.planner.search.bounds.executable_layouts import StatedProblem
+from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
 from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.layout_groups import StatedProblem
 from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.partition.rank_partition import RankProblem

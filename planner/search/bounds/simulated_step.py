@@ -58,8 +58,8 @@ from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.operators.operator_table import RECOMPUTES
 from meshwright.planner.schedules import schedule_of
-from meshwright.planner.search.bounds.executable_layouts import StatedProblem
 from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.layout_groups import StatedProblem
 from meshwright.planner.search.partition.layout_partition import boundaries_s
 from meshwright.planner.search.partition.stage_counts import LongestRun, run_of
 from meshwright.planner.search.space import LayoutFamily

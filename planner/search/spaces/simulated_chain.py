@@ -23,8 +23,7 @@ from operator import itemgetter
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.search.bounds.dominance import Covering
-from meshwright.planner.search.bounds.executable_layouts import StatedProblem
-from meshwright.planner.search.bounds.layout_groups import Bounded
+from meshwright.planner.search.bounds.layout_groups import Bounded, StatedProblem
 from meshwright.planner.search.bounds.simulated_optimum import ColumnProgram, of_chain
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.goals import SimulatedStepGoal, timetable

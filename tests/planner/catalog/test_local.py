@@ -10,6 +10,7 @@ import pytest
 from meshwright.planner.catalog import accelerators, local
 from meshwright.planner.catalog.local import (
     LocalDevice,
+    links,
     nvidia_devices,
     of_cores,
     of_devices,
@@ -17,7 +18,6 @@ from meshwright.planner.catalog.local import (
     visible,
 )
 from meshwright.planner.catalog.machine_figures import MachineFigures
-from meshwright.planner.catalog.topology import links
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.errors import DocumentError
 

@@ -23,8 +23,13 @@ from meshwright.planner.documents.plan import (
     WeightWire,
 )
 from meshwright.planner.documents.profile import ChunkedLoss
-from meshwright.planner.frameworks.executed_fields import LAUNCH, SCRIPT, Claim, unexecuted_fields
-from meshwright.planner.frameworks.native_limits import obstacle
+from meshwright.planner.frameworks.native_limits import (
+    LAUNCH,
+    SCRIPT,
+    Claim,
+    obstacle,
+    unexecuted_fields,
+)
 from meshwright.planner.schedules import SCHEDULES
 
 ENGINES = pytest.mark.parametrize("claims", [LAUNCH, SCRIPT], ids=["launch", "script"])

@@ -21,8 +21,8 @@ from meshwright.planner.report.timeline_picture import (
     phases,
     timeline_key,
     timeline_picture,
+    trace_json,
 )
-from meshwright.planner.report.trace import trace_json
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules.schedule import orders

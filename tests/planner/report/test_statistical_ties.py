@@ -1,7 +1,7 @@
 """Plans that no prediction tells apart are called ties, and the simpler one is named."""
 
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser, Prediction
-from meshwright.planner.report.statistical_ties import parts, tie_text, ties
+from meshwright.planner.report.text import parts, tie_text, ties
 
 
 def test_simulated_plans_within_the_bar_tie() -> None:

@@ -20,7 +20,7 @@ from meshwright.planner.requests.pins import Pins, read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search import space
 from meshwright.planner.search.answer import Answer
-from meshwright.planner.search.bounds import executable_layouts as configurations
+from meshwright.planner.search.bounds import layout_groups as configurations
 from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.proof_budget import GOAL
 from meshwright.planner.search.search import MARGIN, search

@@ -9,7 +9,7 @@ import pytest
 
 STEPS = """
 import ctypes, resource, sys
-from meshwright.planner.system.malloc_arena import keep_freed
+from meshwright.planner.system.gc_pause import keep_freed
 
 def step():
     blocks = [bytearray(2**20) for _ in range(32)]

@@ -9,8 +9,7 @@ import pytest
 
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.tuning import posterior as belief
-from meshwright.planner.tuning.memory_fit import MemoryTrial, fit_probabilities
-from meshwright.planner.tuning.next_trial import Outcome, Tuner
+from meshwright.planner.tuning.next_trial import MemoryTrial, Outcome, Tuner, fit_probabilities
 from meshwright.planner.tuning.posterior import LAYOUT, NOISE, Belief, Timed
 from meshwright.planner.tuning.trial_options import CONSTANTS, TrialOption
 

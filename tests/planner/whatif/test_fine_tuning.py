@@ -22,7 +22,7 @@ from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.search import search
-from meshwright.planner.whatif.fine_tuning import fastest_fine_tuner
+from meshwright.planner.whatif.planning import fastest_fine_tuner
 
 JOB = Job(seq_len=2048, global_batch=16)
 GB = 10**9

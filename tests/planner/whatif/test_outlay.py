@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.whatif import sizing
+from meshwright.planner.whatif import evaluate as evaluation
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.conclusions import verdicts
-from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.evaluate import evaluate, size_of
 from meshwright.planner.whatif.findings import answers, slack_days
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.planning import plan_candidate
 from meshwright.planner.whatif.pricing.break_even import break_evens, present_value_usd
 from meshwright.planner.whatif.run_study import Result, run
-from meshwright.planner.whatif.sizing import size_of
 from meshwright.planner.whatif.study import Study
 from meshwright.planner.whatif.uncertain_value import UncertainValue
 from tests.planner.whatif.test_study import PRICE, study
@@ -199,7 +198,7 @@ def test_devices_that_the_plan_leaves_idle_are_not_asked_for(
         )  # fmt: skip
         return replace(found, hours=UncertainValue(value=1.0, low=1.0, high=1.0))
 
-    monkeypatch.setattr(sizing, "evaluate", evaluated)
+    monkeypatch.setattr(evaluation, "evaluate", evaluated)
     one = {"cluster": "{n}x8xa10g", "solve": "power", "rent": PRICE}
 
     # 100 kW feed more than 20 nodes of 8; 20 devices are 3 nodes.

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.whatif import sizing
+from meshwright.planner.whatif import evaluate
 from meshwright.planner.whatif.candidates import powered_devices
 from meshwright.planner.whatif.conclusions import verdicts
-from meshwright.planner.whatif.goals import chances_of
+from meshwright.planner.whatif.evaluate import chances_of, size_of
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.run_study import run
-from meshwright.planner.whatif.sizing import size_of
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_study import PRICE, study
 
@@ -49,7 +48,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return replace(found, **{"chances": chances_of(question.goal, found)})
 
-    monkeypatch.setattr(sizing, "evaluate", evaluated)
+    monkeypatch.setattr(evaluate, "evaluate", evaluated)
 
 
 @pytest.mark.usefixtures("speed")
@@ -87,7 +86,7 @@ def test_what_a_cap_feeds_is_what_it_surely_feeds() -> None:
 def test_hours_of_a_rent_for_a_budget_are_arithmetic() -> None:
     # 30 days of 8 devices at 2 USD are 11,520 USD.
     hours = asked("afford", {"budget_usd": 40_000.0, "deadline_days": 30.0})
-    assert sizing.most_affordable(hours, hours.offers[0], "gpt2", None) == 3
+    assert evaluate.most_affordable(hours, hours.offers[0], "gpt2", None) == 3
     with pytest.raises(DocumentError, match="pay for none"):
         size_of(asked("afford", {"budget_usd": 9_000.0, "deadline_days": 30.0}), 0, "gpt2")
 

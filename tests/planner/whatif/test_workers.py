@@ -18,7 +18,7 @@ TASKS = f"""
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from meshwright.planner.whatif.workers import Workers
+from meshwright.planner.whatif.run_study import Workers
 
 def work(task, store):
     (Path(sys.argv[1]) / str(os.getpid())).touch()

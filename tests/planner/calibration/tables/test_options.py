@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.planner.calibration.tables.options import OF_STACKS, options_of_row
-from meshwright.planner.calibration.tables.predictions import predict_run
+from meshwright.planner.calibration.tables.predictions import placements, predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
-from meshwright.planner.calibration.tables.stages import placements
 from meshwright.planner.catalog import stacks
 from meshwright.planner.documents.stack import OPTIONS
 from meshwright.planner.requests.setup import Setup

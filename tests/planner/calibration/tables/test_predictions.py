@@ -21,7 +21,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Recomputed, Setup
 from meshwright.planner.schedules import PLAIN
-from meshwright.planner.schedules import interleaved as looped
+from meshwright.planner.schedules import pipeline_schedules as looped
 
 GPT = Architecture(
     family="gpt",

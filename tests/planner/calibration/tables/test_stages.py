@@ -6,9 +6,13 @@ import math
 
 import pytest
 
-from meshwright.planner.calibration.tables.predictions import plan_of, predict_run
+from meshwright.planner.calibration.tables.predictions import (
+    placements,
+    plan_of,
+    predict_run,
+    with_links,
+)
 from meshwright.planner.calibration.tables.rows import setup_of
-from meshwright.planner.calibration.tables.stages import placements, with_links
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.uncertainty import ASSUMED_SPREAD, EIGHT_BITS_GAIN
 from meshwright.planner.documents.prediction import Prediction

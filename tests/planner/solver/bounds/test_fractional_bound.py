@@ -11,8 +11,8 @@ import pytest
 from meshwright.planner.solver.bounds.fractional_bound import Fluid
 from meshwright.planner.solver.frontier import FrontierStore
 from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
-from meshwright.planner.solver.graphs.bands import Bands
 from meshwright.planner.solver.graphs.ideals import Ideals, ideals
+from meshwright.planner.solver.graphs.lattice import Bands
 from meshwright.planner.solver.knapsack import Knapsacks
 from meshwright.planner.solver.solve import solve
 from tests.planner.solver.small_graphs import random_graph
