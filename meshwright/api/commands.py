@@ -60,7 +60,6 @@ from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
 from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Unfinished
 from meshwright.planner.solver.requirements import read_requirements
-from meshwright.render.text import comparison_cells
 
 if TYPE_CHECKING:
     from meshwright.planner.calibration.scores.validate import Validation
@@ -70,7 +69,6 @@ if TYPE_CHECKING:
     from meshwright.profiler.profile import Intended
     from meshwright.runtime.checkpoint.weight_export import Exported
     from meshwright.runtime.engine.script_module import OwnScript
-    from meshwright.runtime.run.run_report import Comparison
 
 MOST_TOP = 1_000
 """Plans of other meshes that one command names."""
@@ -688,12 +686,12 @@ def show(
     html: str | None = None,
     trace: str | None = None,
     certificate: Certificate | None = None,
-    rows: Sequence[Comparison] = (),
+    measured_rows: Sequence[tuple[str, str, str, str]] = (),
 ) -> Shown:
     """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too.
 
     The page has the proof and the alternatives of a search for the plan's job, which is made again
-    unless its `certificate` is given.
+    unless its `certificate` is given.  `measured_rows` are quantity, predicted, measured and error.
     """
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
@@ -715,7 +713,7 @@ def show(
             certificate=certificate,
             choices=choices,
             why=why,
-            measured=[comparison_cells(row) for row in rows],
+            measured=list(measured_rows),
         )
         document.write_text(page, html)
     if trace is not None:

@@ -47,7 +47,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from meshwright.__main__ import version
+        from meshwright.api.version import version
 
         print(version())
         raise typer.Exit

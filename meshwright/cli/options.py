@@ -1,7 +1,8 @@
 """Arguments and options that several commands share, with what their help says.
 
 A command that takes a record (`runtime.run.launch_options.LaunchRun`) has an option for each of its
-fields, named and described there: `with_records` makes them, `written` is the way back.
+fields, named and described there: `with_records` makes them, and `meshwright.api.option_words` is
+the way back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
+from meshwright.api.option_words import flag
 from meshwright.planner.documents.document import Part
 
 
@@ -113,30 +115,6 @@ TrustCode = Annotated[
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Print details, proof and sources")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
-
-
-def flag(field: str) -> str:
-    """Return the option of a record's field.
-
-    >>> flag("checkpoint_every"), flag("evaluate_every")
-    ('--checkpoint-every', '--eval-every')
-    """
-    return "--" + field.replace("evaluate", "eval").replace("_", "-")
-
-
-def written(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield the options that say these values of fields.
-
-    >>> list(written({"steps": 7, "resume": True, "data": None, "training": ("a=1", "b=2")}))
-    ['--steps', '7', '--resume', '--training', 'a=1', '--training', 'b=2']
-    """
-    for field, value in values.items():
-        if isinstance(value, bool):
-            yield from [flag(field)] if value else []
-        elif isinstance(value, tuple):
-            yield from (part for item in value for part in (flag(field), str(item)))
-        elif value is not None:
-            yield from (flag(field), str(value))
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:

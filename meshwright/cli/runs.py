@@ -54,6 +54,7 @@ def launch(
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
     from meshwright.launch import launch as launches
+    from meshwright.launch.attempt import LaunchResult
     from meshwright.render.json_output import as_json, job_json, run_json
     from meshwright.render.text import run_parts
 
@@ -72,7 +73,7 @@ def launch(
     )
     if done is None:
         return
-    if not isinstance(done, launches.Launched):
+    if not isinstance(done, LaunchResult):
         if json:
             print(as_json(job_json(done)))
         else:

@@ -91,8 +91,8 @@ def tune(
     from meshwright.planner.report.facts import Fact
     from meshwright.render.json_output import as_json
     from meshwright.render.text import defaults_facts, next_fact
-    from meshwright.render.tuning_text import tuned_json, tuned_parts, write_page
     from meshwright.tune.tune import tune as tuned
+    from meshwright.tune.tuning_text import tuned_json, tuned_parts, write_page
 
     if html and dry_run:
         raise DocumentError(

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.launch.fallback_plans import BookKeeper
-from meshwright.launch.launch import LaunchablePlan, Launched, decided, hand_over, launched
+from meshwright.launch.attempt import LaunchResult, log_decision, run_attempt, stop_if_preempted
+from meshwright.launch.fallback_plans import FallbackPlans, FallbackSolver, fallback
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import leave_out
 from meshwright.launch.scale_up import Growth
 from meshwright.planner.documents.cluster import ClusterSpec
@@ -52,7 +53,7 @@ def on_nodes(
     shrunk: Decision | None,
     *,
     quiet: bool,
-) -> Launched | None:
+) -> LaunchResult | None:
     """Train on the nodes that are there, one epoch after another; what the lead has is returned.
 
     Nodes beyond those of the plan are spares.  `shrunk` is why its plan is not the given one.
@@ -71,7 +72,7 @@ def on_nodes(
         run = run.model_copy(
             update={"checkpoint": folder, "output": Path(agent.epoch.output)},
         )
-        with BookKeeper(fit, run) as keeper:
+        with FallbackSolver(fit, run) as keeper:
             means = Means(agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper)
             return Epochs(fit, run, means, signals, quiet=quiet).run(shrunk)
 
@@ -84,7 +85,7 @@ class Means:
     copies: KeptCopies
     zygote: Zygote
     slots: Slots
-    keeper: BookKeeper
+    keeper: FallbackSolver
 
 
 class Epochs:
@@ -107,7 +108,7 @@ class Epochs:
         self._again = False
         """Ranks of this command ran before."""
 
-    def run(self, shrunk: Decision | None) -> Launched | None:
+    def run(self, shrunk: Decision | None) -> LaunchResult | None:
         """Train until the run is over; the first epoch has `shrunk` before it."""
         while True:
             try:
@@ -135,7 +136,7 @@ class Epochs:
                     before=shrunk,
                     again=self._again,
                 )
-                return launched(self._fit, asked, epoch.ends)
+                return run_attempt(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
                 self._regroup(failed)
@@ -214,7 +215,7 @@ class Epochs:
             end,
             failed,
             lambda proposal: self.next(proposal, failed, begin_s),
-            lambda: hand_over(self._signals, failed),
+            lambda: stop_if_preempted(self._signals, failed),
         )
 
     def next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
@@ -230,7 +231,7 @@ class Epochs:
         found = verdict(ends, devices=self._fit.plan.mesh.devices)
         if found is None or found.reaction == "stop":
             if found is not None:
-                decided(self._run.output, found, self._fit, quiet=self._quiet)
+                log_decision(self._run.output, found, self._fit, quiet=self._quiet)
             raise failed
         without = None
         if found.reaction == "shrink" and end.cause != "node":
@@ -275,7 +276,8 @@ class Epochs:
         if nodes == self._planned.nodes and each is None:
             return 0.0  # with a spare, nothing is lost
         try:
-            return self._planned.booked(nodes, self._run, each=each)[0].step_s
+            plans = FallbackPlans(self._run.checkpoint or Path())
+            return plans.entry_or_solution(self._planned, nodes, each)[0].step_s
         except LaunchError:
             return math.inf
 
@@ -300,7 +302,7 @@ class Epochs:
             plan: str | None = self._fit.path
         elif (size := self._size(last, members)) != (self._planned.nodes, None):
             nodes, each = size
-            self._fit = self._planned.again(nodes, self._run, each=each, quiet=self._quiet)
+            self._fit = fallback(self._planned, nodes, self._run, each=each, quiet=self._quiet)
             plan = self._fit.path
         else:
             self._fit = self._planned
@@ -308,7 +310,7 @@ class Epochs:
         fewer = self._fit.machine.devices < before
         done = _named(found, last.members, members, fewer=fewer)
         assert self._run.output is not None
-        decided(self._run.output, done, self._fit, quiet=self._quiet)
+        log_decision(self._run.output, done, self._fit, quiet=self._quiet)
         stays = [one.start for one in members] == [one.start for one in last.members]
         return last.model_copy(
             update={

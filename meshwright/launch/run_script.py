@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.api.inputs import machine_of, need_torch, plan_model, profile_for
-from meshwright.cli.options import written
+from meshwright.api.option_words import option_words
 from meshwright.launch.schedulers import Command, Submission, submit
 from meshwright.planner.costs.predict import predict as predict_plan
 from meshwright.planner.documents import document
@@ -117,7 +117,7 @@ def _on_hosts(
 
     started = HostCommand.of(
         machine,
-        command.words(plan_path, *written({"profile": profile})),
+        command.words(plan_path, *option_words({"profile": profile})),
         (plan_path, *command.files),
         spares=False,
         rendezvous=where.rendezvous,
@@ -151,7 +151,7 @@ def _command(
         raise LaunchError(f"{script}: is no file; name the script that trains")
     return Command(
         before=("run", "--plan"),
-        options=tuple(written({"restarts": restarts or None, "output": output})),
+        options=tuple(option_words({"restarts": restarts or None, "output": output})),
         after=(script, *arguments),
         files=(script,),
         goes_on=restarts > 0,

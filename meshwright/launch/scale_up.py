@@ -10,8 +10,8 @@ import functools
 import sys
 import time
 
-from meshwright.launch.fallback_plans import Book
-from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.fallback_plans import FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors.shown import lines
@@ -68,17 +68,17 @@ class Growth:
             f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
         )
         growth.ask(self._run.output)
-        said = f"ranks end after the next save, because {self.why}"
-        print(f"meshwright: {lines(said)}", file=sys.stderr)
+        notice = f"ranks end after the next save, because {self.why}"
+        print(f"meshwright: {lines(notice)}", file=sys.stderr)
 
     def _largest(self, nodes: int, there: int) -> tuple[int, float] | None:
         """Return the most nodes beyond those of now for which a plan is known, and its step."""
         if there == self._planned.nodes:
             return there, self._planned_step_s
         assert self._run.checkpoint is not None
-        book = Book(self._run.checkpoint)
+        plans = FallbackPlans(self._run.checkpoint)
         for more in range(there, nodes, -1):
-            entry = book.entry(self._planned.plan, more)
+            entry = plans.entry(self._planned.plan, more)
             if entry is not None:
                 return more, entry.step_s
         return None

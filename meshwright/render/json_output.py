@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.api.commands import Improved
-    from meshwright.launch.launch import Launched
+    from meshwright.launch.attempt import LaunchResult
     from meshwright.launch.schedulers import Submission
     from meshwright.planner.documents.prediction import Prediction
     from meshwright.planner.framework_configs.import_plan import Imported
@@ -51,7 +51,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def run_json(run: Launched) -> dict[str, Any]:
+def run_json(run: LaunchResult) -> dict[str, Any]:
     """Return what `launch --json` prints."""
     return {
         "report": run.report.model_dump(mode="json", exclude_none=True),

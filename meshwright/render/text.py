@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from meshwright.api.commands import Improved
-    from meshwright.launch.launch import Launched
+    from meshwright.launch.attempt import LaunchResult
     from meshwright.launch.run_script import Ran
     from meshwright.planner.documents.events import Expected
     from meshwright.planner.documents.prediction import Prediction
@@ -277,7 +277,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-def run_parts(run: Launched) -> Iterator[RenderableType]:
+def run_parts(run: LaunchResult) -> Iterator[RenderableType]:
     """Yield what a launch trained, predicted beside measured, and what it wrote."""
     report = run.report
     if report.losses:

@@ -19,8 +19,8 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.recovery import NODES, planned
-from meshwright.launch.fallback_plans import Book
-from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.fallback_plans import FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.multi_node import Epochs, Means
 from meshwright.runtime.launch.launch import RankFailed
 from meshwright.runtime.resilience.membership import (
@@ -326,7 +326,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = planned(room, ranks=1)
     fit = LaunchablePlan.of(str(path), None)
     for left in range(NODES - 1, 0, -1):
-        Book(room.folder).solve(fit, left)
+        FallbackPlans(room.folder).solve(fit, left)
     return path
 
 

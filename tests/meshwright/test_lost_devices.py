@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.launch.fallback_plans import Book, BookEntry
-from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.multi_node import Epochs, Means
 from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
@@ -58,7 +58,7 @@ class Case:
         plan = self.fit.plan.model_copy(update=half)
         path = self.folder / f"plan-{left}.yaml"
         write(plan, path)
-        entry = BookEntry(
+        entry = FallbackPlan(
             wanted=self.fit.plan.digest,
             left=left,
             each=each,
@@ -68,7 +68,7 @@ class Case:
             step_s=step_s,
             memory_bytes=1.0,
         )
-        file = Book(self.folder)._file(left, each)
+        file = FallbackPlans(self.folder)._file(left, each)
         file.write_text(entry.model_dump_json(exclude_none=True))
 
     def epochs(self, own: Agent) -> Epochs:

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from meshwright.launch import scale_up as growing
-from meshwright.launch.fallback_plans import Book, BookEntry
-from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.scale_up import Growth
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import PhaseDone, StepRecord
@@ -104,7 +104,7 @@ def test_a_run_stays_as_it_is(case: Case, without: str) -> None:
 def test_fewer_nodes_than_planned_take_a_plan_of_the_book(case: Case) -> None:
     """It has one for three nodes, which is a third faster than two."""
     write(case.planned.plan, case.folder / "three.yaml")
-    entry = BookEntry(
+    entry = FallbackPlan(
         wanted=case.planned.plan.digest,
         left=3,
         path=str(case.folder / "three.yaml"),
@@ -113,7 +113,7 @@ def test_fewer_nodes_than_planned_take_a_plan_of_the_book(case: Case) -> None:
         step_s=4.0 / 3,
         memory_bytes=1.0,
     )
-    file = Book(case.folder)._file(3)
+    file = FallbackPlans(case.folder)._file(3)
     file.write_text(entry.model_dump_json())
 
     found = case.growth()
