@@ -25,6 +25,7 @@ from meshwright.api.inputs import (
     plan_model,
     profile_for,
 )
+from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
@@ -40,7 +41,7 @@ from meshwright.planner.documents.profile import Profile, Profiles
 from meshwright.planner.documents.stack import base_of
 from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
-from meshwright.planner.requests.pins import outside, read_layout, read_pins, without_effect
+from meshwright.planner.requests.pins import outside, read_layout, without_effect
 from meshwright.planner.requests.request import (
     AS_PREDICTED,
     FACTORY_SEQ_LEN,
@@ -59,7 +60,6 @@ from meshwright.planner.search.proof_budget import EFFORTS, GapProgress, Prove
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
 from meshwright.planner.solver.partition_problem import Fathomed, Infeasible, Unfinished
-from meshwright.planner.solver.requirements import read_requirements
 
 if TYPE_CHECKING:
     from meshwright.planner.calibration.scores.validate import Validation
@@ -70,33 +70,20 @@ if TYPE_CHECKING:
     from meshwright.runtime.checkpoint.weight_export import Exported
     from meshwright.runtime.engine.script_module import OwnScript
 
-MOST_TOP = 1_000
-"""Plans of other meshes that one command names."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommand(PlanOptions):
+    """Options of a plan, and the files that the command writes."""
+
+    output: str | None = None
+    """File of the plan."""
+    html: str | None = None
+    """Page that says why, with the alternatives and the pipeline's timeline."""
+    progress: Progress | None = None
 
 
-def plan(
-    model: str | OwnScript,
-    cluster: str,
-    *,
-    seq_len: int | None = None,
-    document_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    profile: str | None = None,
-    fix: Sequence[str] = (),
-    allow: Sequence[str] = (),
-    require: Sequence[str] = (),
-    solver: str = "exact",
-    top: int = 1,
-    backend: str = "native",
-    prefer: Prefer = "simplest",
-    prove: Prove = "usual",
-    fit_probability: float = SURE_TO_FIT,
-    output: str | None = None,
-    html: str | None = None,
-    progress: Progress | None = None,
-) -> Answer:
+@keyword_options(PlanCommand)
+def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
@@ -120,32 +107,25 @@ def plan(
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
-    if not 1 <= top <= MOST_TOP:
-        raise DocumentError("top", f"is {top}; it is a whole number from 1 to {MOST_TOP:,}")
-    graph, script = model_and_script(model, seq_len=seq_len)
-    measured = profile_for(graph, profile)
+    graph, script = model_and_script(model, seq_len=options.seq_len)
+    measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
-    names = [name for name, _ in graph.chain]
-    request = Request.of(
-        graph,
-        machine,
-        seq_len=seq_len,
-        document_len=document_len,
-        global_batch=script.samples if script is not None and not global_batch else global_batch,
-        precision=precision,
-        lora=lora,
-        pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
-        profile=measured,
-        stack=backend,
-        called=cluster,
-        fit_probability=fit_probability,
+    if script is not None and not options.global_batch:
+        options = replace(options, global_batch=script.samples)
+    request = options.request(graph, machine, measured, called=cluster)
+    answer = answer_to(
+        request,
+        options.prefer,
+        solver=options.solver,
+        top=options.top,
+        prove=options.prove,
+        progress=options.progress,
     )
-    answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
     if script is not None:
         answer = _of_samples(answer, script.leaves)
-    if output is not None:
-        document.write(answer.plan, output)
-    if html is not None:
+    if options.output is not None:
+        document.write(answer.plan, options.output)
+    if options.html is not None:
         from meshwright.planner.report.html import page as report_page  # noqa: PLC0415 - loads jinja2
 
         page = report_page(
@@ -156,7 +136,7 @@ def plan(
             certificate=answer.certificate,
             choices=answer.choices,
         )
-        document.write_text(page, html)
+        document.write_text(page, options.html)
     return answer
 
 

@@ -95,8 +95,6 @@ SolverOption = Annotated[
         "--solver", help="exact: dynamic programming; ilp: integer program, for comparison"
     ),
 ]
-Html = Annotated[str | None, typer.Option("--html", help="Write a page here")]
-Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here")]
 ProfileOption = Annotated[
     str | None,
     typer.Option(
@@ -104,6 +102,96 @@ ProfileOption = Annotated[
         help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
     ),
 ]
+PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "seq_len": (SeqLen, None),
+    "document_len": (
+        Annotated[
+            int | None,
+            typer.Option(
+                "--document-len",
+                help="Packed samples: mean over tokens of the length of the token's document",
+            ),
+        ],
+        None,
+    ),
+    "global_batch": (GlobalBatch, None),
+    "precision": (PrecisionOption, None),
+    "lora": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+        ],
+        None,
+    ),
+    "profile": (ProfileOption, None),
+    "fix": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--fix", help="Pin a choice: tp=8, schedule=zbv, order=pp-tp"),
+        ],
+        None,
+    ),
+    "allow": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--allow",
+                help="offload to the host, async-tensor; stale or compress, which change training",
+            ),
+        ],
+        None,
+    ),
+    "require": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--require", help="'layers 0-3 on stage 0', 'at most 9 layers on stage 1'"
+            ),
+        ],
+        None,
+    ),
+    "solver": (SolverOption, Solver.EXACT),
+    "top": (
+        Annotated[
+            int, typer.Option("--top", min=1, help="Show the K best plans with different meshes")
+        ],
+        1,
+    ),
+    "backend": (BackendOption, None),
+    "prefer": (
+        Annotated[
+            Preferred,
+            typer.Option(
+                "--prefer", help="Which plan to take of those within 1.5 % of the fastest"
+            ),
+        ],
+        Preferred.SIMPLEST,
+    ),
+    "prove": (
+        Annotated[
+            ProofLevel,
+            typer.Option(
+                "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
+            ),
+        ],
+        ProofLevel.USUAL,
+    ),
+    "fit_probability": (
+        Annotated[
+            float | None,
+            typer.Option(
+                "--fit-probability",
+                help="Least probability that a plan fits; 0.5: memory as predicted; default: 0.95",
+            ),
+        ],
+        None,
+    ),
+}
+"""Each field of meshwright.api.plan_options.PlanOptions as an option, with its default in help."""
+
+
+Html = Annotated[str | None, typer.Option("--html", help="Write a page here")]
+Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here")]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", help="Number of nodes; run the same command on each")
 ]
@@ -115,6 +203,39 @@ TrustCode = Annotated[
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Print details, proof and sources")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
+
+
+def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose `options` are a mapping of the options of a plan that were given.
+
+    What is not given is left out, so that the record's own default counts.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name != "options":
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        parameters += [
+            inspect.Parameter(
+                field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=hint
+            )
+            for field, (hint, default) in PLAN_OPTIONS.items()
+        ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        given = {name: values.pop(name) for name in PLAN_OPTIONS}
+        options = {
+            name: value.value if isinstance(value, StrEnum) else value
+            for name, value in given.items()
+            if value is not None
+        }
+        command(options=options, **values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,12 +22,11 @@ from meshwright.cli.options import (
     OfPlan,
     Output,
     PrecisionOption,
-    Preferred,
     ProfileOption,
-    ProofLevel,
     SeqLen,
     Solver,
     SolverOption,
+    with_plan_options,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
@@ -34,61 +35,11 @@ if TYPE_CHECKING:
     from meshwright.planner.search.answer import Answer
 
 
+@with_plan_options
 def plan(
     model: ModelArgument,
     cluster: ClusterOption = None,
-    seq_len: SeqLen = None,
-    document_len: Annotated[
-        int | None,
-        typer.Option(
-            "--document-len",
-            help="Packed samples: mean over tokens of the length of the token's document",
-        ),
-    ] = None,
-    global_batch: GlobalBatch = None,
-    precision: PrecisionOption = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
-    ] = None,
-    profile: ProfileOption = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option("--fix", help="Pin a choice: tp=8, schedule=zbv, order=pp-tp"),
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            help="offload to the host, async-tensor; stale or compress, which change training",
-        ),
-    ] = None,
-    require: Annotated[
-        list[str] | None,
-        typer.Option("--require", help="'layers 0-3 on stage 0', 'at most 9 layers on stage 1'"),
-    ] = None,
-    solver: SolverOption = Solver.EXACT,
-    top: Annotated[
-        int, typer.Option("--top", min=1, help="Show the K best plans with different meshes")
-    ] = 1,
-    backend: BackendOption = None,
-    prefer: Annotated[
-        Preferred,
-        typer.Option("--prefer", help="Which plan to take of those within 1.5 % of the fastest"),
-    ] = Preferred.SIMPLEST,
-    prove: Annotated[
-        ProofLevel,
-        typer.Option(
-            "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
-        ),
-    ] = ProofLevel.USUAL,
-    fit_probability: Annotated[
-        float | None,
-        typer.Option(
-            "--fit-probability",
-            help="Least probability that a plan fits; 0.5: memory as predicted; default: 0.95",
-        ),
-    ] = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
     output: Output = None,
     html: Html = None,
     explain: Explain = False,
@@ -98,30 +49,20 @@ def plan(
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
     from meshwright.planner.report.facts import Fact
-    from meshwright.planner.requests.request import SURE_TO_FIT
     from meshwright.render.json_output import answer_json, as_json
     from meshwright.render.text import defaults_facts, next_fact, plan_text, top_table
 
     mine = of_user()
+    where = _needed(mine.take("cluster", cluster))
+    defaults = {
+        "precision": mine.precision(options.get("precision")),
+        "backend": mine.take("backend", options.get("backend")) or "native",
+    }
     with bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
             model,
-            _needed(mine.take("cluster", cluster)),
-            seq_len=seq_len,
-            document_len=document_len,
-            global_batch=global_batch,
-            precision=mine.precision(precision.value if precision else None),
-            lora=lora or (),
-            profile=profile,
-            fix=fix or (),
-            allow=allow or (),
-            require=require or (),
-            solver=solver.value,
-            top=top,
-            backend=mine.take("backend", backend) or "native",
-            prefer=prefer.value,
-            prove=prove.value,
-            fit_probability=SURE_TO_FIT if fit_probability is None else fit_probability,
+            where,
+            **{**options, **defaults},
             output=output,
             html=html,
             progress=progress,
@@ -132,15 +73,15 @@ def plan(
     job = answer.plan.job
     mine.left_open(
         {
-            "seq-len": (seq_len, job.seq_len),
-            "global-batch": (global_batch, job.global_batch),
+            "seq-len": (options.get("seq_len"), job.seq_len),
+            "global-batch": (options.get("global_batch"), job.global_batch),
         }
     )
     said = [*defaults_facts(mine.said), next_fact(_then(answer, output), explain=explain)]
     if html:
         said.insert(-1, Fact(label="written", text=html, copied=True))
     out.print(plan_text(answer, said=said, explain=explain))
-    if top > 1:
+    if options["top"] > 1:
         out.print(top_table(answer))
     if explain:
         out.print(f"searched in {answer.search_s:.2f} s of CPU")

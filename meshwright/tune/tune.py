@@ -36,6 +36,7 @@ from meshwright.api.inputs import (
     plan_model,
     profile_for,
 )
+from meshwright.api.plan_options import PlanOptions
 from meshwright.planner.calibration.fitting.fitted_constants import calibrated
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.slowdown import pace_of
@@ -247,18 +248,15 @@ def tune(
     if mine is None:
         graph = model_of(model, seq_len=seq_len)
         measured = profile_for(graph, profile)
-        request = Request.of(
-            graph,
-            machine_of(cluster, measured),
+        options = PlanOptions(
             seq_len=seq_len,
             global_batch=global_batch,
             precision=precision,
-            pins=read_pins(fix, allow),
-            profile=measured,
-            stack=backend,
-            called=cluster,
-            fit_probability=SURE_TO_FIT,
+            fix=fix,
+            allow=allow,
+            backend=backend,
         )
+        request = options.request(graph, machine_of(cluster, measured), measured, called=cluster)
     else:
         _refuse_job(seq_len=seq_len, global_batch=global_batch, precision=precision)
         graph = plan_model(mine, model)
