@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from meshwright.planner.framework_configs.import_plan import Imported
     from meshwright.planner.search.plan_differences import Change
     from meshwright.planner.solver.problem_document import Problem
-    from meshwright.profiler.profile import Intended
+    from meshwright.profiler.profile import ProfileAgenda
     from meshwright.runtime.checkpoint.weight_export import Exported
     from meshwright.runtime.engine.script_module import OwnScript
 
@@ -145,7 +145,7 @@ def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
     return replace(
         answer,
         plan=answer.plan.with_batch(batch),
-        top=tuple(replace(one, plan=one.plan.with_batch(batch)) for one in answer.top),
+        top=tuple(replace(ranked, plan=ranked.plan.with_batch(batch)) for ranked in answer.top),
     )
 
 
@@ -161,7 +161,7 @@ def answer_to(
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     gap_progress = None if progress is None or prove == "usual" else _closing(progress)
     try:
-        found = search(
+        searched = search(
             request,
             solver=solver,
             top=top,
@@ -171,13 +171,13 @@ def answer_to(
         )
     except NoPlanFits as error:
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
-    answer = with_preference(request, found, prefer)
-    said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
-    said = said.noted(
+    answer = with_preference(request, searched, prefer)
+    prediction = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
+    prediction = prediction.noted(
         *without_effect(request.pins, answer.plan.layout),
-        *not_worth_eight_bits(request, answer.plan, said),
+        *not_worth_eight_bits(request, answer.plan, prediction),
     )
-    return replace(answer, prediction=said)
+    return replace(answer, prediction=prediction)
 
 
 def _with_less_surety(request: Request) -> str:
@@ -187,13 +187,13 @@ def _with_less_surety(request: Request) -> str:
     try:
         # Below some limit, however high, since nobody asks here why nothing fits.
         looser = replace(request, fit_probability=AS_PREDICTED)
-        found = search(looser, below_s=sys.float_info.max).prediction
+        prediction = search(looser, below_s=sys.float_info.max).prediction
     except NoPlanFits:
         return ""
     return (
         f" This asks for {request.fit_probability:.0%} certainty that it fits; with "
-        f"--fit-probability {AS_PREDICTED:g} the plan is {found.layout}, which fits with a "
-        f"probability of {found.fit_probability or 0.0:.0%}."
+        f"--fit-probability {AS_PREDICTED:g} the plan is {prediction.layout}, which fits with a "
+        f"probability of {prediction.fit_probability or 0.0:.0%}."
     )
 
 
@@ -213,12 +213,12 @@ def compare(
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
     named = [
-        (one.layout.text(), one, of_plan(one, cluster, None))
-        if isinstance(one, Plan)
-        else (str(one), document.read(Plan, one), predict(str(one), cluster))
-        for one in plans
+        (plan.layout.text(), plan, of_plan(plan, cluster, None))
+        if isinstance(plan, Plan)
+        else (str(plan), document.read(Plan, plan), predict(str(plan), cluster))
+        for plan in plans
     ]
-    fitting = [one for one in named if one[2].fits] or named
+    fitting = [entry for entry in named if entry[2].fits] or named
     _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
     return tuple(
         compared(what, plan, prediction, fastest, same=_work(first) / _work(plan))
@@ -232,7 +232,7 @@ def _work(plan: Plan) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Improved:
+class PlanImprovement:
     """A plan beside the best one of its job, and what lies between them."""
 
     mine: Plan
@@ -248,7 +248,7 @@ def compare_best(
     *,
     output: str | None = None,
     progress: Progress | None = None,
-) -> Improved:
+) -> PlanImprovement:
     """Search for the best plan of a plan's job, cluster and backend, and say what is different.
 
     Both are priced by the backend's stack; what each difference is worth is listed one at a time.
@@ -272,7 +272,7 @@ def compare_best(
     answer = replace(answer, plan=best)
     if output is not None:
         document.write(best, output)
-    return Improved(
+    return PlanImprovement(
         mine=wanted,
         prediction=mine,
         best=answer,
@@ -289,8 +289,8 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
         yield from (f"{name} {note}" for note in prediction.notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
         spans = [
-            f"{seconds_text(one.step_time_low_s)} to {seconds_text(one.step_time_high_s)}"
-            for one in (mine, best)
+            f"{seconds_text(each.step_time_low_s)} to {seconds_text(each.step_time_high_s)}"
+            for each in (mine, best)
         ]
         yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
     if mine.step_time_s < best.step_time_s and mine.fits:
@@ -315,7 +315,7 @@ def import_plan(
     from meshwright.planner.framework_configs.import_plan import imported  # noqa: PLC0415 - one of many
 
     try:
-        found = imported(
+        imported_plan = imported(
             document.read_text(source),
             of,
             machine_of(cluster, None),
@@ -327,8 +327,8 @@ def import_plan(
     except DocumentError as error:
         raise (error if error.file else error.in_file(source)) from error
     if output is not None:
-        document.write(found.plan, output)
-    return found
+        document.write(imported_plan.plan, output)
+    return imported_plan
 
 
 def of_plan(
@@ -377,7 +377,7 @@ def predict(
 
     With another backend than ours a layout is priced by that framework's accounting rules.
     """
-    return priced(
+    return predicted_plan(
         model_or_plan,
         cluster,
         layout=layout,
@@ -389,7 +389,7 @@ def predict(
     ).prediction
 
 
-def priced(
+def predicted_plan(
     model_or_plan: str,
     cluster: str | None = None,
     *,
@@ -407,12 +407,12 @@ def priced(
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
         if backend != "native":
             raise DocumentError("backend", "a plan has its backend already; give a model instead")
-        found = of_plan(wanted, cluster, profile, path=model_or_plan)
+        prediction = of_plan(wanted, cluster, profile, path=model_or_plan)
         return PredictedPlan(
             model=wanted.model.name,
             cluster=cluster or wanted.cluster,
             job=wanted.job,
-            prediction=found,
+            prediction=prediction,
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
@@ -441,14 +441,14 @@ def priced(
 
         _refuse_other_layers(request)
         theirs = backend_prediction(request, wanted_layout)
-        said = theirs.on(machine.devices, used=wanted_layout.devices).noted(*notes)
-        said = said.noted(*caveats(backend_plan(request, wanted_layout), graph, machine))
+        priced = theirs.on(machine.devices, used=wanted_layout.devices).noted(*notes)
+        priced = priced.noted(*caveats(backend_plan(request, wanted_layout), graph, machine))
     else:
         reason = refusal(graph, machine, request.job, wanted_layout)
         if reason is not None:
             raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
-        said = layout_prediction(request, wanted_layout).noted(*notes)
-    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=said)
+        priced = layout_prediction(request, wanted_layout).noted(*notes)
+    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=priced)
 
 
 def _refuse_other_layers(request: Request) -> None:
@@ -463,7 +463,7 @@ def _refuse_other_layers(request: Request) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configured:
+class FrameworkConfiguration:
     """A plan in the words of another framework, and what its training script has to do."""
 
     framework: str
@@ -482,13 +482,13 @@ def export(
     to: str | None = None,
     output: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-) -> Exported | Configured:
+) -> Exported | FrameworkConfiguration:
     """Write a checkpoint in the form that another program reads, or a plan as its configuration.
 
     A plan is written for its own backend unless `to` names another framework.
     """
     if is_plan(source):
-        return _configured(source, to, output)
+        return _framework_configuration(source, to, output)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
@@ -505,7 +505,9 @@ def export(
     return written
 
 
-def _configured(source: str, to: str | None, output: str | None) -> Configured:
+def _framework_configuration(
+    source: str, to: str | None, output: str | None
+) -> FrameworkConfiguration:
     from meshwright.planner.framework_configs.configuration import (  # noqa: PLC0415 - one of many
         NEED_NODES,
         configuration,
@@ -534,7 +536,7 @@ def _configured(source: str, to: str | None, output: str | None) -> Configured:
     text = with_environment(configuration(wanted, graph, to, machine), environment)
     if output is not None:
         document.write_text(text, output)
-    return Configured(
+    return FrameworkConfiguration(
         framework=to,
         text=text,
         in_the_script=in_the_script(wanted, graph, to, machine),
@@ -584,7 +586,7 @@ def profile(
         graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
     check_code(graph, "")
     node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
-    found = measure(
+    measured_cluster = measure(
         graph,
         cluster,
         _measured_job(graph, script, seq_len, global_batch, precision),
@@ -594,12 +596,12 @@ def profile(
         node_rank=node_rank,
         quiet=quiet,
     )
-    measured: Profile = found.profile
+    measured: Profile = measured_cluster.profile
     if node_rank.node == 0:
         if output is not None:
             document.write(measured, output)
         if cluster_output is not None:
-            document.write(found.cluster, cluster_output)
+            document.write(measured_cluster.cluster, cluster_output)
     return measured
 
 
@@ -632,24 +634,24 @@ def profile_agenda(
     node: int | None = None,
     rendezvous: str | None = None,
     budget: str | None = None,
-) -> Intended:
+) -> ProfileAgenda:
     """Return what `profile` would measure, in its order, and measure nothing."""
-    from meshwright.profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
+    from meshwright.profiler import profile as profiles  # noqa: PLC0415 - the profiler
     from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415
 
     graph, script = model_and_script(model, seq_len=seq_len)
-    found: Intended = intended(
+    agenda: ProfileAgenda = profiles.agenda(
         graph,
         cluster,
         _measured_job(graph, script, seq_len, global_batch, precision),
-        budget_s=BUDGET_S if budget is None else duration_s(budget),
+        budget_s=profiles.BUDGET_S if budget is None else duration_s(budget),
         node_rank=node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
     )
-    return found
+    return agenda
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ShownPlan:
     """A plan beside its prediction, and where the pictures were written."""
 
     plan: Plan
@@ -667,7 +669,7 @@ def show(
     trace: str | None = None,
     certificate: Certificate | None = None,
     measured_rows: Sequence[tuple[str, str, str, str]] = (),
-) -> Shown:
+) -> ShownPlan:
     """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too.
 
     The page has the proof and the alternatives of a search for the plan's job, which is made again
@@ -700,7 +702,7 @@ def show(
         from meshwright.planner.report.trace import trace_json  # noqa: PLC0415
 
         document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
-    return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)
+    return ShownPlan(plan=wanted, prediction=prediction, html=html, trace=trace)
 
 
 def _searched_again(

@@ -244,7 +244,7 @@ def profile(
     )
 
 
-def whatif(study: Study | str | Path | None = None, **said: Any) -> Result:
+def whatif(study: Study | str | Path | None = None, **flags: Any) -> Result:
     """Compare clusters before they are bought or rented: time, cost, energy of the best plans.
 
     A study, its file, or its words: `model`, `clusters`, `tokens`, `deadline_days`, `budget`, `by`.
@@ -259,15 +259,15 @@ def whatif(study: Study | str | Path | None = None, **said: Any) -> Result:
     if isinstance(study, Study):
         from meshwright.planner.whatif.run_study import run  # noqa: PLC0415 - all of it is needed only here
 
-        if said:
-            raise DocumentError("study", f"is complete in itself; leave out {', '.join(said)}")
+        if flags:
+            raise DocumentError("study", f"is complete in itself; leave out {', '.join(flags)}")
         return run(study)
-    return studies.whatif(None if study is None else str(study), **said)
+    return studies.whatif(None if study is None else str(study), **flags)
 
 
 def export(
     source: str | Path, *, to: str | None = None, output: str | None = None
-) -> Exported | commands.Configured:
+) -> Exported | commands.FrameworkConfiguration:
     """Write a checkpoint in the form of another program, or a plan as its configuration.
 
     >>> import meshwright, pathlib, tempfile

@@ -260,14 +260,14 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
             )
 
     @functools.wraps(command)
-    def called(**values: Any) -> None:
+    def run(**values: Any) -> None:
         for name, record in records.items():
             values[name] = record(**{field: values.pop(field) for field in record.model_fields})
         command(**values)
 
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {p.name: p.annotation for p in parameters}
-    return called
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def _option(field: str, info: FieldInfo) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.console import bar, out, say
+from meshwright.cli.console import bar, out, print_message
 from meshwright.cli.options import (
     BackendOption,
     ClusterOption,
@@ -53,10 +53,10 @@ def plan(
     from meshwright.render.text import defaults_facts, next_fact, plan_text, top_table
 
     mine = of_user()
-    where = _needed(mine.take("cluster", cluster))
+    where = _required_cluster(mine.value_of("cluster", cluster))
     defaults = {
         "precision": mine.precision(options.get("precision")),
-        "backend": mine.take("backend", options.get("backend")) or "native",
+        "backend": mine.value_of("backend", options.get("backend")) or "native",
     }
     with bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
@@ -77,17 +77,17 @@ def plan(
             "global-batch": (options.get("global_batch"), job.global_batch),
         }
     )
-    said = [*defaults_facts(mine.said), next_fact(_then(answer, output), explain=explain)]
+    facts = [*defaults_facts(mine.notes), next_fact(_then(answer, output), explain=explain)]
     if html:
-        said.insert(-1, Fact(label="written", text=html, copied=True))
-    out.print(plan_text(answer, said=said, explain=explain))
+        facts.insert(-1, Fact(label="written", text=html, copied=True))
+    out.print(plan_text(answer, more_facts=facts, explain=explain))
     if options["top"] > 1:
         out.print(top_table(answer))
     if explain:
         out.print(f"searched in {answer.search_s:.2f} s of CPU")
 
 
-def _needed(cluster: str | None) -> str:
+def _required_cluster(cluster: str | None) -> str:
     """Return the cluster, which somebody must have named."""
     if cluster is None:
         raise DocumentError(
@@ -150,19 +150,19 @@ def compare(
         if len(plans) != 1:
             raise DocumentError("plans", f"are {len(plans)}; --best compares one plan")
         with bar("searching layouts", quiet=json) as progress:
-            told = commands.compare_best(plans[0], cluster, output=output, progress=progress)
+            improved = commands.compare_best(plans[0], cluster, output=output, progress=progress)
         if json:
-            print(as_json(improved_json(told)))
+            print(as_json(improved_json(improved)))
             return
         then = f"compare {plans[0]} --best -o best.yaml" if output is None else f"show {output}"
-        for part in improved_parts(told, then=f"meshwright {then}", explain=explain):
+        for part in improved_parts(improved, then=f"meshwright {then}", explain=explain):
             out.print(part)
         return
-    found = commands.compare(plans, cluster)
+    alternatives = commands.compare(plans, cluster)
     if json:
-        print(as_json({"plans": choices_json(found)}))
+        print(as_json({"plans": choices_json(alternatives)}))
         return
-    for part in compared_parts(found, explain=explain):
+    for part in compared_parts(alternatives, explain=explain):
         out.print(part)
 
 
@@ -197,19 +197,19 @@ def import_(
     from meshwright.render.text import imported_facts
 
     mine = of_user()
-    found = commands.import_plan(
+    imported = commands.import_plan(
         file,
         of=of,
-        cluster=_needed(mine.take("cluster", cluster)),
+        cluster=_required_cluster(mine.value_of("cluster", cluster)),
         model=model,
         seq_len=seq_len,
         global_batch=global_batch,
         output=output,
     )
     if json:
-        print(as_json(imported_json(found)))
+        print(as_json(imported_json(imported)))
         return
-    out.print(imported_facts(found, mine.said, output, explain=explain))
+    out.print(imported_facts(imported, mine.notes, output, explain=explain))
 
 
 def predict(
@@ -238,9 +238,9 @@ def predict(
 
     mine = of_user()
     if not is_plan(model):  # which has its own
-        cluster, backend = mine.take("cluster", cluster), mine.take("backend", backend)
+        cluster, backend = mine.value_of("cluster", cluster), mine.value_of("backend", backend)
     wanted = mine.precision(precision.value if precision else None) if not is_plan(model) else None
-    found = commands.priced(
+    predicted = commands.predicted_plan(
         model,
         cluster,
         layout=layout,
@@ -250,12 +250,12 @@ def predict(
         profile=profile,
         backend=backend or "native",
     )
-    prediction = found.prediction
+    prediction = predicted.prediction
     if json:
         print(as_json(prediction.model_dump(mode="json", exclude_none=True)))
         return
     if not is_plan(model):
-        job = found.job
+        job = predicted.job
         mine.left_open(
             {
                 "seq-len": (seq_len, job.seq_len),
@@ -263,13 +263,15 @@ def predict(
             }
         )
     then = (
-        f"compare {model} --best" if is_plan(model) else f"plan {model} --cluster {found.cluster}"
+        f"compare {model} --best"
+        if is_plan(model)
+        else f"plan {model} --cluster {predicted.cluster}"
     )
-    said = [*defaults_facts(mine.said), next_fact(f"meshwright {then}", explain=explain)]
+    more_facts = [*defaults_facts(mine.notes), next_fact(f"meshwright {then}", explain=explain)]
     facts = [Fact(label="layout", text=prediction.layout)]
     facts += prediction_facts(prediction, whole=explain)
-    title = f"{found.model} on {found.cluster}: {job_text(found.job)}"
-    out.print(Summary(title, [*facts, *said], whole=explain))
+    title = f"{predicted.model} on {predicted.cluster}: {job_text(predicted.job)}"
+    out.print(Summary(title, [*facts, *more_facts], whole=explain))
     if explain:
         out.print(assumptions_text(prediction))
 
@@ -338,7 +340,7 @@ def export(
     from meshwright.render.json_output import as_json, export_json
 
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
-    if isinstance(written, commands.Configured):
+    if isinstance(written, commands.FrameworkConfiguration):
         if json:
             print(as_json(asdict(written)))
             return
@@ -347,11 +349,11 @@ def export(
         else:
             out.print(f"written to {written.file}; {written.framework} reads it")
         for warning in written.warnings:
-            say(f"warning: {warning}")
+            print_message(f"warning: {warning}")
         for name, value in written.environment.items():
-            say(f"not in this file: environment {name}={value}")
-        for said in written.in_the_script:
-            say(f"not in this file: {said}")
+            print_message(f"not in this file: environment {name}={value}")
+        for instruction in written.in_the_script:
+            print_message(f"not in this file: {instruction}")
         return
     if json:
         print(as_json(export_json(written)))
@@ -387,6 +389,6 @@ def show(
         print(as_json({"prediction": dump, "html": html, "trace": trace}))
         return
     written = ", ".join(path for path in (shown.html, shown.trace) if path)
-    said = [Fact(label="written", text=written, copied=True)] if written else []
-    said.append(next_fact(_run(shown.plan, plan), explain=explain))
-    out.print(answer_text(shown.plan, shown.prediction, said=said, explain=explain))
+    facts = [Fact(label="written", text=written, copied=True)] if written else []
+    facts.append(next_fact(_run(shown.plan, plan), explain=explain))
+    out.print(answer_text(shown.plan, shown.prediction, said=facts, explain=explain))

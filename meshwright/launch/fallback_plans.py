@@ -87,7 +87,7 @@ class FallbackPlans:
             each=each,
             folder=folder,
         )
-        again = fit.at(str(path))
+        again = fit.with_plan(str(path))
         predicted = predict(again.plan, fit.graph, again.machine, fit.measured)
         entry = FallbackPlan(
             wanted=fit.plan.digest,
@@ -222,7 +222,7 @@ def main() -> int:
     die_with_launcher()
     os.nice(NICE)
     plan, saved, lefts, *profile = sys.argv[1:]
-    fit = LaunchablePlan.of(plan, profile[0] if profile else None)
+    fit = LaunchablePlan.read(plan, profile[0] if profile else None)
     for entry in solve_fallbacks(fit, Path(saved), map(_read, lefts.split(","))):
         print(
             f"{size_text(entry.left, entry.each)} left: {entry.step_s:.3g} s a step in {entry.path}"

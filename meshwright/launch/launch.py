@@ -70,7 +70,7 @@ def launch(
         raise DocumentError("survive", "continues from checkpoints: add --checkpoint FOLDER")
     more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
     if where.on != "local":
-        return _submitted(plan_path, run, where, more, dry_run=dry_run)
+        return _submit_job(plan_path, run, where, more, dry_run=dry_run)
     where.refuse_job()
     if where.hosts is not None:
         _on_hosts(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
@@ -80,14 +80,14 @@ def launch(
     from meshwright.runtime.launch.launch_config import Launch  # noqa: PLC0415
 
     node_rank = where.node_rank()
-    fit = LaunchablePlan.of(plan_path, profile)
+    fit = LaunchablePlan.read(plan_path, profile)
     if not dry_run:
         fit = fit.with_code(trusted=trust_code)
     elif not trust_code:
         check_code(fit.graph, plan_path)
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
     shrunk: Decision | None = None
-    if (replan or survive) and (left := fit.left(node_rank)) is not None:
+    if (replan or survive) and (left := fit.remaining(node_rank)) is not None:
         given, fit, run = fit, fallback(fit, left, run, quiet=quiet), goes_on
         shrunk = _shrunk(given, left, fit, node_rank, quiet=quiet)
     if survive and node_rank.nodes > 1 and not dry_run:
@@ -202,7 +202,7 @@ def _on_hosts(
     on_hosts(hosts_of(where.told_hosts), command, dry_run=dry_run)
 
 
-def _submitted(
+def _submit_job(
     plan_path: str, run: LaunchRun, where: Where, more: Mapping[str, object], *, dry_run: bool
 ) -> Submission:
     """Write the job that launches a plan with these options on all its nodes."""

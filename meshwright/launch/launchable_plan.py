@@ -42,7 +42,7 @@ class LaunchablePlan:
     source: PlanSource = "given"
 
     @classmethod
-    def of(cls, path: str, profile: str | None) -> LaunchablePlan:
+    def read(cls, path: str, profile: str | None) -> LaunchablePlan:
         """Read a plan with what it names."""
         plan = document.read(Plan, path)
         graph = plan_model(plan, path)
@@ -64,7 +64,7 @@ class LaunchablePlan:
             raise (error if error.file else error.in_file(self.path)) from error
         return replace(self, graph=graph)
 
-    def left(self, node_rank: NodeRank) -> int | None:
+    def remaining(self, node_rank: NodeRank) -> int | None:
         """Return how many nodes are there, or devices of one node; None if as many as planned."""
         from meshwright.runtime.launch.preflight import cuda_devices  # noqa: PLC0415 - the runtime
 
@@ -82,7 +82,7 @@ class LaunchablePlan:
         """Nodes that the plan is for."""
         return sum(group.nodes for group in self.machine.groups)
 
-    def at(self, path: str) -> LaunchablePlan:
+    def with_plan(self, path: str) -> LaunchablePlan:
         """Return the same training under another plan of its own."""
         plan = document.read(Plan, path)
         machine = machine_of(plan.cluster, self.measured)
@@ -121,7 +121,7 @@ class LaunchablePlan:
 
     def replanned_at(self, path: Path, *, source: PlanSource, quiet: bool) -> LaunchablePlan:
         """Return the same training under a plan for fewer devices or less memory, and say it."""
-        fit = replace(self.at(str(path)), source=source)
+        fit = replace(self.with_plan(str(path)), source=source)
         if not quiet:
             print(
                 f"meshwright: planned again for {fit.machine.devices} of {self.machine.devices} "

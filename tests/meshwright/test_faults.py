@@ -148,7 +148,7 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     room = Room(folder)
     room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     plan = planned(room, ranks=1)
-    fit = LaunchablePlan.of(str(plan), None)
+    fit = LaunchablePlan.read(str(plan), None)
     for left in range(NODES - 1, 0, -1):
         FallbackPlans(folder / "saved").solve(fit, left)
     own = {"MESHWRIGHT_SECRET": "of these tests alone", "MESHWRIGHT_CACHE": str(folder / "cache")}

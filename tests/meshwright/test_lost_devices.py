@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
 from meshwright.launch.launchable_plan import LaunchablePlan
-from meshwright.launch.multi_node import Epochs, Means
+from meshwright.launch.multi_node import Epochs, NodeResources
 from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import Decision, events_of
@@ -74,11 +74,11 @@ class Case:
     def epochs(self, own: Agent) -> Epochs:
         node = SimpleNamespace(epoch=self.epoch, roster=SimpleNamespace(agent=own))
         unused: Any = None
-        means = Means(
+        means = NodeResources(
             agent=cast(Any, node), copies=unused, zygote=unused, slots=unused, keeper=unused
         )
         made = Epochs(self.fit, self.run, means, [], quiet=True)
-        made._growth = cast(Any, SimpleNamespace(asked=False))
+        made._scale_up = cast(Any, SimpleNamespace(asked=False))
         return made
 
     def decide(self, end: RankEnd) -> Epoch:

@@ -32,7 +32,7 @@ def planned(folder: Path, *, cluster: str = "4xa10g", data: int = 4) -> Launchab
     model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
     plan = plan_of(data=data).model_copy(update={"model": model, "cluster": cluster})
     write(plan, folder / "plan.yaml")
-    return LaunchablePlan.of(str(folder / "plan.yaml"), None)
+    return LaunchablePlan.read(str(folder / "plan.yaml"), None)
 
 
 def test_what_is_lost_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
     monkeypatch.chdir(tmp_path)
 
     fit = fallback(
-        LaunchablePlan.of("sub/plan.yaml", None),
+        LaunchablePlan.read("sub/plan.yaml", None),
         4,
         LaunchRun(checkpoint=tmp_path / "saved"),
         quiet=True,

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.launch import scale_up as growing
+from meshwright.launch import multi_node
 from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
 from meshwright.launch.launchable_plan import LaunchablePlan
-from meshwright.launch.scale_up import Growth
+from meshwright.launch.multi_node import ScaleUp
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import PhaseDone, StepRecord
 from meshwright.runtime.resilience.membership import Agent, Epoch, State
@@ -36,9 +36,9 @@ class Case:
         self.folder = folder
         self.planned = planned(folder, cluster="4x1xa10g")
         self.members, self.spares, self.step, self.since_s = 2, 1, 100, 3600.0
-        monkeypatch.setattr(growing, "_predicted_s", lambda fit: 4.0 / fit.nodes)
+        monkeypatch.setattr(multi_node, "_predicted_step_s", lambda fit: 4.0 / fit.nodes)
 
-    def growth(self) -> Growth:
+    def growth(self) -> ScaleUp:
         run = LaunchRun(checkpoint=self.folder, output=self.folder, steps=STEPS)
         record = StepRecord(step=self.step, loss=1.0, grad_norm=1.0, step_s=STEP_S, epoch=0)
         append_record(record, metrics_file(self.folder))
@@ -56,7 +56,7 @@ class Case:
         )
         spares = tuple(agent(10 + number) for number in range(self.spares))
         node: Any = SimpleNamespace(epoch=epoch, spares=lambda: spares)
-        return Growth(self.planned, fit, run, cast(NodeAgent, node))
+        return ScaleUp(self.planned, fit, run, cast(NodeAgent, node))
 
 
 @pytest.fixture
