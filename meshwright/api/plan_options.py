@@ -140,7 +140,7 @@ def keyword_options(
         positions = {argument.name for argument in arguments}
 
         @functools.wraps(function)
-        def called(*positional: Any, **named: Any) -> Result_co:
+        def with_keywords(*positional: Any, **named: Any) -> Result_co:
             given = {name: named.pop(name) for name in names & named.keys()}
             unknown = next((name for name in named if name not in positions), None)
             if unknown is not None:
@@ -149,13 +149,13 @@ def keyword_options(
                 )
             return function(*positional, **named, options=record(**given))  # type: ignore[call-arg]
 
-        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        with_keywords.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*arguments, *inspect.signature(record).parameters.values()]
         )
-        called.__annotations__ = {
+        with_keywords.__annotations__ = {
             name: parameter.annotation
-            for name, parameter in inspect.signature(called).parameters.items()
+            for name, parameter in inspect.signature(with_keywords).parameters.items()
         } | {"return": signature.return_annotation}
-        return called
+        return with_keywords
 
     return decorate
