@@ -41,7 +41,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.tuning.measurement_noise import noise_of
 from meshwright.planner.tuning.next_trial import NEAR, Outcome, Tuner
 from meshwright.tune.trial import enough
-from meshwright.tune.tune import Tuned, tune
+from meshwright.tune.tune import TuningResult, tune
 
 MODEL, SEQ_LEN, GLOBAL_BATCH = "local-25m", 32, 8
 TRIALS = 8
@@ -99,7 +99,7 @@ def prepare(folder: Path, ranks: int, rate: str | None) -> None:
     print(f"{len(found.candidates)} plans may be tried")
 
 
-def untried(folder: Path) -> Tuned:
+def untried(folder: Path) -> TuningResult:
     """Return what `tune` knows before any trial."""
     return tune(
         MODEL,

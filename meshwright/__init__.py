@@ -128,9 +128,9 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for."""
     if name not in __all__:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
-    found = getattr(importlib.import_module(_FILES.get(name, "meshwright.api.functions")), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(_FILES.get(name, "meshwright.api.functions")), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,8 @@ def main() -> int:
     """Run the command of this process; Ctrl-C ends it without a traceback while it loads too."""
     try:
         if sys.argv[1:] == ["--version"]:  # which needs no command
+            from meshwright.api.version import version  # noqa: PLC0415 - other commands need none
+
             print(version())
             return 0
         from meshwright.cli import main as run  # noqa: PLC0415 - what is interrupted
@@ -15,13 +17,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)
         return 130
-
-
-def version() -> str:
-    """Return what `--version` prints."""
-    from importlib import metadata  # noqa: PLC0415 - of this alone
-
-    return f"meshwright {metadata.version('meshwright')}"
 
 
 if __name__ == "__main__":

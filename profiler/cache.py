@@ -70,17 +70,17 @@ class Parts:
         self._file = Path(folder) / f"rank-{rank:05}.json" if folder else None
         self._agree = agree
         """Returns the least of all ranks' values."""
-        found = load(self._file) if self._file else None
-        self._parts: dict[str, Any] = found if isinstance(found, dict) else {}
+        parts = load(self._file) if self._file else None
+        self._parts: dict[str, Any] = parts if isinstance(parts, dict) else {}
 
     def __getitem__(self, name: str) -> Any:
         return self._parts[name]
 
-    def has(self, name: str) -> bool:
+    def everywhere_stored(self, name: str) -> bool:
         """Tell whether every rank has a part; all ranks call it together."""
         return self._agree(1.0 if name in self._parts else 0.0) > 0
 
-    def put(self, name: str, part: Any) -> None:
+    def store(self, name: str, part: Any) -> None:
         """Keep a part."""
         self._parts[name] = part
         if self._file is not None:
@@ -93,6 +93,6 @@ class Parts:
         """
         if not keep:
             return measure()
-        if not self.has(name):
-            self.put(name, measure())
+        if not self.everywhere_stored(name):
+            self.store(name, measure())
         return self._parts[name]

@@ -208,17 +208,17 @@ class Chain:
         """Return the module recorded anew, under a plan."""
         if self.script is not None:
             return self.script.model(plan, device=self.device, place=place)
-        made = trained_model(plan, self._model, device=self.device, place=place)
-        assert isinstance(made, TokenModel)
-        return made
+        model = trained_model(plan, self._model, device=self.device, place=place)
+        assert isinstance(model, TokenModel)
+        return model
 
-    def _total(self, made: Any, batch: Any) -> Tensor:
+    def _total(self, outputs: Any, batch: Any) -> Tensor:
         assert self._recorded is not None
-        return counted(self._recorded.loss(made, batch), samples_in(batch)).total
+        return counted(self._recorded.loss(outputs, batch), samples_in(batch)).total
 
-    def loss(self, made: Tensor, targets: Any) -> Tensor:
+    def loss(self, logits: Tensor, targets: Any) -> Tensor:
         """Return the sum of losses of what the last layer made."""
-        return made if self._recorded is not None else next_token_loss(made, targets)[0]
+        return logits if self._recorded is not None else next_token_loss(logits, targets)[0]
 
     def whole_loss(self, module: nn.Module, tokens: Tensor, targets: Any) -> Tensor:
         """Return the sum of losses of all layers as one stage."""
@@ -228,8 +228,8 @@ class Chain:
 
     def run(self, layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what a layer makes."""
-        made = layer(*taken)
-        return made if isinstance(made, tuple) else (made,)
+        outputs = layer(*taken)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def slots(self) -> tuple[Slot, ...]:
         """Return what an optimizer has of the layers where each rank has all."""
@@ -280,14 +280,14 @@ class Chain:
         part = self.parts[name]
         assert isinstance(part, RecordedStage) and self._recorded is not None
         at = [layer.name for layer in self._recorded.recorder.first.layers].index(name)
-        made = RecordedStage(self._recorded.module, self._recorded.recorder, at, at + 1).train()
-        made.micro_batches, made.loss, made.around = part.micro_batches, part.loss, part.around
+        stage = RecordedStage(self._recorded.module, self._recorded.recorder, at, at + 1).train()
+        stage.micro_batches, stage.loss, stage.around = part.micro_batches, part.loss, part.around
         for path, unit in part.units.items():
             if is_block(unit):
-                own = recomputing.wrapped(_OwnForward(unit), recompute)
-                compiler.compile(path, own)
-                made.place(path, own)
-        return made
+                forward = recomputing.wrapped(_OwnForward(unit), recompute)
+                compiler.compile(path, forward)
+                stage.place(path, forward)
+        return stage
 
     def batch(self, micro_batch: int) -> tuple[Tensor, Any]:
         """Return this rank's tokens of one micro-batch, and the targets.
@@ -319,8 +319,8 @@ class Chain:
             return leaf.to(self.device, self._dtype if narrow else None)
 
         every = few_samples(self.script.batch, begin + micro_batch)
-        own = part_of(every, range(begin, begin + micro_batch))
-        return tree_map(on_device, divided(own, self.place.context))
+        micro_samples = part_of(every, range(begin, begin + micro_batch))
+        return tree_map(on_device, divided(micro_samples, self.place.context))
 
     def _tokens(self, micro_batch: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(micro_batch + MOST_SAMPLES * self._data_rank)
@@ -331,7 +331,7 @@ class Chain:
             given: tuple[Tensor, ...] = inputs, targets
             if len(self._recorded.example) > 2:
                 given += (torch.arange(self.seq_len).expand_as(inputs),)
-            return tuple(one.to(self.device) for one in divided(given, self.place.context))
+            return tuple(tensor.to(self.device) for tensor in divided(given, self.place.context))
         if self.division.context > 1:
             held = self.place.context.positions(self.seq_len)
             inputs, targets = inputs[:, held], targets[:, held]

@@ -32,7 +32,7 @@ def devices(device: torch.device, *, name: str) -> list[MeasuredDevice]:
         dist.barrier()
     rates = _product_flops(device, clock)
     to_device, to_host = _copies(device, clock) if device.type == "cuda" else (None, None)
-    own = MeasuredDevice(
+    description = MeasuredDevice(
         name=name,
         rank=dist.get_rank() if dist.is_initialized() else 0,
         memory_bytes=torch.cuda.get_device_properties(device).total_memory
@@ -45,8 +45,8 @@ def devices(device: torch.device, *, name: str) -> list[MeasuredDevice]:
         device_to_host_bytes_per_s=to_host,
     )
     if not dist.is_initialized():
-        return [own]
-    return [MeasuredDevice.model_validate(of) for of in all_gather_json(own.model_dump())]
+        return [description]
+    return [MeasuredDevice.model_validate(of) for of in all_gather_json(description.model_dump())]
 
 
 def _product_flops(device: torch.device, clock: Clock) -> list[float]:

@@ -46,21 +46,21 @@ def slow_links(pairs: Sequence[NodePair], names: Sequence[str]) -> Iterator[Find
     sends = {node: _best(pairs, source=node) for node in range(len(names))}
     receives = {node: _best(pairs, target=node) for node in range(len(names))}
     for what, best in (("sends", sends), ("receives", receives)):
-        for node, own in sorted(best.items(), key=lambda item: item[1]):
+        for node, seconds in sorted(best.items(), key=lambda item: item[1]):
             # Two nodes have one pair: then a direction is compared with the other direction.
             others = (
                 [rate for other, rate in best.items() if other != node]
                 if len(names) > 2
                 else [best[1 - node]] * (what == "sends")
             )
-            if others and own < DEGRADED * median(others):
-                share = own / median(others)
+            if others and seconds < DEGRADED * median(others):
+                share = seconds / median(others)
                 yield Finding(
                     what="link",
                     subject=names[node],
                     share=share,
-                    text=f"{names[node]} {what} at {share:.0%} of its peers: {_rate_text(own)} and "
-                    f"{_rate_text(median(others))}",
+                    text=f"{names[node]} {what} at {share:.0%} of its peers: "
+                    f"{_rate_text(seconds)} and {_rate_text(median(others))}",
                 )
     for pair in sorted(pairs, key=lambda p: p.bytes_per_s):
         usual = min(sends[pair.source], receives[pair.target])

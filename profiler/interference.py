@@ -37,7 +37,7 @@ class Watch:
             min(self._clock.seconds(lambda: torch.matmul(left, right, out=out)) for _ in range(3))
         )
 
-    def waited(self) -> float:
+    def waiting_share(self) -> float:
         """Return the share of the time in which others had the processor that we wanted."""
         passed_s = time.perf_counter() - self._begin_s
         return min(1.0, max(0.0, (waited_s() - self._waited_s) / max(passed_s, 1e-9)))

@@ -36,7 +36,7 @@ def layer_bytes(chain: Chain, case: Case) -> dict[str, MeasuredLayerBytes]:
     tokens, targets = chain.batch(case.micro_batch)
     layers = chain.layers(case)
     result: dict[str, MeasuredLayerBytes] = {}
-    made: tuple[Tensor, ...] = (tokens,)
+    outputs: tuple[Tensor, ...] = (tokens,)
     measured: dict[str, int] = {}
     with chain.loss_context():
         for index, (name, layer) in enumerate(layers.items()):
@@ -46,11 +46,11 @@ def layer_bytes(chain: Chain, case: Case) -> dict[str, MeasuredLayerBytes]:
             kind = chain.kinds[name]
             if measured.get(kind, 0) < SAME_KIND or loss is not None:
                 measured[kind] = measured.get(kind, 0) + 1
-                looks = [bytes_of(layer, made, loss) for _ in range(looks_at(chain))]
-                result[name], made = least(held for held, _ in looks), looks[-1][1]
+                looks = [bytes_of(layer, outputs, loss) for _ in range(looks_at(chain))]
+                result[name], outputs = least_bytes(held for held, _ in looks), looks[-1][1]
             else:
                 with torch.no_grad():
-                    made = chain.run(layer, made)
+                    outputs = chain.run(layer, outputs)
     return result
 
 
@@ -63,7 +63,7 @@ def looks_at(chain: Chain) -> int:
     return 1 if chain.division.ranks == 1 else DIVIDED_LOOKS
 
 
-def least(every: Iterable[MeasuredLayerBytes]) -> MeasuredLayerBytes:
+def least_bytes(every: Iterable[MeasuredLayerBytes]) -> MeasuredLayerBytes:
     """Return the least of each."""
     seen = list(every)
     return MeasuredLayerBytes(
@@ -99,9 +99,9 @@ def bytes_of(
         without_input_bytes = live.current_bytes
         # From here on until backward begins, only this function's own tensors come.
         outputs = output if isinstance(output, tuple) else (output,)
-        result = tuple(one.detach().clone() for one in outputs)
+        result = tuple(output.detach().clone() for output in outputs)
         root = output if loss is not None else _End.apply(*outputs)
-        one = torch.ones_like(root)
+        gradient = torch.ones_like(root)
         own_bytes = live.current_bytes - without_input_bytes
         del output, outputs
         if loss is not None:
@@ -109,7 +109,7 @@ def bytes_of(
         begin_bytes = live.current_bytes
         live.reset_peak()
         if root.requires_grad:  # what is frozen has nothing to do
-            root.backward(one)
+            root.backward(gradient)
         backward_bytes = live.peak_of_rest_bytes - begin_bytes
         for hook in hooks:
             hook.remove()
@@ -131,9 +131,9 @@ class _End(torch.autograd.Function):
     """A scalar whose backward makes the gradient of an activation, to which nobody else refers."""
 
     @staticmethod
-    def forward(ctx: Any, *made: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype, x.device) if x.requires_grad else None for x in made]
-        return made[0].new_zeros((), dtype=torch.float32)
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) if x.requires_grad else None for x in outputs]
+        return outputs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

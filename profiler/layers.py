@@ -10,6 +10,9 @@ What a layer computes again is a forward within the backward, and timed as such.
 A table of tokens takes so little beside blocks that one look at it per trial, right after all ranks
 met, tells more of the meeting: such layers run some more times by themselves, each time with caches
 that hold other things, and a trial's median counts.
+
+A head whose loss is computed in chunks runs by itself: in a chain the head returns all logits.
+Its parameters are multiplied a few rows at a time, as the runtime does it in training.
 """
 
 from __future__ import annotations
@@ -24,15 +27,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright.planner.documents.profile import LayerMeasurement
+from meshwright.planner.documents.profile import ChunkedLoss, LayerMeasurement
 from meshwright.profiler.cache import Parts
 from meshwright.profiler.chain import Case, Chain, Division
 from meshwright.profiler.clock import Clock, Moment, median, slowest, spread
 from meshwright.profiler.interference import Watch
-from meshwright.profiler.layer_bytes import MeasuredLayerBytes, layer_bytes
+from meshwright.profiler.layer_bytes import (
+    MeasuredLayerBytes,
+    bytes_of,
+    layer_bytes,
+    least_bytes,
+    looks_at,
+)
 from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.models.family_adapter import HEAD
+from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 
 LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 6
@@ -46,6 +57,8 @@ MORE_LOOKS = 4
 """How often."""
 OTHER_BYTES = 8 * 2**20
 """What passes through the caches before each."""
+HEAD_WARM_UP, HEAD_ROUNDS = 1, 6
+"""Passes of a head whose loss is in chunks: not counted, counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,7 @@ class LayerSamples:
     held: list[MeasuredLayerBytes] = field(default_factory=list)
 
 
-Found = dict[tuple[str, Case], LayerSamples]
+SamplesByCase = dict[tuple[str, Case], LayerSamples]
 
 
 def measurements(
@@ -89,7 +102,7 @@ def measurements(
     by_division = {chain.division: chain for chain in chains}
     once = {chain.division: _once(chain, clock) for chain in chains}
     least = len(cases) if least is None else min(least, len(cases))
-    found = _found(parts, cases, by_division)
+    accepted = _accepted_samples(parts, cases, by_division)
     chosen: list[Case] = []
     passes_s = 0.0
     for case in cases:
@@ -97,20 +110,20 @@ def measurements(
         if len(chosen) >= least and wanted_s >= budget_s:
             break
         chain = by_division[case.division]
-        passes_s += slowest([_first(found, chain, case, once[case.division], clock)])[0]
+        passes_s += slowest([_first(accepted, chain, case, once[case.division], clock)])[0]
         chosen.append(case)
         if progress:
             done = max(len(chosen) / len(cases), wanted_s / budget_s if budget_s else 1.0)
             progress(min(1.0, done) * 2 / (LEAST_ROUNDS + 1))
-    found = {key: samples for key, samples in found.items() if key[1] in chosen}
+    accepted = {key: samples for key, samples in accepted.items() if key[1] in chosen}
     rounds = 0
     while rounds < MOST_ROUNDS:
         # Samples of a run that was cut short count: a round that is whole is not done again.
-        due = [c for c in chosen if _visits(found, by_division[c.division], c) <= rounds]
+        due = [c for c in chosen if _visits(accepted, by_division[c.division], c) <= rounds]
         if rounds >= LEAST_ROUNDS and used_s() >= budget_s:
             break
         if rounds >= ENOUGH_ROUNDS:
-            wide = slowest([_spread(found, by_division[case.division], case) for case in due])
+            wide = slowest([_spread(accepted, by_division[case.division], case) for case in due])
             due = [c for c, width in zip(due, wide, strict=True) if width > TARGET_SPREAD]
             if not due:
                 break
@@ -119,35 +132,35 @@ def measurements(
         order = random.Random(rounds).sample(due, len(due))
         for index, case in enumerate(order):
             chain = by_division[case.division]
-            _visit(found, chain, case, once[case.division], clock)
+            _visit(accepted, chain, case, once[case.division], clock)
             if progress:
                 done = (1 + rounds + (index + 1) / len(order)) / (LEAST_ROUNDS + 1)
                 progress(min(0.99, done))
         rounds += 1
-        parts.put("layers", _plain(found))
+        parts.store("layers", _plain(accepted))
     return [
         measurement(kind, case, samples, by_division[case.division])
-        for (kind, case), samples in of_all_ranks(found).items()
+        for (kind, case), samples in of_all_ranks(accepted).items()
     ]
 
 
 def _first(
-    found: Found, chain: Chain, case: Case, once_s: Mapping[str, float], clock: Clock
+    samples: SamplesByCase, chain: Chain, case: Case, once_s: Mapping[str, float], clock: Clock
 ) -> float:
     """Count a case's bytes, which also warms it up, and time one pass; return what that took."""
     first = next(iter(chain.kinds.values()))
-    if not found[first, case].held:
+    if not samples[first, case].held:
         for name, held in layer_bytes(chain, case).items():
-            found[chain.kinds[name], case].held.append(held)
-    if _visits(found, chain, case) > 0:
-        return _last_pass_s(found, chain, case)
+            samples[chain.kinds[name], case].held.append(held)
+    if _visits(samples, chain, case) > 0:
+        return _last_pass_s(samples, chain, case)
     before_s = clock.now_s()
-    _visit(found, chain, case, once_s, clock)
+    _visit(samples, chain, case, once_s, clock)
     return clock.now_s() - before_s
 
 
 def _visit(
-    found: Found, chain: Chain, case: Case, once_s: Mapping[str, float], clock: Clock
+    by_case: SamplesByCase, chain: Chain, case: Case, once_s: Mapping[str, float], clock: Clock
 ) -> None:
     """Add one trial's seconds to what was found."""
     again: dict[str, float] = {}
@@ -155,45 +168,47 @@ def _visit(
     for name in _short(chain, once_s):
         seconds[name] = looked_at_again(chain, case, clock, name, seconds[name])
     for name, (forward_s, backward_s) in seconds.items():
-        samples = found[chain.kinds[name], case]
+        samples = by_case[chain.kinds[name], case]
         samples.forward_s.append(forward_s)
         samples.backward_s.append(backward_s)
         samples.recompute_s.append(again.get(name, 0.0))
 
 
-def _found(parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, Chain]) -> Found:
+def _accepted_samples(
+    parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, Chain]
+) -> SamplesByCase:
     """Return the samples of these cases that all ranks accepted, and empty ones for the others."""
     keys = [
         (kind, case)
         for case in cases
         for kind in dict.fromkeys(by_division[case.division].kinds.values())
     ]
-    found: Found = {key: LayerSamples() for key in keys}
-    if not parts.has("layers"):
-        return found
+    accepted: SamplesByCase = {key: LayerSamples() for key in keys}
+    if not parts.everywhere_stored("layers"):
+        return accepted
     kept = _read(parts["layers"])
     counts = [float(len(kept[key].forward_s)) if key in kept else 0.0 for key in keys]
     least = [-value for value in slowest([-count for count in counts])]
     for key, count in zip(keys, least, strict=True):
         if count > 0:
-            own = kept[key]
-            found[key] = LayerSamples(
-                own.forward_s[: int(count)],
-                own.backward_s[: int(count)],
-                own.recompute_s[: int(count)],
-                own.held,
+            stored = kept[key]
+            accepted[key] = LayerSamples(
+                stored.forward_s[: int(count)],
+                stored.backward_s[: int(count)],
+                stored.recompute_s[: int(count)],
+                stored.held,
             )
-    return found
+    return accepted
 
 
-def _plain(found: Found) -> list[dict[str, Any]]:
+def _plain(by_case: SamplesByCase) -> list[dict[str, Any]]:
     return [
         {"kind": kind, "case": asdict(case), **asdict(samples)}
-        for (kind, case), samples in found.items()
+        for (kind, case), samples in by_case.items()
     ]
 
 
-def _read(rows: Sequence[Mapping[str, Any]]) -> Found:
+def _read(rows: Sequence[Mapping[str, Any]]) -> SamplesByCase:
     return {
         (row["kind"], Case(**row["case"])): LayerSamples(
             row["forward_s"],
@@ -205,23 +220,23 @@ def _read(rows: Sequence[Mapping[str, Any]]) -> Found:
     }
 
 
-def _visits(found: Found, chain: Chain, case: Case) -> int:
+def _visits(samples: SamplesByCase, chain: Chain, case: Case) -> int:
     """Return in how many rounds a case was measured."""
     first = next(iter(chain.kinds.values()))
     of_kind = sum(kind == first for kind in chain.kinds.values())
-    return len(found[first, case].forward_s) // of_kind
+    return len(samples[first, case].forward_s) // of_kind
 
 
-def _last_pass_s(found: Found, chain: Chain, case: Case) -> float:
+def _last_pass_s(by_case: SamplesByCase, chain: Chain, case: Case) -> float:
     """Return the seconds of the last visit that was accepted."""
-    samples = [found[kind, case] for kind in chain.kinds.values()]
+    samples = [by_case[kind, case] for kind in chain.kinds.values()]
     return sum(each.forward_s[-1] + each.backward_s[-1] for each in samples)
 
 
-def _spread(found: Found, chain: Chain, case: Case) -> float:
+def _spread(by_case: SamplesByCase, chain: Chain, case: Case) -> float:
     """Return the spread of a whole pass, layer by layer of each kind together."""
-    every = [found[kind, case] for kind in dict.fromkeys(chain.kinds.values())]
-    rounds = _visits(found, chain, case)
+    every = [by_case[kind, case] for kind in dict.fromkeys(chain.kinds.values())]
+    rounds = _visits(by_case, chain, case)
     totals = []
     for visit in range(rounds):
         total = 0.0
@@ -247,14 +262,14 @@ def trial(
     arrived: dict[str, Moment] = {}
     with in_step(), chain.loss_context(), contextlib.ExitStack() as noted:
         begin = {names[0]: clock.moment()}
-        made: tuple[Tensor, ...] = (tokens,)
+        outputs: tuple[Tensor, ...] = (tokens,)
         for name, following in zip(names, [*names[1:], None], strict=True):
-            made = chain.run(layers[name], made)
+            outputs = chain.run(layers[name], outputs)
             if following is not None:
                 begin[following] = clock.moment()
-                _note_all(made, arrived, name, clock)
-        loss = chain.loss(made[0], targets)
-        del made
+                _note_all(outputs, arrived, name, clock)
+        loss = chain.loss(outputs[0], targets)
+        del outputs
         middle = clock.moment()
         spans: dict[str, list[Moment]] = {}
         if again is not None and case.recompute != "none" and not case.compiled:
@@ -276,9 +291,11 @@ def trial(
     return result
 
 
-def _note_all(made: Sequence[Tensor], moments: dict[str, Moment], name: str, clock: Clock) -> None:
+def _note_all(
+    outputs: Sequence[Tensor], moments: dict[str, Moment], name: str, clock: Clock
+) -> None:
     """Note when the last of the gradients of what a layer made arrives."""
-    for value in made:
+    for value in outputs:
         if value.requires_grad:
             value.register_hook(_noting(moments, name, clock))
 
@@ -336,10 +353,10 @@ def looked_at_again(
         with in_step():
             other.add_(1.0)
             begin = clock.moment()
-            made = chain.run(layer, (tokens,))
+            outputs = chain.run(layer, (tokens,))
             middle = clock.moment()
-            _note_all(made, arrived, name, clock)
-            trained = [value for value in made if value.requires_grad]
+            _note_all(outputs, arrived, name, clock)
+            trained = [value for value in outputs if value.requires_grad]
             if not trained:
                 return first
             torch.autograd.backward(trained, [torch.ones_like(value) for value in trained])
@@ -361,11 +378,11 @@ def in_step() -> Iterator[None]:
         gc.enable()
 
 
-def of_all_ranks(found: Found) -> Found:
+def of_all_ranks(samples: SamplesByCase) -> SamplesByCase:
     """Return what every rank has seen, to each."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return found
-    everyone = [_read(of_rank) for of_rank in all_gather_json(_plain(found))]
+        return samples
+    everyone = [_read(of_rank) for of_rank in all_gather_json(_plain(samples))]
     return {
         key: LayerSamples(
             [s for of_rank in everyone for s in of_rank[key].forward_s],
@@ -373,7 +390,7 @@ def of_all_ranks(found: Found) -> Found:
             [s for of_rank in everyone for s in of_rank[key].recompute_s],
             [b for of_rank in everyone for b in of_rank[key].held],
         )
-        for key in found
+        for key in samples
     }
 
 
@@ -403,3 +420,87 @@ def measurement(kind: str, case: Case, samples: LayerSamples, chain: Chain) -> L
         spread=spread(both),
         samples=len(both),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCase:
+    """One head to measure."""
+
+    division: Division
+    micro_batch: int
+    loss: ChunkedLoss
+
+    @property
+    def case(self) -> Case:
+        """The setting of the layers around it; a head recomputes nothing beside its loss."""
+        return Case(micro_batch=self.micro_batch, recompute="none", **asdict(self.division))
+
+
+def heads(chains: Sequence[Chain], wanted: Sequence[HeadCase]) -> list[LayerMeasurement]:
+    """Measure each head; all ranks call it together and get the same."""
+    by_division = {chain.division: chain for chain in chains}
+    return [_head(by_division[head.division], head) for head in wanted]
+
+
+def _head(chain: Chain, wanted: HeadCase) -> LayerMeasurement:
+    clock, head_samples = Clock(chain.device), LayerSamples()
+    chain.gradients_exist()
+    tokens, targets = chain.batch(wanted.micro_batch)
+    hidden = _before_head(chain, tokens)
+    with _chunked_head(chain, wanted.loss, targets) as head:
+        for visit in range(HEAD_WARM_UP + HEAD_ROUNDS):
+            seconds = _passes(head, hidden, clock)
+            if visit >= HEAD_WARM_UP:
+                head_samples.forward_s.append(seconds[0])
+                head_samples.backward_s.append(seconds[1])
+                head_samples.recompute_s.append(0.0)
+        looks = [bytes_of(head, [hidden], lambda out: out[0])[0] for _ in range(looks_at(chain))]
+        head_samples.held.append(least_bytes(looks))
+    kind, case = chain.kinds[HEAD], wanted.case
+    samples = of_all_ranks({(kind, case): head_samples})[kind, case]
+    return measurement(kind, case, samples, chain).model_copy(update={"loss": wanted.loss})
+
+
+def _passes(head: nn.Module, hidden: Tensor, clock: Clock) -> tuple[float, float]:
+    x = hidden.detach().requires_grad_()
+    with in_step():
+        begin = clock.moment()
+        total, _ = head(x)
+        middle = clock.moment()
+        total.backward()
+        end = clock.moment()
+    return clock.between_s(begin, middle), clock.between_s(middle, end)
+
+
+def _before_head(chain: Chain, tokens: Tensor) -> Tensor:
+    """Return what the head reads of a micro-batch: [sample, this rank's positions, hidden]."""
+    activations = tokens
+    with torch.no_grad():
+        for name, layer in chain.parts.items():
+            if name != HEAD:
+                activations = layer(activations)
+    return activations.detach().clone()
+
+
+class _OfTargets(nn.Module):
+    """A head that makes its loss, with the targets that it takes."""
+
+    def __init__(self, head: nn.Module, targets: Tensor) -> None:
+        super().__init__()
+        self.head, self.targets = head, targets
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss_and_count: tuple[Tensor, Tensor] = self.head(x, self.targets)
+        return loss_and_count
+
+
+@contextlib.contextmanager
+def _chunked_head(chain: Chain, how: ChunkedLoss, targets: Tensor) -> Iterator[nn.Module]:
+    """Let the chain's head compute its loss in chunks, and as before behind this."""
+    head = chain.parts[HEAD]
+    group = chain.place.axis("tensor").get_group() if chain.division.tensor > 1 else None
+    in_chunks(head, how, group)
+    try:
+        yield _OfTargets(head, targets)
+    finally:
+        del head.forward  # the class's own comes forward again

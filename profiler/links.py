@@ -74,7 +74,7 @@ class RankGroup:
 
 def groups_of(degree: int, tier: str, *, stride: int = 1, inner: int = 1) -> RankGroup:
     """Divide all ranks into groups, `stride` apart; return this rank's.  All ranks call it."""
-    world, own = dist.get_world_size(), dist.get_rank()
+    world, rank = dist.get_world_size(), dist.get_rank()
     if degree == world:
         everyone = tuple(range(world))
         everybody = dist.group.WORLD
@@ -83,7 +83,7 @@ def groups_of(degree: int, tier: str, *, stride: int = 1, inner: int = 1) -> Ran
     mine = None
     for ranks in members(world, degree, stride):
         handle = dist.new_group(list(ranks))
-        if own in ranks:
+        if rank in ranks:
             mine = RankGroup(tier=tier, ranks=ranks, handle=handle, inner=inner)
     assert mine is not None
     return mine
@@ -224,16 +224,16 @@ def _operation(
     whole = torch.ones(count, device=device)
     part = torch.ones(count // ranks, device=device)
     if operation == "all_reduce":
-        return lambda: _done(dist.all_reduce(whole, group=handle))
+        return lambda: _finish(dist.all_reduce(whole, group=handle))
     if operation == "all_gather":
-        return lambda: _done(_ALL_GATHER(whole, part, group=handle))
+        return lambda: _finish(_ALL_GATHER(whole, part, group=handle))
     if operation == "reduce_scatter":
-        return lambda: _done(_REDUCE_SCATTER(part, whole, group=handle))
+        return lambda: _finish(_REDUCE_SCATTER(part, whole, group=handle))
     if operation == "all_to_all":
         other = torch.empty_like(whole)
-        return lambda: _done(dist.all_to_all_single(other, whole, group=handle))
+        return lambda: _finish(dist.all_to_all_single(other, whole, group=handle))
     if operation == "broadcast":
-        return lambda: _done(dist.broadcast(whole, src=group.ranks[0], group=handle))
+        return lambda: _finish(dist.broadcast(whole, src=group.ranks[0], group=handle))
     return _half_round_trip(whole, group)
 
 
@@ -284,13 +284,13 @@ def pairs(
     progress: Callable[[float], None] | None = None,
 ) -> list[NodePair]:
     """Measure messages between the first ranks of all nodes, both ways; all ranks call it."""
-    own = dist.get_rank()
-    node = first_ranks.index(own) if own in first_ranks else None
-    found: list[NodePair] = []
+    rank = dist.get_rank()
+    node = first_ranks.index(rank) if rank in first_ranks else None
+    pairs: list[NodePair] = []
     met = rounds(len(first_ranks))
     for index, meetings in enumerate(met):
-        for one, other in meetings:
-            for source, target in ((one, other), (other, one)):
+        for first, other in meetings:
+            for source, target in ((first, other), (other, first)):
                 if node in (source, target):
                     peer = first_ranks[target if node == source else source]
                     pair = _one_way(
@@ -300,11 +300,11 @@ def pairs(
                         budget_s=budget_s / len(met) / 2,
                     )
                     if pair is not None:
-                        found.append(pair.model_copy(update={"source": source, "target": target}))
+                        pairs.append(pair.model_copy(update={"source": source, "target": target}))
         dist.barrier()
         if progress:
             progress((index + 1) / len(met))
-    everyone = all_gather_json([pair.model_dump() for pair in found])
+    everyone = all_gather_json([pair.model_dump() for pair in pairs])
     every_pair = [NodePair.model_validate(pair) for of_rank in everyone for pair in of_rank]
     return sorted(every_pair, key=lambda p: (p.source, p.target))
 
@@ -366,5 +366,5 @@ def _one_way(*, sends: bool, peer: int, device: torch.device, budget_s: float) -
     )
 
 
-def _done(_: object) -> None:
+def _finish(_: object) -> None:
     """Collectives called without async_op return None when they are done."""

@@ -44,7 +44,7 @@ QUERY = "name,memory.total,pci.bus_id,pcie.link.gen.max,pcie.link.width.max"
 
 def node_here() -> MeasuredNode:
     """Return this node without any measured figures."""
-    said = _nvidia_smi("topo", "-m")
+    matrix = _nvidia_smi("topo", "-m")
     return MeasuredNode(
         name=socket.gethostname() or "node",
         processor=processor(),
@@ -55,7 +55,7 @@ def node_here() -> MeasuredNode:
         devices=devices_listed(
             _nvidia_smi(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
         ),
-        device_links=device_links(said),
+        device_links=device_links(matrix),
     )
 
 
@@ -68,7 +68,7 @@ def processor() -> str:
     return next((n.partition(":")[2].strip() for n in lines if "model name" in n), "cpu") or "cpu"
 
 
-def devices_listed(said: str) -> tuple[MeasuredDevice, ...]:
+def devices_listed(listing: str) -> tuple[MeasuredDevice, ...]:
     """Read `nvidia-smi --query-gpu`: name, MiB, bus, PCIe generation and width.
 
     >>> found = devices_listed("NVIDIA H100 80GB HBM3, 81559, 00000000:19:00.0, 5, 16")
@@ -76,7 +76,7 @@ def devices_listed(said: str) -> tuple[MeasuredDevice, ...]:
     ('gen5 x16', '00000000:19:00.0')
     """
     result = []
-    for rank, line in enumerate(said.splitlines()):
+    for rank, line in enumerate(listing.splitlines()):
         parts = [part.strip() for part in line.split(",")]
         if len(parts) < 5 or not parts[-4].isdigit():
             continue
@@ -94,13 +94,13 @@ def devices_listed(said: str) -> tuple[MeasuredDevice, ...]:
     return tuple(result)
 
 
-def device_links(said: str) -> tuple[DeviceLink, ...]:
+def device_links(matrix: str) -> tuple[DeviceLink, ...]:
     """Read the matrix of `nvidia-smi topo -m`.
 
     >>> device_links("      GPU0 GPU1 CPU Affinity\\nGPU0  X    NV18 0-31\\nGPU1  NV18 X    0-31")
     (DeviceLink(first=0, second=1, kind='NV18'),)
     """
-    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in said.splitlines()]
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     head = next((row for row in rows if row and row[0] == "GPU0"), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
     result = []
@@ -149,14 +149,14 @@ def _numa(folder: Path) -> list[NumaNode]:
             cpus = (node / "cpulist").read_text("ascii").strip()
             memory = re.search(r"MemTotal:\s+(\d+)", (node / "meminfo").read_text("ascii"))
             size_bytes = int(memory[1]) * 1024 if memory else 0
-            result.append(NumaNode(cores=counted(cpus), memory_bytes=size_bytes))
+            result.append(NumaNode(cores=cpu_count(cpus), memory_bytes=size_bytes))
     return result
 
 
-def counted(cpus: str) -> int:
+def cpu_count(cpus: str) -> int:
     """Count the members of a list as the kernel writes it.
 
-    >>> counted("0-3,8,10-11"), counted("")
+    >>> cpu_count("0-3,8,10-11"), cpu_count("")
     (7, 0)
     """
     total = 0
@@ -216,29 +216,35 @@ def disk_bytes_per_s(folder: Path) -> tuple[float | None, float | None]:
     return written / write_s, written / max(read_s, 1e-9)
 
 
-def joined(clusters: Sequence[ClusterSpec]) -> ClusterSpec:
+def joint_cluster(clusters: Sequence[ClusterSpec]) -> ClusterSpec:
     """Return the cluster that several nodes are, each described as a cluster of its own.
 
     Neighbours with the same devices are one group, with the least of what its nodes have.
     """
     groups: list[DeviceGroup] = []
     for cluster in clusters:
-        (own,) = cluster.groups
+        (local_group,) = cluster.groups
         last = groups[-1] if groups else None
-        if last is None or not _alike(last, own):
-            groups.append(own.model_copy(update={"name": f"{own.name}-{len(groups)}"}))
+        if last is None or not _alike(last, local_group):
+            groups.append(
+                local_group.model_copy(update={"name": f"{local_group.name}-{len(groups)}"})
+            )
             continue
-        least = min(last, own, key=lambda g: min(g.accelerator.peak_flops.values()))
+        least = min(last, local_group, key=lambda g: min(g.accelerator.peak_flops.values()))
         accelerator = least.accelerator.model_copy(
             update={
-                "memory_bytes": min(last.accelerator.memory_bytes, own.accelerator.memory_bytes)
+                "memory_bytes": min(
+                    last.accelerator.memory_bytes, local_group.accelerator.memory_bytes
+                )
             }
         )
         groups[-1] = last.model_copy(
             update={
                 "accelerator": accelerator,
                 "nodes": last.nodes + 1,
-                "host_memory_bytes": min(last.host_memory_bytes or 0, own.host_memory_bytes or 0)
+                "host_memory_bytes": min(
+                    last.host_memory_bytes or 0, local_group.host_memory_bytes or 0
+                )
                 or None,
             }
         )
@@ -268,10 +274,10 @@ def _tiers_of(clusters: Sequence[ClusterSpec], group: DeviceGroup) -> tuple[Link
     return like.tiers
 
 
-def _alike(one: DeviceGroup, other: DeviceGroup) -> bool:
+def _alike(group: DeviceGroup, other: DeviceGroup) -> bool:
     return (
-        one.accelerator.name == other.accelerator.name
-        and one.devices_per_node == other.devices_per_node
+        group.accelerator.name == other.accelerator.name
+        and group.devices_per_node == other.devices_per_node
     )
 
 

@@ -28,8 +28,8 @@ from meshwright.profiler import devices, layers, links, machine
 from meshwright.profiler.cache import Parts
 from meshwright.profiler.chain import WHOLE, Case, Chain, Division
 from meshwright.profiler.clock import slowest
-from meshwright.profiler.heads import HeadCase, heads
 from meshwright.profiler.interference import Watch
+from meshwright.profiler.layers import HeadCase, heads
 from meshwright.profiler.overheads import overheads
 from meshwright.profiler.stages import stages
 from meshwright.profiler.start_ranks import Tell, versions
@@ -163,7 +163,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     collectives: list[CollectiveCurve] = []
     for index, group in enumerate(wanted.groups):
 
-        def measured(group: GroupOrder = group, index: int = index) -> Any:
+        def curves(group: GroupOrder = group, index: int = index) -> Any:
             return _plain(
                 links.curves(
                     links.groups_of(
@@ -182,7 +182,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
             )
 
         name = f"links {group.tier} {group.ranks} {group.stride} {group.inner}"
-        found_curves = parts.once(name, measured, keep=not between_nodes)
+        found_curves = parts.once(name, curves, keep=not between_nodes)
         collectives += [CollectiveCurve.model_validate(c) for c in found_curves]
     between: list[Any] = []
     if between_nodes:
@@ -249,7 +249,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
             )
         ),
     )
-    own_noise = Noise(rank=rank, waited=watch.waited(), drift=watch.drift())
+    own_noise = Noise(rank=rank, waited=watch.waiting_share(), drift=watch.drift())
     every_noise = [own_noise]
     if world > 1:
         every_noise = [Noise.model_validate(n) for n in all_gather_json(own_noise.model_dump())]
@@ -259,7 +259,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         lambda: overheads(chains[0], wanted.model, collectives, device=device).model_dump(),
         keep=not between_nodes,
     )
-    found = Measurements(
+    measurements = Measurements(
         layers=(*measured_layers, *map(LayerMeasurement.model_validate, found_heads)),
         stages=tuple(StageMeasurement.model_validate(s) for s in found_stages),
         collectives=tuple(collectives),
@@ -272,7 +272,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         software=versions(PACKAGES),
     )
     tell("done", 1.0)
-    return found.model_dump(mode="json")
+    return measurements.model_dump(mode="json")
 
 
 def _head_case(order: HeadOrder) -> HeadCase:

@@ -40,7 +40,7 @@ Degrees = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class MeasurementRequest:
     """One setting of the layers to measure, and its value: 1 is what the best plan uses."""
 
     tensor: int
@@ -67,10 +67,10 @@ class HeadWish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageWish:
+class StageRequest:
     """A whole stage to measure under one setting."""
 
-    wish: Wish
+    wish: MeasurementRequest
     layers: tuple[str, ...]
 
 
@@ -93,7 +93,7 @@ def wishes(
     *,
     divisions: Sequence[Degrees],
     micro_batches: Sequence[int],
-) -> list[Wish]:
+) -> list[MeasurementRequest]:
     """Return all settings that a plan can have, most valuable first.
 
     Of what no good plan uses, layers that tensor parallelism divides come before others.
@@ -102,7 +102,7 @@ def wishes(
     sizes = sorted({*micro_batches, *(size for _, size, _, _ in values)})
     order = _ends_first(sizes)
     every = [
-        Wish(
+        MeasurementRequest(
             tensor=division[0],
             context=division[1],
             expert=division[2],
@@ -157,7 +157,7 @@ def degrees_of(plan: Plan) -> Degrees:
 
 def stage_wishes(
     model: ModelGraph, plans: Sequence[tuple[float, Plan]], *, divisions: Sequence[Degrees]
-) -> list[StageWish]:
+) -> list[StageRequest]:
     """Return the stages worth running as a whole: the first ones of the best plans, cut if long.
 
     Each setting once; where no plan is known, the undivided model's own beginning.
@@ -165,14 +165,14 @@ def stage_wishes(
     names = [name for name, _ in model.chain]
     if model.edges:
         return []  # a graph's layers are always run whole
-    found: dict[tuple[Degrees, int, Recompute], StageWish] = {}
+    wishes: dict[tuple[Degrees, int, Recompute], StageRequest] = {}
     for value, plan in plans:
         of_stage = plan.stages[0].layers
         chosen = Counter(item.recompute for item in of_stage).most_common(1)[0][0]
         key = (degrees_of(plan), plan.micro_batch, chosen)
-        if key[0] in divisions and key not in found:
+        if key[0] in divisions and key not in wishes:
             tensor, context, expert = key[0]
-            wish = Wish(
+            wish = MeasurementRequest(
                 tensor=tensor,
                 context=context,
                 expert=expert,
@@ -181,11 +181,11 @@ def stage_wishes(
                 value=value,
             )
             layers = tuple(item.layer for item in of_stage[:MOST_LAYERS])
-            found[key] = StageWish(wish=wish, layers=layers)
-    if not found:
-        wish = Wish(tensor=1, micro_batch=1, recompute="none", value=0.0)
-        return [StageWish(wish=wish, layers=tuple(names[:MOST_LAYERS]))]
-    return list(found.values())[:MOST_STAGES]
+            wishes[key] = StageRequest(wish=wish, layers=layers)
+    if not wishes:
+        wish = MeasurementRequest(tensor=1, micro_batch=1, recompute="none", value=0.0)
+        return [StageRequest(wish=wish, layers=tuple(names[:MOST_LAYERS]))]
+    return list(wishes.values())[:MOST_STAGES]
 
 
 def _ends_first(sizes: Sequence[int]) -> list[int]:

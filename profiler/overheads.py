@@ -98,7 +98,7 @@ def overheads(
     )
     return Overheads(
         step_s=step_s(device),
-        optimizer_s_per_parameter=optimizer_s_per_parameter(_updated(chain, model), clock),
+        optimizer_s_per_parameter=optimizer_s_per_parameter(_optimizer_chain(chain, model), clock),
         pipeline_action_s=pipeline_action_s(curves, device) if world > 1 else 0.0,
         shard_unit_s=unit_s,
         overlap=sharing.overlap,
@@ -127,7 +127,7 @@ def shard_unit_s(device: torch.device) -> float:
     model = tiny_model(blocks=4)
     chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
     wrapped = _over_data(chain, model, zero=2, device=device).module  # gathered in the first round
-    times = _interleaved(
+    times = _median_seconds(
         {
             "plain": partial(_micro_batch, chain, chain.module, Clock(device)),
             "wrapped": partial(_micro_batch, chain, wrapped, Clock(device), sync=False),
@@ -164,7 +164,7 @@ def shard_costs(
     whole = _over_data(chain, model, zero=0, device=device)
     replicas = Replicas(whole.replicated, backwards=1) if whole.replicated else None
     reduced = partial(_micro_batch, chain, whole.module, clock)
-    times = _interleaved(
+    times = _median_seconds(
         {
             "plain": partial(_micro_batch, chain, chain.module, clock),
             "zero 3": partial(_micro_batch, chain, zero_3, clock, sync=True),
@@ -238,10 +238,10 @@ def _collectives_s(
     operation: Collective, sizes_bytes: Sequence[float], curves: Sequence[CollectiveCurve]
 ) -> float:
     """Seconds of one collective per unit, by the measured curve of all ranks, or of the most."""
-    own = [curve for curve in curves if curve.operation == operation]
-    most = max(curve.ranks for curve in own)
+    of_operation = [curve for curve in curves if curve.operation == operation]
+    most = max(curve.ranks for curve in of_operation)
     # Of as many ranks, those of the widest tier, which is measured last.
-    curve = [c for c in own if c.ranks == most][-1]
+    curve = [c for c in of_operation if c.ranks == most][-1]
     return sum(interpolated_s(curve, size) for size in sizes_bytes)
 
 
@@ -289,7 +289,7 @@ def _micro_batch(
     return clock.between_s(begin, middle), clock.between_s(middle, end)
 
 
-def _interleaved(
+def _median_seconds(
     variants: Mapping[str, Callable[[], Seconds]], *, rounds: int
 ) -> dict[str, Seconds]:
     """Return each variant's median seconds, of the slowest rank each time, taken in turn."""
@@ -314,7 +314,7 @@ def _interleaved(
 # --- optimizer and step -----------------------------------------------------------------------
 
 
-def _updated(chain: Chain, model: ModelGraph) -> Chain:
+def _optimizer_chain(chain: Chain, model: ModelGraph) -> Chain:
     """Return layers as the optimizer sees them: in 32 bits, whatever type they compute in."""
     if activation_type(chain.precision) == torch.float32:
         return chain
@@ -338,7 +338,7 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     def update() -> None:
         optimizer.step(totals, Training().clip_norm)
 
-    times = _interleaved(
+    times = _median_seconds(
         {
             "micro-batch": partial(_micro_batch, chain, chain.module, clock),
             "step": lambda: (clock.seconds(update), 0.0),
@@ -378,7 +378,7 @@ def step_s(device: torch.device) -> float:
         engine.step(tokens)
         return begun[-1] - start, clock.now_s() - updating[-1]
 
-    return sum(_interleaved({"step": step}, rounds=ROUNDS)["step"])
+    return sum(_median_seconds({"step": step}, rounds=ROUNDS)["step"])
 
 
 # --- pipeline ---------------------------------------------------------------------------------
@@ -410,12 +410,12 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
             layers.setdefault(chain.kinds[name], []).append(seconds)
         return 0.0, 0.0
 
-    step = _interleaved({"step": whole_step, "layers": each_layer}, rounds=ROUNDS)["step"][0]
+    step = _median_seconds({"step": whole_step, "layers": each_layer}, rounds=ROUNDS)["step"][0]
     kinds = dict(chain.kinds) | dict.fromkeys(names[1:-1], "block")
     mean = {
         kind: tuple(median([t[i] for t in times]) for i in (0, 1)) for kind, times in layers.items()
     }
-    (found,) = slowest(
+    (slowest_s,) = slowest(
         [
             action_s(
                 step,
@@ -425,7 +425,7 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
             )
         ]
     )
-    return found
+    return slowest_s
 
 
 def action_s(

@@ -40,7 +40,7 @@ from meshwright.profiler.diagnostics import below_quote, disturbances, findings
 from meshwright.profiler.machine import (
     NETWORK,
     disk_bytes_per_s,
-    joined,
+    joint_cluster,
     node_here,
     with_measured_links,
 )
@@ -48,8 +48,8 @@ from meshwright.profiler.measurement_plan import (
     Budget,
     Degrees,
     HeadWish,
-    StageWish,
-    Wish,
+    MeasurementRequest,
+    StageRequest,
     best_plans,
     budget,
     degrees_of,
@@ -88,7 +88,7 @@ class MeasuredCluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intended:
+class ProfileAgenda:
     """What a profile will measure, in this order."""
 
     machine: ClusterSpec
@@ -96,9 +96,9 @@ class Intended:
     counts: tuple[int, ...]
     """Ranks of each node."""
     groups: tuple[Groups, ...]
-    wishes: tuple[Wish, ...]
+    wishes: tuple[MeasurementRequest, ...]
     heads: tuple[HeadWish, ...]
-    stages: tuple[StageWish, ...]
+    stages: tuple[StageRequest, ...]
     budget: Budget
 
 
@@ -135,21 +135,21 @@ def profile(
         )
     load = os.getloadavg()[0]
     with Rendezvous(node_rank) as rendezvous:
-        wanted, said = _agreed(model, cluster, job, budget_s, rendezvous)
-        folder = _folder(model, cluster, wanted, said, budget_s)
+        wanted, descriptions = _agreement(model, cluster, job, budget_s, rendezvous)
+        folder = _folder(model, cluster, wanted, descriptions, budget_s)
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
-        known = load_cached(folder / "profile.json")
+        cached = load_cached(folder / "profile.json")
         # Links between nodes change unseen, so several nodes only keep what each has by itself.
-        if node_rank.nodes == 1 and known is not None:
+        if node_rank.nodes == 1 and cached is not None:
             return MeasuredCluster(
-                profile=Profile.of(known["profile"]),
-                cluster=ClusterSpec.of(known["cluster"]),
+                profile=Profile.of(cached["profile"]),
+                cluster=ClusterSpec.of(cached["cluster"]),
                 cached=True,
             )
         count = wanted.counts[node_rank.node]
         device = _device_here(wanted.machine, cluster, ranks=count)
-        found = result_of(
+        new_result = result_of(
             "meshwright.profiler.measure:measure",
             _order(model, script, wanted, folder),
             ranks=count,
@@ -164,9 +164,9 @@ def profile(
         MeasuredNode.model_validate(of_node["node"]).model_copy(
             update={"disk_write_bytes_per_s": write, "disk_read_bytes_per_s": read}
         )
-        for of_node, (write, read) in zip(said, disks, strict=True)
+        for of_node, (write, read) in zip(descriptions, disks, strict=True)
     ]
-    nodes = _with_devices(nodes, found, wanted.counts)
+    nodes = _with_devices(nodes, new_result, wanted.counts)
     result = Profile.of(
         {
             "model": model.name,
@@ -175,27 +175,27 @@ def profile(
                 command=shlex.join(["meshwright", "profile", model.name, "--cluster", cluster]),
                 date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 host=platform.node() or "unknown",
-                device=found["device"],
+                device=new_result["device"],
                 ranks=sum(wanted.counts),
-                threads_per_rank=found["threads_per_rank"],
+                threads_per_rank=new_result["threads_per_rank"],
                 load=load,
                 software={
                     **versions(["meshwright"]),
                     "python": platform.python_version(),
-                    **found["software"],
+                    **new_result["software"],
                 },
             ).model_dump(),
-            "layers": found["layers"],
-            "stages": found["stages"],
-            "collectives": found["collectives"],
-            "overheads": found["overheads"],
+            "layers": new_result["layers"],
+            "stages": new_result["stages"],
+            "collectives": new_result["collectives"],
+            "overheads": new_result["overheads"],
             "nodes": [node.model_dump() for node in nodes],
-            "pairs": found["pairs"],
+            "pairs": new_result["pairs"],
         }
     )
     measured = MeasuredCluster(
         profile=result.model_copy(
-            update={"findings": (*_told(result, wanted), *disturbances(found["noise"]))}
+            update={"findings": (*_findings(result, wanted), *disturbances(new_result["noise"]))}
         ),
         cluster=with_measured_links(wanted.machine, result.collectives, result.pairs),
     )
@@ -211,39 +211,39 @@ def profile(
     return measured
 
 
-def intended(
+def agenda(
     model: ModelGraph,
     cluster: str,
     job: JobOf,
     *,
     budget_s: float = BUDGET_S,
     node_rank: NodeRank = ALONE,
-) -> Intended:
+) -> ProfileAgenda:
     """Return what `profile` would measure."""
     with Rendezvous(node_rank) as rendezvous:
-        return _agreed(model, cluster, job, budget_s, rendezvous)[0]
+        return _agreement(model, cluster, job, budget_s, rendezvous)[0]
 
 
-def _agreed(
+def _agreement(
     model: ModelGraph, cluster: str, job: JobOf, budget_s: float, rendezvous: Rendezvous
-) -> tuple[Intended, list[dict[str, Any]]]:
+) -> tuple[ProfileAgenda, list[dict[str, Any]]]:
     """Meet the other nodes; return what all will measure, and what each said of itself."""
-    own = resolve_cluster(cluster)
-    said = rendezvous.all_gather(
+    local_cluster = resolve_cluster(cluster)
+    descriptions = rendezvous.all_gather(
         {
             "node": node_here().model_dump(mode="json"),
-            "cluster": own.model_dump(mode="json"),
+            "cluster": local_cluster.model_dump(mode="json"),
             "model": model.digest,
-            "ranks": _ranks_here(own, cluster, rendezvous.node_rank),
+            "ranks": _ranks_here(local_cluster, cluster, rendezvous.node_rank),
         }
     )
-    if {of_node["model"] for of_node in said} != {model.digest}:
+    if {of_node["model"] for of_node in descriptions} != {model.digest}:
         raise LaunchError("nodes: measure different models; give all the same command")
-    counts = tuple(int(of_node["ranks"]) for of_node in said)
+    counts = tuple(int(of_node["ranks"]) for of_node in descriptions)
     # From what all said, so that all nodes come to the same.
     machine = _machine(
-        ClusterSpec.of(said[0]["cluster"]),
-        [ClusterSpec.of(of_node["cluster"]) for of_node in said],
+        ClusterSpec.of(descriptions[0]["cluster"]),
+        [ClusterSpec.of(of_node["cluster"]) for of_node in descriptions],
         cluster,
     )
     wanted_job = job if isinstance(job, Job) else job(machine)
@@ -257,7 +257,7 @@ def _agreed(
     of_layers = divisions(
         model, machine, wanted_job, counts, preferred=[degrees_of(plan) for _, plan in plans]
     )
-    return Intended(
+    return ProfileAgenda(
         machine=machine,
         job=wanted_job,
         counts=counts,
@@ -267,14 +267,14 @@ def _agreed(
         heads=tuple(head_wishes(plans, divisions=of_layers)) if model.architecture else (),
         stages=tuple(stage_wishes(model, plans, divisions=of_layers)),
         budget=budget(budget_s, groups=len(measured_groups)),
-    ), said
+    ), descriptions
 
 
 def _folder(
     model: ModelGraph,
     cluster: str,
-    wanted: Intended,
-    said: Sequence[dict[str, Any]],
+    wanted: ProfileAgenda,
+    descriptions: Sequence[dict[str, Any]],
     budget_s: float,
 ) -> Path:
     """Return where a profile of this content is cached."""
@@ -282,7 +282,7 @@ def _folder(
     same = ("name", "processor", "cores", "devices")
     nodes = [
         {"ranks": of_node["ranks"], **{fact: of_node["node"][fact] for fact in same}}
-        for of_node in said
+        for of_node in descriptions
     ]
     document = Path(cluster)
     return folder_of(
@@ -298,7 +298,7 @@ def _folder(
 
 
 def _order(
-    model: ModelGraph, script: ScriptFile | None, wanted: Intended, folder: Path
+    model: ModelGraph, script: ScriptFile | None, wanted: ProfileAgenda, folder: Path
 ) -> dict[str, Any]:
     """Return what the ranks get."""
     source, files = script or (None, None)
@@ -331,65 +331,72 @@ def _order(
     }
 
 
-def _setting(wish: Wish) -> dict[str, Any]:
+def _setting(wish: MeasurementRequest) -> dict[str, Any]:
     return {name: value for name, value in asdict(wish).items() if name != "value"}
 
 
-def _told(result: Profile, wanted: Intended) -> list[Finding]:
-    told = list(findings(result))
+def _findings(result: Profile, wanted: ProfileAgenda) -> list[Finding]:
+    notes = list(findings(result))
     network = wanted.machine.tiers[-1] if len(wanted.counts) > 1 else None
     if network is not None and network.provenance == "quoted" and network.name != NETWORK:
-        told += below_quote(
+        notes += below_quote(
             result.pairs,
             [node.name for node in result.nodes],
             quoted_bytes_per_s=network.bytes_per_s,
         )
-    return told
+    return notes
 
 
-def _machine(own: ClusterSpec, every: Sequence[ClusterSpec], text: str) -> ClusterSpec:
+def _machine(local_cluster: ClusterSpec, every: Sequence[ClusterSpec], text: str) -> ClusterSpec:
     """Return the cluster that all nodes are: as its document says, or as they find themselves."""
-    if len(every) == 1 or _nodes(own) == len(every):
-        return own
-    if _nodes(own) != 1:
+    if len(every) == 1 or _nodes(local_cluster) == len(every):
+        return local_cluster
+    if _nodes(local_cluster) != 1:
         raise LaunchError(
-            f"{text}: has {_nodes(own)} nodes, and the command was started on {len(every)}; start "
-            "it on all of them, or say --cluster local"
+            f"{text}: has {_nodes(local_cluster)} nodes, and the command was started on "
+            f"{len(every)}; start it on all of them, or say --cluster local"
         )
-    return joined(every)
+    return joint_cluster(every)
 
 
 def _nodes(cluster: ClusterSpec) -> int:
     return sum(group.nodes for group in cluster.groups)
 
 
-def _ranks_here(own: ClusterSpec, text: str, node_rank: NodeRank) -> int:
+def _ranks_here(local_cluster: ClusterSpec, text: str, node_rank: NodeRank) -> int:
     """Return how many devices a cluster has on this node."""
-    if _nodes(own) == 1:
-        return own.devices
-    if _nodes(own) != node_rank.nodes:
+    if _nodes(local_cluster) == 1:
+        return local_cluster.devices
+    if _nodes(local_cluster) != node_rank.nodes:
         raise LaunchError(
-            f"{text}: has {own.devices} x {own.groups[0].accelerator.name} on {_nodes(own)} nodes, "
+            f"{text}: has {local_cluster.devices} x {local_cluster.groups[0].accelerator.name} "
+            f"on {_nodes(local_cluster)} nodes, "
             f"and a profile is measured where it runs, which is {node_rank.nodes} "
             f"{'node' if node_rank.nodes == 1 else 'nodes'} here; start it on each of the nodes, "
             "or profile with --cluster local on one of them"
         )
-    per_node = [group.devices_per_node for group in own.groups for _ in range(group.nodes)]
+    per_node = [
+        group.devices_per_node for group in local_cluster.groups for _ in range(group.nodes)
+    ]
     return per_node[node_rank.node]
 
 
 def _with_devices(
-    nodes: Sequence[MeasuredNode], found: dict[str, Any], counts: Sequence[int]
+    nodes: Sequence[MeasuredNode], by_rank: dict[str, Any], counts: Sequence[int]
 ) -> list[MeasuredNode]:
     """Return nodes with what their ranks measured beside what their system says of the devices."""
-    measured = [MeasuredDevice.model_validate(device) for device in found["devices"]]
+    measured = [MeasuredDevice.model_validate(device) for device in by_rank["devices"]]
     result = []
     for index, node in enumerate(nodes):
         first = sum(counts[:index])
         mine = []
         for local, device in enumerate(measured[first : first + counts[index]]):
-            known = node.devices[local] if local < len(node.devices) else None
-            facts = {"bus": known.bus, "pcie": known.pcie, "numa": known.numa} if known else {}
+            known_device = node.devices[local] if local < len(node.devices) else None
+            facts = (
+                {"bus": known_device.bus, "pcie": known_device.pcie, "numa": known_device.numa}
+                if known_device
+                else {}
+            )
             mine.append(device.model_copy(update=facts))
         result.append(node.model_copy(update={"devices": tuple(mine)}))
     return result

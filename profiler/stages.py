@@ -69,13 +69,13 @@ def stages(
             layers=names,
         )
         share_s = (budget_s - used_s) / (len(orders) - index)
-        result.append(_measured(stage, case, clock, budget_s=share_s))
+        result.append(_measure_stage(stage, case, clock, budget_s=share_s))
         if progress:
             progress((index + 1) / len(orders))
     return result
 
 
-def _measured(stage: Chain, case: Case, clock: Clock, *, budget_s: float) -> StageMeasurement:
+def _measure_stage(stage: Chain, case: Case, clock: Clock, *, budget_s: float) -> StageMeasurement:
     begin_s = clock.now_s()
     seconds: list[tuple[float, float]] = []
     for look in range(WARM_UP + MOST_LOOKS):
@@ -100,16 +100,16 @@ def _measured(stage: Chain, case: Case, clock: Clock, *, budget_s: float) -> Sta
         recompute=case.recompute,
         forward_s=median([forward_s for forward_s, _ in every_look]),
         backward_s=median([backward_s for _, backward_s in every_look]),
-        resident_bytes=_most(sum(stage.resident_bytes.values())),
-        stored_bytes=_most(stored),
-        forward_transient_bytes=_most(forward),
-        backward_transient_bytes=_most(backward),
+        resident_bytes=_largest(sum(stage.resident_bytes.values())),
+        stored_bytes=_largest(stored),
+        forward_transient_bytes=_largest(forward),
+        backward_transient_bytes=_largest(backward),
         spread=spread([f + b for f, b in every_look]),
         samples=len(every_look),
     )
 
 
-def _most(of_rank: int) -> int:
+def _largest(of_rank: int) -> int:
     return int(slowest([float(of_rank)])[0])
 
 
@@ -118,9 +118,9 @@ def _pass(stage: Chain, case: Case, clock: Clock) -> tuple[float, float]:
     stage.gradients_exist()
     tokens, targets = stage.batch(case.micro_batch)
     layers = stage.layers(case)
-    with _alone(stage):
+    with _undisturbed(stage):
         begin = clock.moment()
-        roots, gradients = _rooted(stage, _through(stage, layers, tokens), targets)
+        roots, gradients = _backward_roots(stage, _through(stage, layers, tokens), targets)
         middle = clock.moment()
         torch.autograd.backward(roots, gradients)
         end = clock.moment()
@@ -130,30 +130,30 @@ def _pass(stage: Chain, case: Case, clock: Clock) -> tuple[float, float]:
 def _through(
     stage: Chain, layers: dict[str, torch.nn.Module], tokens: Tensor
 ) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = (tokens,)
+    outputs: tuple[Tensor, ...] = (tokens,)
     for layer in layers.values():
-        made = stage.run(layer, made)
-    return made
+        outputs = stage.run(layer, outputs)
+    return outputs
 
 
-def _rooted(
-    stage: Chain, made: tuple[Tensor, ...], targets: Any
+def _backward_roots(
+    stage: Chain, outputs: tuple[Tensor, ...], targets: Any
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return from where backward goes, and the gradients that arrive there."""
     if stage.whole:
-        return [stage.loss(made[0], targets)], [None]
-    roots = [value for value in made if value.requires_grad]
+        return [stage.loss(outputs[0], targets)], [None]
+    roots = [value for value in outputs if value.requires_grad]
     return roots, [torch.ones_like(value) for value in roots]
 
 
 def _bytes(stage: Chain, case: Case) -> tuple[int, int, int]:
     """Return bytes stored, and the peaks of forward and backward above them."""
-    looks = [_looked(stage, case) for _ in range(looks_at(stage))]
+    looks = [_memory_bytes(stage, case) for _ in range(looks_at(stage))]
     stored, forward, backward = (min(values) for values in zip(*looks, strict=True))
     return stored, forward, backward
 
 
-def _looked(stage: Chain, case: Case) -> tuple[int, int, int]:
+def _memory_bytes(stage: Chain, case: Case) -> tuple[int, int, int]:
     stage.gradients_exist()
     tokens, targets = stage.batch(case.micro_batch)
     layers = stage.layers(case)
@@ -164,10 +164,10 @@ def _looked(stage: Chain, case: Case) -> tuple[int, int, int]:
         hooks = list(_left_out(live, stage.module.parameters()))
         empty_bytes = live.current_bytes
         live.reset_peak()
-        roots, gradients = _rooted(stage, _through(stage, layers, tokens), targets)
-        own = [*roots, *(gradient for gradient in gradients if gradient is not None)]
+        roots, gradients = _backward_roots(stage, _through(stage, layers, tokens), targets)
+        tensors = [*roots, *(gradient for gradient in gradients if gradient is not None)]
         begin_bytes = live.current_bytes
-        stored = begin_bytes - empty_bytes - sum(t.untyped_storage().nbytes() for t in own)
+        stored = begin_bytes - empty_bytes - sum(t.untyped_storage().nbytes() for t in tensors)
         forward = live.peak_bytes - begin_bytes
         live.reset_peak()
         torch.autograd.backward(roots, gradients)
@@ -187,7 +187,7 @@ def _left_out(
 
 
 @contextmanager
-def _alone(stage: Chain) -> Iterator[None]:
+def _undisturbed(stage: Chain) -> Iterator[None]:
     """All ranks begin together, and no garbage is collected meanwhile."""
     if dist.is_initialized():
         dist.barrier()

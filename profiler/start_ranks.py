@@ -93,7 +93,7 @@ def result_of(
             timeout_s=timeout_s,
         )
         write(orders, folder / "orders.yaml")
-        with _shown(folder, title=title, quiet=quiet) as refresh:
+        with _progress(folder, title=title, quiet=quiet) as refresh:
             bad = supervised(
                 [
                     sys.executable,
@@ -159,7 +159,7 @@ def _left_text(share: float, passed_s: float) -> str:
 
 
 @contextlib.contextmanager
-def _shown(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], None]]:
+def _progress(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], None]]:
     """Show progress on stderr: a bar on a terminal, elsewhere one line per kind of work."""
     console = Terminal(stderr=True, quiet=quiet, soft_wrap=True)
     bar = Progress(
@@ -172,7 +172,7 @@ def _shown(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], No
         disable=quiet or not console.is_terminal,
     )
     task = bar.add_task(f"{title}: starting ranks", total=1.0)
-    said = [""]
+    last_text = [""]
     begin_s = time.monotonic()
 
     def refresh() -> None:
@@ -180,9 +180,9 @@ def _shown(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], No
             share, _, doing = (folder / "progress").read_text("utf-8").partition(" ")
             left = _left_text(float(share), time.monotonic() - begin_s)
             bar.update(task, completed=float(share), description=f"{title}: {doing}{left}")
-            if bar.disable and doing != said[0]:
+            if bar.disable and doing != last_text[0]:
                 console.print(f"{title}: {doing}{left}")
-                said[0] = doing
+                last_text[0] = doing
 
     with bar:
         yield refresh

@@ -34,21 +34,21 @@ def calibrate(
     """
     if not sources:
         raise DocumentError("runs", "are missing; give tables of runs or folders of launches")
-    observed = [run for source in sources for run in _observed(Path(source))]
+    observed = [run for source in sources for run in _observed_runs(Path(source))]
     chosen = runs.runs_on(observed, accelerator)
     if observed and not chosen:
         raise DocumentError(
             "accelerator", f"is {accelerator}, but no run used it; name one that ran"
         )
     today = datetime.date.today().isoformat()
-    told = ", ".join(Path(source).name for source in sources)
-    result = fitted(chosen, source=f"calibrate of {today}, {len(chosen)} runs: {told}"[:200])
+    names = ", ".join(Path(source).name for source in sources)
+    result = fitted(chosen, source=f"calibrate of {today}, {len(chosen)} runs: {names}"[:200])
     if output is not None:
         document.write(_profile(result, profile, sources, today), output)
     return result
 
 
-def _observed(source: Path) -> list[runs.Observed]:
+def _observed_runs(source: Path) -> list[runs.Observed]:
     """Return the runs of a table, or the one of a launch's folder."""
     if not document.is_folder(source):
         return runs.of_table(source)
@@ -82,7 +82,7 @@ def _profile(result: Calibrated, base: str | None, sources: Sequence[str], today
 
 
 def profile_of_any_model(
-    found: Calibration, *, command: str, today: str, ranks: int = 1
+    fitted: Calibration, *, command: str, today: str, ranks: int = 1
 ) -> Profile:
     """Return constants of a cluster as a profile that is valid for any model."""
     return Profile(
@@ -92,11 +92,11 @@ def profile_of_any_model(
             command=command[:200],
             date=today,
             host=platform.node() or "unknown",
-            device=found.accelerator,
+            device=fitted.accelerator,
             ranks=ranks,
             threads_per_rank=1,
             software={"python": platform.python_version()},
         ),
         layers=(),
-        calibration=found,
+        calibration=fitted,
     )

@@ -25,6 +25,7 @@ from meshwright.api.inputs import (
     plan_model,
     profile_for,
 )
+from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
@@ -40,7 +41,7 @@ from meshwright.planner.documents.profile import Profile, Profiles
 from meshwright.planner.documents.stack import base_of
 from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
-from meshwright.planner.requests.pins import outside, read_layout, read_pins, without_effect
+from meshwright.planner.requests.pins import outside, read_layout, without_effect
 from meshwright.planner.requests.request import (
     AS_PREDICTED,
     FACTORY_SEQ_LEN,
@@ -59,46 +60,30 @@ from meshwright.planner.search.proof_budget import EFFORTS, GapProgress, Prove
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
 from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
-from meshwright.planner.solver.requirements import read_requirements
-from meshwright.render.text import comparison_cells
 
 if TYPE_CHECKING:
     from meshwright.planner.calibration.scores.validate import Validation
     from meshwright.planner.framework_configs.import_plan import Imported
     from meshwright.planner.search.plan_differences import Change
     from meshwright.planner.solver.problem_document import Problem
-    from meshwright.profiler.profile import Intended
+    from meshwright.profiler.profile import ProfileAgenda
     from meshwright.runtime.checkpoint.weight_export import Exported
     from meshwright.runtime.engine.script_module import OwnScript
-    from meshwright.runtime.run.run_report import Comparison
-
-MOST_TOP = 1_000
-"""Plans of other meshes that one command names."""
 
 
-def plan(
-    model: str | OwnScript,
-    cluster: str,
-    *,
-    seq_len: int | None = None,
-    document_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    profile: str | None = None,
-    fix: Sequence[str] = (),
-    allow: Sequence[str] = (),
-    require: Sequence[str] = (),
-    solver: str = "exact",
-    top: int = 1,
-    backend: str = "native",
-    prefer: Prefer = "simplest",
-    prove: Prove = "usual",
-    fit_probability: float = SURE_TO_FIT,
-    output: str | None = None,
-    html: str | None = None,
-    progress: Progress | None = None,
-) -> Answer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommand(PlanOptions):
+    """Options of a plan, and the files that the command writes."""
+
+    output: str | None = None
+    """File of the plan."""
+    html: str | None = None
+    """Page that says why, with the alternatives and the pipeline's timeline."""
+    progress: Progress | None = None
+
+
+@keyword_options(PlanCommand)
+def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
@@ -122,32 +107,25 @@ def plan(
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
-    if not 1 <= top <= MOST_TOP:
-        raise DocumentError("top", f"is {top}; it is a whole number from 1 to {MOST_TOP:,}")
-    graph, script = model_and_script(model, seq_len=seq_len)
-    measured = profile_for(graph, profile)
+    graph, script = model_and_script(model, seq_len=options.seq_len)
+    measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
-    names = [name for name, _ in graph.chain]
-    request = Request.create(
-        graph,
-        machine,
-        seq_len=seq_len,
-        document_len=document_len,
-        global_batch=script.samples if script is not None and not global_batch else global_batch,
-        precision=precision,
-        lora=lora,
-        pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
-        profile=measured,
-        stack=backend,
-        called=cluster,
-        fit_probability=fit_probability,
+    if script is not None and not options.global_batch:
+        options = replace(options, global_batch=script.samples)
+    request = options.request(graph, machine, measured, called=cluster)
+    answer = answer_to(
+        request,
+        options.prefer,
+        solver=options.solver,
+        top=options.top,
+        prove=options.prove,
+        progress=options.progress,
     )
-    answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
     if script is not None:
         answer = _of_samples(answer, script.leaves)
-    if output is not None:
-        document.write(answer.plan, output)
-    if html is not None:
+    if options.output is not None:
+        document.write(answer.plan, options.output)
+    if options.html is not None:
         from meshwright.planner.report.html import page as report_page  # noqa: PLC0415 - loads jinja2
 
         page = report_page(
@@ -158,7 +136,7 @@ def plan(
             certificate=answer.certificate,
             choices=answer.choices,
         )
-        document.write_text(page, html)
+        document.write_text(page, options.html)
     return answer
 
 
@@ -167,7 +145,7 @@ def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
     return replace(
         answer,
         plan=answer.plan.with_batch(batch),
-        top=tuple(replace(one, plan=one.plan.with_batch(batch)) for one in answer.top),
+        top=tuple(replace(ranked, plan=ranked.plan.with_batch(batch)) for ranked in answer.top),
     )
 
 
@@ -183,7 +161,7 @@ def answer_to(
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     gap_progress = None if progress is None or prove == "usual" else _closing(progress)
     try:
-        found = search(
+        searched = search(
             request,
             solver=solver,
             top=top,
@@ -193,13 +171,13 @@ def answer_to(
         )
     except NoPlanFits as error:
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
-    answer = with_preference(request, found, prefer)
-    said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
-    said = said.with_notes(
+    answer = with_preference(request, searched, prefer)
+    prediction = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
+    prediction = prediction.with_notes(
         *without_effect(request.pins, answer.plan.layout),
-        *not_worth_eight_bits(request, answer.plan, said),
+        *not_worth_eight_bits(request, answer.plan, prediction),
     )
-    return replace(answer, prediction=said)
+    return replace(answer, prediction=prediction)
 
 
 def _with_less_surety(request: Request) -> str:
@@ -209,13 +187,13 @@ def _with_less_surety(request: Request) -> str:
     try:
         # Below some limit, however high, since nobody asks here why nothing fits.
         looser = replace(request, fit_probability=AS_PREDICTED)
-        found = search(looser, below_s=sys.float_info.max).prediction
+        prediction = search(looser, below_s=sys.float_info.max).prediction
     except NoPlanFits:
         return ""
     return (
         f" This asks for {request.fit_probability:.0%} certainty that it fits; with "
-        f"--fit-probability {AS_PREDICTED:g} the plan is {found.layout}, which fits with a "
-        f"probability of {found.fit_probability or 0.0:.0%}."
+        f"--fit-probability {AS_PREDICTED:g} the plan is {prediction.layout}, which fits with a "
+        f"probability of {prediction.fit_probability or 0.0:.0%}."
     )
 
 
@@ -235,12 +213,12 @@ def compare(
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
     named = [
-        (one.layout.text(), one, of_plan(one, cluster, None))
-        if isinstance(one, Plan)
-        else (str(one), document.read(Plan, one), predict(str(one), cluster))
-        for one in plans
+        (plan.layout.text(), plan, of_plan(plan, cluster, None))
+        if isinstance(plan, Plan)
+        else (str(plan), document.read(Plan, plan), predict(str(plan), cluster))
+        for plan in plans
     ]
-    fitting = [one for one in named if one[2].fits] or named
+    fitting = [entry for entry in named if entry[2].fits] or named
     _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
     return tuple(
         alternative_row(what, plan, prediction, fastest, same=_work(first) / _work(plan))
@@ -254,7 +232,7 @@ def _work(plan: Plan) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Improved:
+class PlanImprovement:
     """A plan beside the best one of its job, and what lies between them."""
 
     mine: Plan
@@ -270,7 +248,7 @@ def compare_best(
     *,
     output: str | None = None,
     progress: Progress | None = None,
-) -> Improved:
+) -> PlanImprovement:
     """Search for the best plan of a plan's job, cluster and backend, and say what is different.
 
     Both are priced by the backend's stack; what each difference is worth is listed one at a time.
@@ -294,7 +272,7 @@ def compare_best(
     answer = replace(answer, plan=best)
     if output is not None:
         document.write(best, output)
-    return Improved(
+    return PlanImprovement(
         mine=wanted,
         prediction=mine,
         best=answer,
@@ -311,8 +289,8 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
         yield from (f"{name} {note}" for note in prediction.notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
         spans = [
-            f"{seconds_text(one.step_time_low_s)} to {seconds_text(one.step_time_high_s)}"
-            for one in (mine, best)
+            f"{seconds_text(each.step_time_low_s)} to {seconds_text(each.step_time_high_s)}"
+            for each in (mine, best)
         ]
         yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
     if mine.step_time_s < best.step_time_s and mine.fits:
@@ -334,10 +312,10 @@ def import_plan(
     `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
     runs one of them.
     """
-    from meshwright.planner.framework_configs.import_plan import import_plan  # noqa: PLC0415 - one of many
+    from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
 
     try:
-        found = import_plan(
+        imported_plan = configs.import_plan(
             document.read_text(source),
             of,
             machine_of(cluster, None),
@@ -349,8 +327,8 @@ def import_plan(
     except DocumentError as error:
         raise (error if error.file else error.in_file(source)) from error
     if output is not None:
-        document.write(found.plan, output)
-    return found
+        document.write(imported_plan.plan, output)
+    return imported_plan
 
 
 def of_plan(
@@ -399,7 +377,7 @@ def predict(
 
     With another backend than ours a layout is priced by that framework's accounting rules.
     """
-    return priced(
+    return predicted_plan(
         model_or_plan,
         cluster,
         layout=layout,
@@ -411,7 +389,7 @@ def predict(
     ).prediction
 
 
-def priced(
+def predicted_plan(
     model_or_plan: str,
     cluster: str | None = None,
     *,
@@ -429,12 +407,12 @@ def priced(
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
         if backend != "native":
             raise DocumentError("backend", "a plan has its backend already; give a model instead")
-        found = of_plan(wanted, cluster, profile, path=model_or_plan)
+        prediction = of_plan(wanted, cluster, profile, path=model_or_plan)
         return PredictedPlan(
             model=wanted.model.name,
             cluster=cluster or wanted.cluster,
             job=wanted.job,
-            prediction=found,
+            prediction=prediction,
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
@@ -463,14 +441,14 @@ def priced(
 
         _refuse_other_layers(request)
         theirs = backend_prediction(request, wanted_layout)
-        said = theirs.on(machine.devices, used=wanted_layout.devices).with_notes(*notes)
-        said = said.with_notes(*caveats(backend_plan(request, wanted_layout), graph, machine))
+        priced = theirs.on(machine.devices, used=wanted_layout.devices).with_notes(*notes)
+        priced = priced.with_notes(*caveats(backend_plan(request, wanted_layout), graph, machine))
     else:
         reason = refusal(graph, machine, request.job, wanted_layout)
         if reason is not None:
             raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
-        said = layout_prediction(request, wanted_layout).with_notes(*notes)
-    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=said)
+        priced = layout_prediction(request, wanted_layout).with_notes(*notes)
+    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=priced)
 
 
 def _refuse_other_layers(request: Request) -> None:
@@ -485,7 +463,7 @@ def _refuse_other_layers(request: Request) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configured:
+class FrameworkConfiguration:
     """A plan in the words of another framework, and what its training script has to do."""
 
     framework: str
@@ -504,13 +482,13 @@ def export(
     to: str | None = None,
     output: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-) -> Exported | Configured:
+) -> Exported | FrameworkConfiguration:
     """Write a checkpoint in the form that another program reads, or a plan as its configuration.
 
     A plan is written for its own backend unless `to` names another framework.
     """
     if is_plan(source):
-        return _configured(source, to, output)
+        return _framework_configuration(source, to, output)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
@@ -527,7 +505,9 @@ def export(
     return written
 
 
-def _configured(source: str, to: str | None, output: str | None) -> Configured:
+def _framework_configuration(
+    source: str, to: str | None, output: str | None
+) -> FrameworkConfiguration:
     from meshwright.planner.framework_configs.configuration import (  # noqa: PLC0415 - one of many
         NEED_NODES,
         configuration,
@@ -556,7 +536,7 @@ def _configured(source: str, to: str | None, output: str | None) -> Configured:
     text = with_environment(configuration(wanted, graph, to, machine), environment)
     if output is not None:
         document.write_text(text, output)
-    return Configured(
+    return FrameworkConfiguration(
         framework=to,
         text=text,
         in_the_script=in_the_script(wanted, graph, to, machine),
@@ -606,7 +586,7 @@ def profile(
         graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
     check_code(graph, "")
     node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
-    found = measure(
+    measured_cluster = measure(
         graph,
         cluster,
         _measured_job(graph, script, seq_len, global_batch, precision),
@@ -616,12 +596,12 @@ def profile(
         node_rank=node_rank,
         quiet=quiet,
     )
-    measured: Profile = found.profile
+    measured: Profile = measured_cluster.profile
     if node_rank.node == 0:
         if output is not None:
             document.write(measured, output)
         if cluster_output is not None:
-            document.write(found.cluster, cluster_output)
+            document.write(measured_cluster.cluster, cluster_output)
     return measured
 
 
@@ -654,24 +634,24 @@ def profile_agenda(
     node: int | None = None,
     rendezvous: str | None = None,
     budget: str | None = None,
-) -> Intended:
+) -> ProfileAgenda:
     """Return what `profile` would measure, in its order, and measure nothing."""
-    from meshwright.profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
+    from meshwright.profiler import profile as profiles  # noqa: PLC0415 - the profiler
     from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415
 
     graph, script = model_and_script(model, seq_len=seq_len)
-    found: Intended = intended(
+    agenda: ProfileAgenda = profiles.agenda(
         graph,
         cluster,
         _measured_job(graph, script, seq_len, global_batch, precision),
-        budget_s=BUDGET_S if budget is None else duration_s(budget),
+        budget_s=profiles.BUDGET_S if budget is None else duration_s(budget),
         node_rank=node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
     )
-    return found
+    return agenda
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ShownPlan:
     """A plan beside its prediction, and where the pictures were written."""
 
     plan: Plan
@@ -688,12 +668,12 @@ def show(
     html: str | None = None,
     trace: str | None = None,
     certificate: Certificate | None = None,
-    rows: Sequence[Comparison] = (),
-) -> Shown:
+    measured_rows: Sequence[tuple[str, str, str, str]] = (),
+) -> ShownPlan:
     """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too.
 
     The page has the proof and the alternatives of a search for the plan's job, which is made again
-    unless its `certificate` is given.
+    unless its `certificate` is given.  `measured_rows` are quantity, predicted, measured and error.
     """
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
@@ -715,14 +695,14 @@ def show(
             certificate=certificate,
             choices=choices,
             why=why,
-            measured=[comparison_cells(row) for row in rows],
+            measured=list(measured_rows),
         )
         document.write_text(page, html)
     if trace is not None:
         from meshwright.planner.report.timeline_picture import trace_json  # noqa: PLC0415
 
         document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
-    return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)
+    return ShownPlan(plan=wanted, prediction=prediction, html=html, trace=trace)
 
 
 def _searched_again(

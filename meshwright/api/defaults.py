@@ -41,31 +41,31 @@ class CommandDefaults:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
-        self.said: list[str] = []
+        self.notes: list[str] = []
         """Options that nobody gave, with their values and where these come from."""
 
-    def take(self, option: str, given: str | None) -> str | None:
+    def value_of(self, option: str, given: str | None) -> str | None:
         """Return what was given, else the user's default of an option, else None."""
         if given is not None:
             return given
         variable = f"MESHWRIGHT_{option.upper()}"
         value: str | None = self._environment.get(variable) or None
         if value is not None:
-            self.said.append(f"--{option} {value} ({variable})")
+            self.notes.append(f"--{option} {value} ({variable})")
             return value
         value = getattr(self._file, option)
         if value is not None:
             if option in PATHS:
                 value = locate_model(value, self._path)
-            self.said.append(f"--{option} {value} ({self._path})")
+            self.notes.append(f"--{option} {value} ({self._path})")
         return value
 
     def precision(self, given: Precision | None) -> Precision | None:
         """Return the precision that was given, or the user's default."""
-        name = self.take("precision", given)
-        known = get_args(Precision)
-        if name is not None and name not in known:
-            why = f"is '{name:.40}'; {nearest(name, list(known))}"
+        name = self.value_of("precision", given)
+        precisions = get_args(Precision)
+        if name is not None and name not in precisions:
+            why = f"is '{name:.40}'; {nearest(name, list(precisions))}"
             raise DocumentError("MESHWRIGHT_PRECISION", why)
         return cast("Precision | None", name)
 
@@ -73,7 +73,7 @@ class CommandDefaults:
         """Note options that were not given, with what the command took for them."""
         open_ = [f"--{name} {taken}" for name, (given, taken) in options.items() if given is None]
         if open_:
-            self.said.append(f"{' '.join(open_)} (not given)")
+            self.notes.append(f"{' '.join(open_)} (not given)")
 
     @cached_property
     def _path(self) -> str:

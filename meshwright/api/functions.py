@@ -10,11 +10,13 @@ torch is imported only where a module is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api import commands
 from meshwright.api.inputs import need_torch
+from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.document import Document
@@ -24,10 +26,7 @@ from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
 from meshwright.planner.documents.stack import Stack
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.requests.request import SURE_TO_FIT
 from meshwright.planner.search.answer import Alternative, Answer
-from meshwright.planner.search.plan_preference import Prefer
-from meshwright.planner.search.proof_budget import Prove
 from meshwright.planner.whatif.run_study import Result
 from meshwright.planner.whatif.study import Study
 from meshwright.studies import study_command as studies
@@ -39,32 +38,29 @@ if TYPE_CHECKING:
     from meshwright.runtime.checkpoint.weight_export import Exported
     from meshwright.runtime.parallel.tensor_styles_search import TensorStyles
 
+MODULE_FIELDS = ("batch", "loss", "inputs", "optimizer", "groups", "units")
+"""Options that go with a function that builds a module."""
 DOCUMENTS: tuple[type[Document], ...] = (
     Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Stack,
 )  # fmt: skip
 """What `load` reads."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePlanOptions(PlanOptions):
+    """Options of a plan, and what a module of the caller's own trains on."""
+
+    batch: Any = None
+    loss: Callable[[Any, Any], Any] | None = None
+    inputs: Callable[[Any], Any] | None = None
+    optimizer: Callable[[Any], Any] | None = None
+    groups: Callable[[str, Any], Any] | None = None
+    units: Sequence[str] | None = None
+
+
+@keyword_options(ModulePlanOptions)
 def plan(
-    model: str | Callable[[], nn.Module],
-    cluster: str = "local",
-    *,
-    batch: Any = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    inputs: Callable[[Any], Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
-    groups: Callable[[str, Any], Any] | None = None,
-    units: Sequence[str] | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    profile: str | None = None,
-    fix: Sequence[str] = (),
-    allow: Sequence[str] = (),
-    require: Sequence[str] = (),
-    backend: str = "native",
-    prefer: Prefer = "simplest",
-    fit_probability: float = SURE_TO_FIT,
+    model: str | Callable[[], nn.Module], cluster: str = "local", *, options: ModulePlanOptions
 ) -> Plan:
     """Return the plan to train by; `search` also returns its prediction and proof.
 
@@ -87,50 +83,12 @@ def plan(
     Raises NoPlanFits, DocumentError where an argument does not say what it must, and for a module
     RecordError and BatchError.
     """
-    return search(
-        model,
-        cluster,
-        batch=batch,
-        loss=loss,
-        inputs=inputs,
-        optimizer=optimizer,
-        groups=groups,
-        units=units,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        profile=profile,
-        fix=fix,
-        allow=allow,
-        require=require,
-        backend=backend,
-        prefer=prefer,
-        fit_probability=fit_probability,
-    ).plan
+    return _search(model, cluster, options).plan
 
 
+@keyword_options(ModulePlanOptions)
 def search(
-    model: str | Callable[[], nn.Module],
-    cluster: str = "local",
-    *,
-    batch: Any = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    inputs: Callable[[Any], Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
-    groups: Callable[[str, Any], Any] | None = None,
-    units: Sequence[str] | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    profile: str | None = None,
-    fix: Sequence[str] = (),
-    allow: Sequence[str] = (),
-    require: Sequence[str] = (),
-    backend: str = "native",
-    prefer: Prefer = "simplest",
-    prove: Prove = "usual",
-    fit_probability: float = SURE_TO_FIT,
-    top: int = 1,
+    model: str | Callable[[], nn.Module], cluster: str = "local", *, options: ModulePlanOptions
 ) -> Answer:
     """Return the fastest plan with its prediction and its certificate; arguments as of `plan`.
 
@@ -142,42 +100,26 @@ def search(
     >>> found.prediction.fits, found.certificate.gap < 0.01
     (True, True)
     """
-    if isinstance(model, str):
-        own = {"batch": batch, "loss": loss, "inputs": inputs, "optimizer": optimizer}
-        own |= {"groups": groups, "units": units}
-        said = next((name for name, value in own.items() if value is not None), None)
-        if said is not None:
-            raise DocumentError(said, "goes with a function that builds a module; leave it out")
-        trained: str | OwnScript = model
-    else:
-        need_torch("building a module")
-        from meshwright.runtime.engine.script_module import OwnScript  # noqa: PLC0415 - needs torch
+    return _search(model, cluster, options)
 
-        trained = OwnScript(
-            build=model,
-            batch=batch,
-            loss=loss,
-            inputs=inputs,
-            optimizer=optimizer,
-            groups=groups,
-            units=units,
-        )
-    return commands.plan(
-        trained,
-        cluster,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        profile=profile,
-        fix=fix,
-        allow=allow,
-        require=require,
-        top=top,
-        backend=backend,
-        prefer=prefer,
-        prove=prove,
-        fit_probability=fit_probability,
-    )
+
+def _search(
+    model: str | Callable[[], nn.Module], cluster: str, options: ModulePlanOptions
+) -> Answer:
+    """Search as `search` does."""
+    of_module = {name: getattr(options, name) for name in MODULE_FIELDS}
+    of_plan = {field.name: getattr(options, field.name) for field in fields(PlanOptions)}
+    if isinstance(model, str):
+        misplaced = next((name for name, value in of_module.items() if value is not None), None)
+        if misplaced is not None:
+            raise DocumentError(
+                misplaced, "goes with a function that builds a module; leave it out"
+            )
+        return commands.plan(model, cluster, **of_plan)
+    need_torch("building a module")
+    from meshwright.runtime.engine.script_module import OwnScript  # noqa: PLC0415 - needs torch
+
+    return commands.plan(OwnScript(build=model, **of_module), cluster, **of_plan)
 
 
 def tensor_styles(
@@ -302,7 +244,7 @@ def profile(
     )
 
 
-def whatif(study: Study | str | Path | None = None, **said: Any) -> Result:
+def whatif(study: Study | str | Path | None = None, **flags: Any) -> Result:
     """Compare clusters before they are bought or rented: time, cost, energy of the best plans.
 
     A study, its file, or its words: `model`, `clusters`, `tokens`, `deadline_days`, `budget`, `by`.
@@ -317,15 +259,15 @@ def whatif(study: Study | str | Path | None = None, **said: Any) -> Result:
     if isinstance(study, Study):
         from meshwright.planner.whatif.run_study import run  # noqa: PLC0415 - all of it is needed only here
 
-        if said:
-            raise DocumentError("study", f"is complete in itself; leave out {', '.join(said)}")
+        if flags:
+            raise DocumentError("study", f"is complete in itself; leave out {', '.join(flags)}")
         return run(study)
-    return studies.whatif(None if study is None else str(study), **said)
+    return studies.whatif(None if study is None else str(study), **flags)
 
 
 def export(
     source: str | Path, *, to: str | None = None, output: str | None = None
-) -> Exported | commands.Configured:
+) -> Exported | commands.FrameworkConfiguration:
     """Write a checkpoint in the form of another program, or a plan as its configuration.
 
     >>> import meshwright, pathlib, tempfile

@@ -58,7 +58,7 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
         graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
     if is_recorded(text):
-        return _recorded(text, seq_len)
+        return _traced_model(text, seq_len)
     try:
         return resolve_model(text)
     except DocumentError as error:
@@ -66,7 +66,7 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
         if error.path != "model_type" or importlib.util.find_spec("transformers") is None:
             raise
         try:
-            return _recorded(f"{text}{RECORDED}", seq_len)
+            return _traced_model(f"{text}{RECORDED}", seq_len)
         except DocumentError as refused:
             raise error from refused
 
@@ -85,7 +85,7 @@ def script_of(text: str) -> OwnScript | None:
     return OwnScript.of_file(text)
 
 
-def _recorded(source: str, seq_len: int | None) -> ModelGraph:
+def _traced_model(source: str, seq_len: int | None) -> ModelGraph:
     """Return the model of a configuration, as the library's own class was seen to compute."""
     need_torch(f"{source}: recording a model")
     from meshwright.runtime.engine.traced_transformer import graph_of_library  # noqa: PLC0415 - needs torch
@@ -100,17 +100,17 @@ def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
 
     No code is run: of a `file.py:factory` the plan carries the figures.
     """
-    said = wanted.model
+    identity = wanted.model
     try:
         _check_backend(wanted)
-        if not is_own(said.source):
-            graph = resolve_beside(said.source, plan_path or "")
-        elif said.graph is not None:
-            graph = said.graph
+        if not is_own(identity.source):
+            graph = resolve_beside(identity.source, plan_path or "")
+        elif identity.graph is not None:
+            graph = identity.graph
         else:
             raise DocumentError(
                 "model.graph",
-                f"is missing, and '{said.source}' is code, which only launch and profile run; "
+                f"is missing, and '{identity.source}' is code, which only launch and profile run; "
                 "plan again: a plan carries the model's figures",
             )
         wanted.check_model(graph)
@@ -149,10 +149,10 @@ def own_code(
     need_torch(f"{source}: running a Python factory")
     from meshwright.runtime.engine.factory_module import graph_of_factory  # noqa: PLC0415 - needs torch
 
-    made: ModelGraph = graph_of_factory(
+    traced: ModelGraph = graph_of_factory(
         source, seq_len=seq_len, known=None if trusted else graph.files
     )
-    return made.model_copy(update={"name": graph.name, "source": graph.source})
+    return traced.model_copy(update={"name": graph.name, "source": graph.source})
 
 
 def need_torch(what: str) -> None:
@@ -167,14 +167,14 @@ def profile_for(graph: ModelGraph, paths: str | None) -> Profiles:
         return None
     if "=" not in paths or document.is_file(paths):
         return _oneprofile_for(graph, paths)
-    found: dict[str, Profile] = {}
+    profiles: dict[str, Profile] = {}
     for part in paths.split(","):
         group, sign, path = part.partition("=")
-        if not sign or group in found:
+        if not sign or group in profiles:
             why = "is given twice" if sign else "has no group; write GROUP=FILE,GROUP=FILE"
             raise DocumentError("profile", f"'{part}': {group if sign else 'it'} {why}")
-        found[group] = _oneprofile_for(graph, path)
-    return found
+        profiles[group] = _oneprofile_for(graph, path)
+    return profiles
 
 
 def _oneprofile_for(graph: ModelGraph, path: str) -> Profile:

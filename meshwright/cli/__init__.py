@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import figures, plans, runs, tunes
-from meshwright.cli.console import refuse, say
+from meshwright.cli import hardware, measured_runs, plans, runs
+from meshwright.cli.console import print_message, refuse
 from meshwright.cli.examples import epilog
 from meshwright.planner.errors import DocumentError, Interrupted, MeshwrightError
 from meshwright.planner.errors.shown import lines
@@ -47,7 +47,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from meshwright.__main__ import version
+        from meshwright.api.version import version
 
         print(version())
         raise typer.Exit
@@ -71,17 +71,17 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "import": plans.import_,
     "predict": plans.predict,
     "solve": plans.solve,
-    "tune": tunes.tune,
+    "tune": measured_runs.tune,
     "launch": runs.launch,
     "run": runs.run,
     "watch": runs.watch,
     "export": plans.export,
     "profile": runs.profile,
     "show": plans.show,
-    "validate": figures.validate,
-    "calibrate": figures.calibrate,
-    "whatif": figures.whatif,
-    "catalog": figures.catalog,
+    "validate": measured_runs.validate,
+    "calibrate": measured_runs.calibrate,
+    "whatif": hardware.whatif,
+    "catalog": hardware.catalog,
 }
 """In the order of the help."""
 INTERRUPTED = Interrupted.status
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         with apart:
             status = app(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
         if status == INTERRUPTED:
-            say("interrupted")
+            print_message("interrupted")
             _fail(json, "Interrupted", "interrupted", INTERRUPTED)
     except MeshwrightError as error:
         refuse(str(error))
@@ -132,9 +132,9 @@ def _fail(
     if json:
         from meshwright.render.json_output import as_json
 
-        said = {"kind": kind, "message": message, "status": status, **(place or {})}
+        failure = {"kind": kind, "message": message, "status": status, **(place or {})}
         with contextlib.suppress(BrokenPipeError):  # nobody reads it
-            print(as_json({"error": said}), flush=True)
+            print(as_json({"error": failure}), flush=True)
     return status
 
 
@@ -142,8 +142,8 @@ def _place(error: MeshwrightError) -> dict[str, str]:
     """Return where a document is wrong: its file, and the path in it."""
     if not isinstance(error, DocumentError):
         return {}
-    found = {"file": error.file, "path": error.path}
-    return {name: said for name, said in found.items() if said}
+    place = {"file": error.file, "path": error.path}
+    return {name: value for name, value in place.items() if value}
 
 
 def _bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

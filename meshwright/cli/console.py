@@ -80,7 +80,7 @@ def refuse(message: str) -> None:
     """Print why a command ends; where that takes several lines the first says what to do."""
     short = len(f"meshwright: {message}") <= talk.width
     if short or not talk.is_terminal or "\n" in message:  # the end of a log, say
-        say(message)
+        print_message(message)
         return
     remedy, reason = remedy_first(lines(message))
     for indent, text in (("", f"meshwright: {remedy}"), ("  ", reason)):
@@ -95,7 +95,7 @@ def refuse(message: str) -> None:
         talk.print(wide, soft_wrap=True, end="\n" if wide else "")
 
 
-def say(message: str) -> None:
+def print_message(message: str) -> None:
     """Print one message to stderr."""
     if talk.is_terminal:
         talk.print(f"meshwright: {message}")

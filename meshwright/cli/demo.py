@@ -12,6 +12,7 @@ from pathlib import Path
 
 from meshwright.api import commands
 from meshwright.launch import launch as launches
+from meshwright.launch.attempt import LaunchResult
 from meshwright.planner.documents import document
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import MeshwrightError
@@ -19,7 +20,7 @@ from meshwright.planner.errors.shown import lines
 from meshwright.planner.report.terminal import Terminal
 from meshwright.planner.report.text import time_text
 from meshwright.planner.search.answer import Answer
-from meshwright.render.text import comparison_table, plan_text
+from meshwright.render.text import comparison_cells, comparison_table, plan_text
 from meshwright.runtime.run.launch_options import LaunchRun
 
 MODEL, CLUSTER = "demo-4m", "local:2"
@@ -65,7 +66,7 @@ def _demonstrate() -> None:
 
     out.rule("3. launch: train by the plan on Python's own sources")
     run = launches.launch(plan, LaunchRun(steps=STEPS, output=FOLDER / "run"), profile=profile)
-    assert isinstance(run, launches.Launched)
+    assert isinstance(run, LaunchResult)
     losses = run.report.losses
     shown = [losses[i] for i in range(0, len(losses), max(1, len(losses) // 6))]
     out.print("loss " + " -> ".join(f"{loss:.3f}" for loss in [*shown, losses[-1]]))
@@ -78,7 +79,7 @@ def _demonstrate() -> None:
         profile=profile,
         html=str(FOLDER / "report.html"),
         certificate=answer.certificate,
-        rows=run.rows,
+        measured_rows=[comparison_cells(row) for row in run.rows],
     )
     out.print(f"report {page.html}, plan {plan}, profile {profile}, metrics {run.report.metrics}")
 

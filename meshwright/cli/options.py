@@ -1,7 +1,8 @@
 """Arguments and options that several commands share, with what their help says.
 
 A command that takes a record (`runtime.run.launch_options.LaunchRun`) has an option for each of its
-fields, named and described there: `with_records` makes them, `written` is the way back.
+fields, named and described there: `with_records` makes them, and `meshwright.api.option_words` is
+the way back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
+from meshwright.api.option_words import flag
 from meshwright.planner.documents.document import Part
 
 
@@ -93,8 +95,6 @@ SolverOption = Annotated[
         "--solver", help="exact: dynamic programming; ilp: integer program, for comparison"
     ),
 ]
-Html = Annotated[str | None, typer.Option("--html", help="Write a page here")]
-Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here")]
 ProfileOption = Annotated[
     str | None,
     typer.Option(
@@ -102,6 +102,96 @@ ProfileOption = Annotated[
         help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
     ),
 ]
+PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "seq_len": (SeqLen, None),
+    "document_len": (
+        Annotated[
+            int | None,
+            typer.Option(
+                "--document-len",
+                help="Packed samples: mean over tokens of the length of the token's document",
+            ),
+        ],
+        None,
+    ),
+    "global_batch": (GlobalBatch, None),
+    "precision": (PrecisionOption, None),
+    "lora": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+        ],
+        None,
+    ),
+    "profile": (ProfileOption, None),
+    "fix": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--fix", help="Pin a choice: tp=8, schedule=zbv, order=pp-tp"),
+        ],
+        None,
+    ),
+    "allow": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--allow",
+                help="offload to the host, async-tensor; stale or compress, which change training",
+            ),
+        ],
+        None,
+    ),
+    "require": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--require", help="'layers 0-3 on stage 0', 'at most 9 layers on stage 1'"
+            ),
+        ],
+        None,
+    ),
+    "solver": (SolverOption, Solver.EXACT),
+    "top": (
+        Annotated[
+            int, typer.Option("--top", min=1, help="Show the K best plans with different meshes")
+        ],
+        1,
+    ),
+    "backend": (BackendOption, None),
+    "prefer": (
+        Annotated[
+            Preferred,
+            typer.Option(
+                "--prefer", help="Which plan to take of those within 1.5 % of the fastest"
+            ),
+        ],
+        Preferred.SIMPLEST,
+    ),
+    "prove": (
+        Annotated[
+            ProofLevel,
+            typer.Option(
+                "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
+            ),
+        ],
+        ProofLevel.USUAL,
+    ),
+    "fit_probability": (
+        Annotated[
+            float | None,
+            typer.Option(
+                "--fit-probability",
+                help="Least probability that a plan fits; 0.5: memory as predicted; default: 0.95",
+            ),
+        ],
+        None,
+    ),
+}
+"""Each field of meshwright.api.plan_options.PlanOptions as an option, with its default in help."""
+
+
+Html = Annotated[str | None, typer.Option("--html", help="Write a page here")]
+Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here")]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", help="Number of nodes; run the same command on each")
 ]
@@ -115,28 +205,37 @@ Explain = Annotated[bool, typer.Option("--explain", help="Print details, proof a
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
 
-def flag(field: str) -> str:
-    """Return the option of a record's field.
+def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose `options` are a mapping of the options of a plan that were given.
 
-    >>> flag("checkpoint_every"), flag("evaluate_every")
-    ('--checkpoint-every', '--eval-every')
+    What is not given is left out, so that the record's own default counts.
     """
-    return "--" + field.replace("evaluate", "eval").replace("_", "-")
+    hints = typing.get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name != "options":
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        parameters += [
+            inspect.Parameter(
+                field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=hint
+            )
+            for field, (hint, default) in PLAN_OPTIONS.items()
+        ]
 
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        given = {name: values.pop(name) for name in PLAN_OPTIONS}
+        options = {
+            name: value.value if isinstance(value, StrEnum) else value
+            for name, value in given.items()
+            if value is not None
+        }
+        command(options=options, **values)
 
-def written(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield the options that say these values of fields.
-
-    >>> list(written({"steps": 7, "resume": True, "data": None, "training": ("a=1", "b=2")}))
-    ['--steps', '7', '--resume', '--training', 'a=1', '--training', 'b=2']
-    """
-    for field, value in values.items():
-        if isinstance(value, bool):
-            yield from [flag(field)] if value else []
-        elif isinstance(value, tuple):
-            yield from (part for item in value for part in (flag(field), str(item)))
-        elif value is not None:
-            yield from (flag(field), str(value))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -161,14 +260,14 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
             )
 
     @functools.wraps(command)
-    def called(**values: Any) -> None:
+    def run(**values: Any) -> None:
         for name, record in records.items():
             values[name] = record(**{field: values.pop(field) for field in record.model_fields})
         command(**values)
 
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {p.name: p.annotation for p in parameters}
-    return called
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def _option(field: str, info: FieldInfo) -> Any:

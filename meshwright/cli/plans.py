@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.console import bar, out, say
+from meshwright.cli.console import bar, out, print_message
 from meshwright.cli.options import (
     BackendOption,
     ClusterOption,
@@ -20,12 +22,11 @@ from meshwright.cli.options import (
     OfPlan,
     Output,
     PrecisionOption,
-    Preferred,
     ProfileOption,
-    ProofLevel,
     SeqLen,
     Solver,
     SolverOption,
+    with_plan_options,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
@@ -34,61 +35,11 @@ if TYPE_CHECKING:
     from meshwright.planner.search.answer import Answer
 
 
+@with_plan_options
 def plan(
     model: ModelArgument,
     cluster: ClusterOption = None,
-    seq_len: SeqLen = None,
-    document_len: Annotated[
-        int | None,
-        typer.Option(
-            "--document-len",
-            help="Packed samples: mean over tokens of the length of the token's document",
-        ),
-    ] = None,
-    global_batch: GlobalBatch = None,
-    precision: PrecisionOption = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
-    ] = None,
-    profile: ProfileOption = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option("--fix", help="Pin a choice: tp=8, schedule=zbv, order=pp-tp"),
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            help="offload to the host, async-tensor; stale or compress, which change training",
-        ),
-    ] = None,
-    require: Annotated[
-        list[str] | None,
-        typer.Option("--require", help="'layers 0-3 on stage 0', 'at most 9 layers on stage 1'"),
-    ] = None,
-    solver: SolverOption = Solver.EXACT,
-    top: Annotated[
-        int, typer.Option("--top", min=1, help="Show the K best plans with different meshes")
-    ] = 1,
-    backend: BackendOption = None,
-    prefer: Annotated[
-        Preferred,
-        typer.Option("--prefer", help="Which plan to take of those within 1.5 % of the fastest"),
-    ] = Preferred.SIMPLEST,
-    prove: Annotated[
-        ProofLevel,
-        typer.Option(
-            "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
-        ),
-    ] = ProofLevel.USUAL,
-    fit_probability: Annotated[
-        float | None,
-        typer.Option(
-            "--fit-probability",
-            help="Least probability that a plan fits; 0.5: memory as predicted; default: 0.95",
-        ),
-    ] = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
     output: Output = None,
     html: Html = None,
     explain: Explain = False,
@@ -98,30 +49,20 @@ def plan(
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
     from meshwright.planner.report.facts import Fact
-    from meshwright.planner.requests.request import SURE_TO_FIT
     from meshwright.render.json_output import answer_json, as_json
     from meshwright.render.text import defaults_facts, next_fact, plan_text, top_table
 
     mine = of_user()
+    where = _required_cluster(mine.value_of("cluster", cluster))
+    defaults = {
+        "precision": mine.precision(options.get("precision")),
+        "backend": mine.value_of("backend", options.get("backend")) or "native",
+    }
     with bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
             model,
-            _needed(mine.take("cluster", cluster)),
-            seq_len=seq_len,
-            document_len=document_len,
-            global_batch=global_batch,
-            precision=mine.precision(precision.value if precision else None),
-            lora=lora or (),
-            profile=profile,
-            fix=fix or (),
-            allow=allow or (),
-            require=require or (),
-            solver=solver.value,
-            top=top,
-            backend=mine.take("backend", backend) or "native",
-            prefer=prefer.value,
-            prove=prove.value,
-            fit_probability=SURE_TO_FIT if fit_probability is None else fit_probability,
+            where,
+            **{**options, **defaults},
             output=output,
             html=html,
             progress=progress,
@@ -132,21 +73,21 @@ def plan(
     job = answer.plan.job
     mine.left_open(
         {
-            "seq-len": (seq_len, job.seq_len),
-            "global-batch": (global_batch, job.global_batch),
+            "seq-len": (options.get("seq_len"), job.seq_len),
+            "global-batch": (options.get("global_batch"), job.global_batch),
         }
     )
-    said = [*defaults_facts(mine.said), next_fact(_then(answer, output), explain=explain)]
+    facts = [*defaults_facts(mine.notes), next_fact(_then(answer, output), explain=explain)]
     if html:
-        said.insert(-1, Fact(label="written", text=html, copied=True))
-    out.print(plan_text(answer, said=said, explain=explain))
-    if top > 1:
+        facts.insert(-1, Fact(label="written", text=html, copied=True))
+    out.print(plan_text(answer, more_facts=facts, explain=explain))
+    if options["top"] > 1:
         out.print(top_table(answer))
     if explain:
         out.print(f"searched in {answer.search_s:.2f} s of CPU")
 
 
-def _needed(cluster: str | None) -> str:
+def _required_cluster(cluster: str | None) -> str:
     """Return the cluster, which somebody must have named."""
     if cluster is None:
         raise DocumentError(
@@ -209,19 +150,19 @@ def compare(
         if len(plans) != 1:
             raise DocumentError("plans", f"are {len(plans)}; --best compares one plan")
         with bar("searching layouts", quiet=json) as progress:
-            told = commands.compare_best(plans[0], cluster, output=output, progress=progress)
+            improved = commands.compare_best(plans[0], cluster, output=output, progress=progress)
         if json:
-            print(as_json(improved_json(told)))
+            print(as_json(improved_json(improved)))
             return
         then = f"compare {plans[0]} --best -o best.yaml" if output is None else f"show {output}"
-        for part in improved_parts(told, then=f"meshwright {then}", explain=explain):
+        for part in improved_parts(improved, then=f"meshwright {then}", explain=explain):
             out.print(part)
         return
-    found = commands.compare(plans, cluster)
+    alternatives = commands.compare(plans, cluster)
     if json:
-        print(as_json({"plans": choices_json(found)}))
+        print(as_json({"plans": choices_json(alternatives)}))
         return
-    for part in compared_parts(found, explain=explain):
+    for part in compared_parts(alternatives, explain=explain):
         out.print(part)
 
 
@@ -256,19 +197,19 @@ def import_(
     from meshwright.render.text import imported_facts
 
     mine = of_user()
-    found = commands.import_plan(
+    imported = commands.import_plan(
         file,
         of=of,
-        cluster=_needed(mine.take("cluster", cluster)),
+        cluster=_required_cluster(mine.value_of("cluster", cluster)),
         model=model,
         seq_len=seq_len,
         global_batch=global_batch,
         output=output,
     )
     if json:
-        print(as_json(imported_json(found)))
+        print(as_json(imported_json(imported)))
         return
-    out.print(imported_facts(found, mine.said, output, explain=explain))
+    out.print(imported_facts(imported, mine.notes, output, explain=explain))
 
 
 def predict(
@@ -297,9 +238,9 @@ def predict(
 
     mine = of_user()
     if not is_plan(model):  # which has its own
-        cluster, backend = mine.take("cluster", cluster), mine.take("backend", backend)
+        cluster, backend = mine.value_of("cluster", cluster), mine.value_of("backend", backend)
     wanted = mine.precision(precision.value if precision else None) if not is_plan(model) else None
-    found = commands.priced(
+    predicted = commands.predicted_plan(
         model,
         cluster,
         layout=layout,
@@ -309,12 +250,12 @@ def predict(
         profile=profile,
         backend=backend or "native",
     )
-    prediction = found.prediction
+    prediction = predicted.prediction
     if json:
         print(as_json(prediction.model_dump(mode="json", exclude_none=True)))
         return
     if not is_plan(model):
-        job = found.job
+        job = predicted.job
         mine.left_open(
             {
                 "seq-len": (seq_len, job.seq_len),
@@ -322,13 +263,15 @@ def predict(
             }
         )
     then = (
-        f"compare {model} --best" if is_plan(model) else f"plan {model} --cluster {found.cluster}"
+        f"compare {model} --best"
+        if is_plan(model)
+        else f"plan {model} --cluster {predicted.cluster}"
     )
-    said = [*defaults_facts(mine.said), next_fact(f"meshwright {then}", explain=explain)]
+    more_facts = [*defaults_facts(mine.notes), next_fact(f"meshwright {then}", explain=explain)]
     facts = [Fact(label="layout", text=prediction.layout)]
     facts += prediction_facts(prediction, whole=explain)
-    title = f"{found.model} on {found.cluster}: {job_text(found.job)}"
-    out.print(Summary(title, [*facts, *said], whole=explain))
+    title = f"{predicted.model} on {predicted.cluster}: {job_text(predicted.job)}"
+    out.print(Summary(title, [*facts, *more_facts], whole=explain))
     if explain:
         out.print(assumptions_text(prediction))
 
@@ -397,7 +340,7 @@ def export(
     from meshwright.render.json_output import as_json, export_json
 
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
-    if isinstance(written, commands.Configured):
+    if isinstance(written, commands.FrameworkConfiguration):
         if json:
             print(as_json(asdict(written)))
             return
@@ -406,11 +349,11 @@ def export(
         else:
             out.print(f"written to {written.file}; {written.framework} reads it")
         for warning in written.warnings:
-            say(f"warning: {warning}")
+            print_message(f"warning: {warning}")
         for name, value in written.environment.items():
-            say(f"not in this file: environment {name}={value}")
-        for said in written.in_the_script:
-            say(f"not in this file: {said}")
+            print_message(f"not in this file: environment {name}={value}")
+        for instruction in written.in_the_script:
+            print_message(f"not in this file: {instruction}")
         return
     if json:
         print(as_json(export_json(written)))
@@ -446,6 +389,6 @@ def show(
         print(as_json({"prediction": dump, "html": html, "trace": trace}))
         return
     written = ", ".join(path for path in (shown.html, shown.trace) if path)
-    said = [Fact(label="written", text=written, copied=True)] if written else []
-    said.append(next_fact(_run(shown.plan, plan), explain=explain))
-    out.print(answer_text(shown.plan, shown.prediction, extra=said, explain=explain))
+    facts = [Fact(label="written", text=written, copied=True)] if written else []
+    facts.append(next_fact(_run(shown.plan, plan), explain=explain))
+    out.print(answer_text(shown.plan, shown.prediction, extra=facts, explain=explain))

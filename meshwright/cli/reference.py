@@ -39,10 +39,10 @@ def _commands() -> Iterator[str]:
         yield from ("", f"## {name}", "", inspect.cleandoc(command.help), "")
         yield from ("| option | what it is |", "|---|---|")
         for parameter in command.params:
-            said = f"`{parameter.name}`"
+            names = f"`{parameter.name}`"
             if parameter.param_type_name == "option":
-                said = ", ".join(f"`{one}`" for one in parameter.opts)
-            yield f"| {said} | {_cell(parameter.help)} |"
+                names = ", ".join(f"`{option}`" for option in parameter.opts)
+            yield f"| {names} | {_cell(parameter.help)} |"
         yield from ("", "```", *EXAMPLES[name], "```")
 
 
@@ -72,11 +72,11 @@ def _python() -> Iterator[str]:
     yield ""
     yield "`import meshwright` gives these; nothing is imported before it is used."
     for name in meshwright.__all__:
-        found = getattr(meshwright, name)
+        value = getattr(meshwright, name)
         yield from ("", f"## {name}", "")
-        if inspect.isfunction(found):
-            yield from ("```", f"def {name}{inspect.signature(found)}: ...", "```", "")
-        for paragraph in (inspect.getdoc(found) or "").split("\n\n"):
+        if inspect.isfunction(value):
+            yield from ("```", f"def {name}{inspect.signature(value)}: ...", "```", "")
+        for paragraph in (inspect.getdoc(value) or "").split("\n\n"):
             example = paragraph.startswith(">>>")
             yield from ("```", paragraph, "```", "") if example else (paragraph, "")
 

@@ -54,6 +54,7 @@ def launch(
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
     from meshwright.launch import launch as launches
+    from meshwright.launch.attempt import LaunchResult
     from meshwright.render.json_output import as_json, job_json, run_json
     from meshwright.render.text import run_parts
 
@@ -72,7 +73,7 @@ def launch(
     )
     if done is None:
         return
-    if not isinstance(done, launches.Launched):
+    if not isinstance(done, LaunchResult):
         if json:
             print(as_json(job_json(done)))
         else:
@@ -120,7 +121,7 @@ def run(
     )
     if done is None:
         return
-    if not isinstance(done, scripts.Ran):
+    if not isinstance(done, scripts.ScriptResult):
         _tell_job(done)
         return
     for part in script_parts(done):
@@ -160,15 +161,15 @@ def watch(
     with shown or contextlib.nullcontext():
         while True:
             begin_s = time.monotonic()
-            found = watching.watched(run)
-            reading = watching.reading_of(found, incident)
+            watched = watching.read_run(run)
+            reading = watching.reading_of(watched, incident)
             if share:
                 reading = watching.without_names(reading)
-            lives = follows and not found.is_over
+            lives = follows and not watched.is_over
             if output is not None:
                 write_text(page(reading, again_s=watching.EVERY_S if lives else None), output)
             if json:
-                print(as_json(watching.reading_json(reading, found)))
+                print(as_json(watching.reading_json(reading, watched)))
             elif shown is not None:
                 shown.update(Group(*watching.reading_parts(reading)), refresh=True)
             elif not lives:
@@ -228,7 +229,7 @@ def profile(
     from meshwright.render.text import agenda_lines, profile_parts
 
     if dry_run:
-        found = commands.profile_agenda(
+        agenda = commands.profile_agenda(
             model,
             cluster,
             seq_len=seq_len,
@@ -240,9 +241,9 @@ def profile(
             budget=budget,
         )
         if json:
-            print(as_json(agenda_json(found)))
+            print(as_json(agenda_json(agenda)))
             return
-        for line in agenda_lines(found):
+        for line in agenda_lines(agenda):
             out.print(line)
         return
     measured = commands.profile(
@@ -264,9 +265,9 @@ def profile(
     if json:
         print(as_json(measured.model_dump(mode="json", exclude_none=True)))
         return
-    said = CommandDefaults({})
+    defaults = CommandDefaults({})
     if measured.layers and measured.layers[0].seq_len > 1:  # a script's batch says it
-        said.left_open({"seq-len": (seq_len, measured.layers[0].seq_len)})
+        defaults.left_open({"seq-len": (seq_len, measured.layers[0].seq_len)})
     written = [name for name in (output, cluster_output) if name]
-    for part in profile_parts(measured, model, said.said, written, explain=explain):
+    for part in profile_parts(measured, model, defaults.notes, written, explain=explain):
         out.print(part)

@@ -19,20 +19,18 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import for_fewer
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents import document
 from meshwright.planner.documents.document import Part, read_text
+from meshwright.planner.documents.events import PlanSource
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.units import Amount, Positive, Text
 from meshwright.planner.errors import MeshwrightError
 from meshwright.planner.system.safe_files import folder_within, open_below, replace_file
 from meshwright.runtime.run.launch_options import LaunchRun
-
-if TYPE_CHECKING:
-    from meshwright.launch.launch import LaunchablePlan
 
 FEWER = (1, 2, 4, 8)
 """How many are lost, for which plans are solved ahead."""
@@ -40,8 +38,8 @@ NICE = 19
 """The lowest priority there is: training does not wait for the book."""
 
 
-class BookEntry(Part):
-    """A plan of the book."""
+class FallbackPlan(Part):
+    """A plan for what may be left of a run's nodes or devices."""
 
     wanted: Text
     """Digest of the plan that it stands in for."""
@@ -55,27 +53,27 @@ class BookEntry(Part):
     devices: Positive
     step_s: Amount
     memory_bytes: Amount
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
 
 
-class Book:
+class FallbackPlans:
     """The plans in a folder of checkpoints."""
 
     def __init__(self, saved: Path) -> None:
         self._saved = saved
 
-    def entry(self, wanted: Plan, left: int, each: int | None = None) -> BookEntry | None:
+    def entry(self, wanted: Plan, left: int, each: int | None = None) -> FallbackPlan | None:
         """Return what stands there for a plan of which so much is left; None if nothing does."""
         try:
-            entry = BookEntry.model_validate_json(read_text(self._file(left, each)))
-            found = document.read(Plan, entry.path)
+            entry = FallbackPlan.model_validate_json(read_text(self._file(left, each)))
+            plan = document.read(Plan, entry.path)
         except (MeshwrightError, ValueError):
             return None
-        said = entry.wanted, entry.left, entry.each, entry.plan
-        is_it = said == (wanted.digest, left, each, found.digest)
+        stored = entry.wanted, entry.left, entry.each, entry.plan
+        is_it = stored == (wanted.digest, left, each, plan.digest)
         return entry if is_it else None
 
-    def solve(self, fit: LaunchablePlan, left: int, each: int | None = None) -> BookEntry:
+    def solve(self, fit: LaunchablePlan, left: int, each: int | None = None) -> FallbackPlan:
         """Solve for what is left, and write the plan down; LaunchError where no plan fits."""
         folder = self._folder()
         if each is not None:
@@ -89,9 +87,9 @@ class Book:
             each=each,
             folder=folder,
         )
-        again = fit.at(str(path))
+        again = fit.with_plan(str(path))
         predicted = predict(again.plan, fit.graph, again.machine, fit.measured)
-        entry = BookEntry(
+        entry = FallbackPlan(
             wanted=fit.plan.digest,
             left=left,
             each=each,
@@ -104,17 +102,24 @@ class Book:
         replace_file(document.json_line(entry), self._file(left, each))
         return entry
 
+    def entry_or_solution(
+        self, fit: LaunchablePlan, left: int, each: int | None = None
+    ) -> tuple[FallbackPlan, PlanSource]:
+        """Return what stands there for what is left, solved now where nothing does."""
+        entry = self.entry(fit.plan, left, each)
+        return (entry, "book") if entry else (self.solve(fit, left, each), "solved")
+
     def _folder(self) -> Path:
         return folder_within(self._saved, "book")
 
     def _file(self, left: int, each: int | None = None) -> Path:
-        return self._folder() / f"with-{sized(left, each)}.json"
+        return self._folder() / f"with-{size_text(left, each)}.json"
 
 
-def sized(left: int, each: int | None = None) -> str:
+def size_text(left: int, each: int | None = None) -> str:
     """Return what is left as text.
 
-    >>> sized(6), sized(8, 7)
+    >>> size_text(6), size_text(8, 7)
     ('6', '8x7')
     """
     return str(left) if each is None else f"{left}x{each}"
@@ -130,14 +135,26 @@ def sizes(fit: LaunchablePlan) -> list[tuple[int, int | None]]:
     return [*fewer_nodes, *([(fit.nodes, each - 1)] if each > 1 else [])]
 
 
-class BookKeeper:
+def fallback(
+    fit: LaunchablePlan, left: int, run: LaunchRun, *, each: int | None = None, quiet: bool
+) -> LaunchablePlan:
+    """Return the same training planned for what is left: out of the book, or solved now.
+
+    That is `left` nodes, with `each` devices where that is given, or devices of one node.
+    """
+    plans = FallbackPlans(run.checkpoint or Path())
+    entry, source = plans.entry_or_solution(fit, left, each)
+    return fit.replanned_at(Path(entry.path), source=source, quiet=quiet)
+
+
+class FallbackSolver:
     """The process that fills a run's book, while a `with` block lasts."""
 
     def __init__(self, fit: LaunchablePlan, run: LaunchRun) -> None:
         self._fit, self._run = fit, run
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> BookKeeper:
+    def __enter__(self) -> FallbackSolver:
         return self
 
     def __exit__(
@@ -156,8 +173,8 @@ class BookKeeper:
 
         assert self._run.checkpoint is not None
         saved = self._run.checkpoint.absolute()
-        book = Book(saved)
-        lacking = [one for one in sizes(self._fit) if book.entry(self._fit.plan, *one) is None]
+        plans = FallbackPlans(saved)
+        lacking = [size for size in sizes(self._fit) if plans.entry(self._fit.plan, *size) is None]
         if self._process is not None or not lacking:
             return
         output = self._run.output or default_output(self._fit.plan)
@@ -170,7 +187,7 @@ class BookKeeper:
                     *(
                         self._fit.path,
                         str(saved),
-                        ",".join(sized(*one) for one in lacking),
+                        ",".join(size_text(*size) for size in lacking),
                         *profile,
                     ),
                 ],
@@ -182,15 +199,15 @@ class BookKeeper:
             )
 
 
-def filled(
+def solve_fallbacks(
     fit: LaunchablePlan, saved: Path, lefts: Iterable[tuple[int, int | None]]
-) -> list[BookEntry]:
+) -> list[FallbackPlan]:
     """Solve for each of what may be left; what has no plan is said and passed over."""
-    found = []
+    plans = []
     for left, each in lefts:
         with contextlib.suppress(MeshwrightError):
-            found.append(Book(saved).solve(fit, left, each))
-    return found
+            plans.append(FallbackPlans(saved).solve(fit, left, each))
+    return plans
 
 
 def _read(text: str) -> tuple[int, int | None]:
@@ -200,15 +217,16 @@ def _read(text: str) -> tuple[int, int | None]:
 
 def main() -> int:
     """Fill a book: PLAN, the folder of checkpoints, what may be left, and a profile."""
-    from meshwright.launch.launch import LaunchablePlan  # noqa: PLC0415 - it imports us
     from meshwright.runtime.launch.rank_main import die_with_launcher  # noqa: PLC0415 - the runtime
 
     die_with_launcher()
     os.nice(NICE)
     plan, saved, lefts, *profile = sys.argv[1:]
-    fit = LaunchablePlan.of(plan, profile[0] if profile else None)
-    for entry in filled(fit, Path(saved), map(_read, lefts.split(","))):
-        print(f"{sized(entry.left, entry.each)} left: {entry.step_s:.3g} s a step in {entry.path}")
+    fit = LaunchablePlan.read(plan, profile[0] if profile else None)
+    for entry in solve_fallbacks(fit, Path(saved), map(_read, lefts.split(","))):
+        print(
+            f"{size_text(entry.left, entry.each)} left: {entry.step_s:.3g} s a step in {entry.path}"
+        )
     return 0
 
 

@@ -1,7 +1,12 @@
-"""`launch --survive` on several nodes: attempts one after another, each an epoch of the run."""
+"""`launch --survive` on several nodes: attempts one after another, each an epoch of the run.
+
+A node that is back, or a spare, is taken in at the next save where what it gains in the time that
+is left is more than twice what the start of new ranks costs, and not soon after another change.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -10,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.launch.fallback_plans import BookKeeper
-from meshwright.launch.launch import LaunchablePlan, Launched, decided, hand_over, launched
+from meshwright.launch.attempt import LaunchResult, log_decision, run_attempt, stop_if_preempted
+from meshwright.launch.fallback_plans import FallbackPlans, FallbackSolver, fallback
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import leave_out
-from meshwright.launch.scale_up import Growth
+from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.events import Decision, Incident, Reaction
+from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
@@ -33,14 +40,24 @@ from meshwright.runtime.resilience.membership import Agent, Epoch, LostDevice, P
 from meshwright.runtime.resilience.node_agent import NodeAgent, RunOver, agent_of
 from meshwright.runtime.resilience.replication import KeptCopies, Pairing, partner_places
 from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.authenticated_channel import without_secret
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import signals_kept
 from meshwright.runtime.run.node_rank import NodeRank
 from meshwright.runtime.run.recovery_policy import RankEnd, Verdict, verdict
 from meshwright.runtime.run.rendezvous import NodeLeft
-from meshwright.runtime.run.run_folder import Device, append_record, events_file
+from meshwright.runtime.run.run_folder import (
+    Device,
+    account_of,
+    append_record,
+    events_file,
+    metrics_file,
+    newest_record,
+)
 
+LOOK_S = 1.0
+"""Seconds between two looks for nodes that came back."""
 MOST_SAID = 500
 """Characters of what a launcher says of an end, which go to all agents twice a second."""
 
@@ -52,7 +69,7 @@ def on_nodes(
     shrunk: Decision | None,
     *,
     quiet: bool,
-) -> Launched | None:
+) -> LaunchResult | None:
     """Train on the nodes that are there, one epoch after another; what the lead has is returned.
 
     Nodes beyond those of the plan are spares.  `shrunk` is why its plan is not the given one.
@@ -71,20 +88,22 @@ def on_nodes(
         run = run.model_copy(
             update={"checkpoint": folder, "output": Path(agent.epoch.output)},
         )
-        with BookKeeper(fit, run) as keeper:
-            means = Means(agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper)
+        with FallbackSolver(fit, run) as keeper:
+            means = NodeResources(
+                agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper
+            )
             return Epochs(fit, run, means, signals, quiet=quiet).run(shrunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class NodeResources:
     """What a node has for as long as a run lives."""
 
     agent: NodeAgent
     copies: KeptCopies
     zygote: Zygote
     slots: Slots
-    keeper: BookKeeper
+    keeper: FallbackSolver
 
 
 class Epochs:
@@ -94,7 +113,7 @@ class Epochs:
         self,
         fit: LaunchablePlan,
         run: LaunchRun,
-        means: Means,
+        means: NodeResources,
         signals: list[int],
         *,
         quiet: bool,
@@ -107,18 +126,18 @@ class Epochs:
         self._again = False
         """Ranks of this command ran before."""
 
-    def run(self, shrunk: Decision | None) -> Launched | None:
+    def run(self, shrunk: Decision | None) -> LaunchResult | None:
         """Train until the run is over; the first epoch has `shrunk` before it."""
         while True:
             try:
                 self._wait_as_spare()
             except RunOver as over:
-                self._say(f"this node was a spare: {over}")
+                self._print_notice(f"this node was a spare: {over}")
                 return None
             epoch = self._agent.epoch
-            self.take(epoch)
+            self.adopt(epoch)
             self._pair(epoch)
-            self._growth = Growth(self._planned, self._fit, self._run, self._agent)
+            self._scale_up = ScaleUp(self._planned, self._fit, self._run, self._agent)
             self._agent.begin()
             try:
                 asked = Launch(
@@ -131,11 +150,11 @@ class Epochs:
                     zygote=self._means.zygote,
                     slots=self._means.slots,
                     begun=self._means.keeper.begin,
-                    meanwhile=self._growth.look,
+                    meanwhile=self._scale_up.look,
                     before=shrunk,
                     again=self._again,
                 )
-                return launched(self._fit, asked, epoch.ends)
+                return run_attempt(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
                 self._regroup(failed)
@@ -143,9 +162,9 @@ class Epochs:
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
 
-    def take(self, epoch: Epoch) -> None:
+    def adopt(self, epoch: Epoch) -> None:
         """Go by an epoch's plan, on the devices that are left."""
-        self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+        self._fit = self._planned if epoch.plan is None else self._planned.with_plan(epoch.plan)
         if self._fit.machine.devices == self._planned.machine.devices:
             self._planned = self._fit  # with less memory, from here on
         self._hide_lost(epoch)
@@ -153,25 +172,25 @@ class Epochs:
     def _hide_lost(self, epoch: Epoch) -> None:
         """Let ranks that start from now on not see the devices that this node has lost."""
         start = self._agent.roster.agent.start
-        lost = [one for one in epoch.lost_devices if one.start == start]
+        lost = [device for device in epoch.lost_devices if device.start == start]
         group = self._planned.machine.groups[0]
-        for one in lost[self._hidden :]:
+        for device in lost[self._hidden :]:
             if group.accelerator.kind != "cpu":
-                leave_out(one.device, group.devices_per_node - self._hidden)
+                leave_out(device.device, group.devices_per_node - self._hidden)
             self._hidden += 1
 
     def _pair(self, epoch: Epoch) -> None:
         """Find the partner that keeps this node's copies, and the ward whose copies it keeps."""
-        members, own = epoch.members, self._agent.roster.agent
+        members, agent = epoch.members, self._agent.roster.agent
         nodes = domain_nodes(self._planned.machine)
-        partners = partner_places([one.node // nodes for one in members])
-        place = [one.start for one in members].index(own.start)
+        partners = partner_places([member.node // nodes for member in members])
+        place = [member.start for member in members].index(agent.start)
         ward = partners.index(place)
         alone = len(members) == 1
         pairing = Pairing(
             run=epoch.run,
             epoch=epoch.number,
-            own=own,
+            own=agent,
             partner=None if alone else members[partners[place]],
             ward=None if alone else members[ward],
         )
@@ -184,7 +203,7 @@ class Epochs:
         agent = self._agent
         if agent.roster.is_member:
             return
-        self._say(f"node {agent.roster.agent.node} waits as a spare")
+        self._print_notice(f"node {agent.roster.agent.node} waits as a spare")
         self._warm()
         agent.wait_as_spare(self._end_spare)
         self._run = self._run.model_copy(update={"resume": True, "or_start": True})
@@ -214,7 +233,7 @@ class Epochs:
             end,
             failed,
             lambda proposal: self.next(proposal, failed, begin_s),
-            lambda: hand_over(self._signals, failed),
+            lambda: stop_if_preempted(self._signals, failed),
         )
 
     def next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
@@ -223,17 +242,17 @@ class Epochs:
         assert self._run.checkpoint is not None and self._run.output is not None
         saved = checkpoint.newest(self._run.checkpoint)
         stored = checkpoint.progress(saved).step if saved is not None else 0
-        if self._growth.asked and not proposal.lost and not proposal.ends:
+        if self._scale_up.asked and not proposal.lost and not proposal.ends:
             return self._grown(proposal, stored)
         end = self._end_of(proposal, stored)
         ends = (*last.ends, end)
-        found = verdict(ends, devices=self._fit.plan.mesh.devices)
-        if found is None or found.reaction == "stop":
-            if found is not None:
-                decided(self._run.output, found, self._fit, quiet=self._quiet)
+        judged = verdict(ends, devices=self._fit.plan.mesh.devices)
+        if judged is None or judged.reaction == "stop":
+            if judged is not None:
+                log_decision(self._run.output, judged, self._fit, quiet=self._quiet)
             raise failed
         without = None
-        if found.reaction == "shrink" and end.cause != "node":
+        if judged.reaction == "shrink" and end.cause != "node":
             without = self._node_of(end.rank, last)
             proposal, without = self._without_device(proposal, without, end)
         members = proposal.members(self._planned.nodes, without=without)
@@ -241,7 +260,7 @@ class Epochs:
             raise failed
         self._write_incident(end, proposal, failed, at_unix_s)
         excluded = (*last.excluded, *([] if without is None else [without.start]))
-        epoch = self._decided(proposal, members, found, stored, end)
+        epoch = self._next_epoch(proposal, members, judged, stored, end)
         return epoch.model_copy(update={"ends": ends, "excluded": excluded})
 
     def _without_device(
@@ -252,7 +271,7 @@ class Epochs:
         All nodes train on one device fewer then, where that is faster than on one node fewer.
         """
         epoch = proposal.epoch
-        place = [one.start for one in epoch.members].index(node.start)
+        place = [member.start for member in epoch.members].index(node.start)
         device = LostDevice(start=node.start, device=self._local_ranks(place)[end.rank])
         fewer = epoch.model_copy(update={"lost_devices": (*epoch.lost_devices, device)})
         with_all = proposal.members(self._planned.nodes)
@@ -275,41 +294,42 @@ class Epochs:
         if nodes == self._planned.nodes and each is None:
             return 0.0  # with a spare, nothing is lost
         try:
-            return self._planned.booked(nodes, self._run, each=each)[0].step_s
+            plans = FallbackPlans(self._run.checkpoint or Path())
+            return plans.entry_or_solution(self._planned, nodes, each)[0].step_s
         except LaunchError:
             return math.inf
 
     def _grown(self, proposal: Proposal, stored: int) -> Epoch:
         """Return the next epoch where nothing went wrong: of the nodes that are there now."""
-        members = proposal.members(self._growth.nodes)
-        grows = Verdict(causes=frozenset(), reaction="grow", why=self._growth.why)
-        return self._decided(proposal, members, grows, stored)
+        members = proposal.members(self._scale_up.nodes)
+        grows = Verdict(causes=frozenset(), reaction="grow", why=self._scale_up.why)
+        return self._next_epoch(proposal, members, grows, stored)
 
-    def _decided(
+    def _next_epoch(
         self,
         proposal: Proposal,
         members: tuple[Agent, ...],
-        found: Verdict,
+        judged: Verdict,
         stored: int,
         end: RankEnd | None = None,
     ) -> Epoch:
         """Return the next epoch with its plan, once what is done is written down."""
         last, before = proposal.epoch, self._fit.machine.devices
-        if found.reaction == "replan" and end is not None:
+        if judged.reaction == "replan" and end is not None:
             self._fit = self._fit.with_less_memory(end, self._run, quiet=self._quiet)
             plan: str | None = self._fit.path
         elif (size := self._size(last, members)) != (self._planned.nodes, None):
             nodes, each = size
-            self._fit = self._planned.again(nodes, self._run, each=each, quiet=self._quiet)
+            self._fit = fallback(self._planned, nodes, self._run, each=each, quiet=self._quiet)
             plan = self._fit.path
         else:
             self._fit = self._planned
             plan = last.plan if last.plan == self._planned.path else None
         fewer = self._fit.machine.devices < before
-        done = _named(found, last.members, members, fewer=fewer)
+        done = _membership_verdict(judged, last.members, members, fewer=fewer)
         assert self._run.output is not None
-        decided(self._run.output, done, self._fit, quiet=self._quiet)
-        stays = [one.start for one in members] == [one.start for one in last.members]
+        log_decision(self._run.output, done, self._fit, quiet=self._quiet)
+        stays = [member.start for member in members] == [member.start for member in last.members]
         return last.model_copy(
             update={
                 "number": last.number + 1,
@@ -332,7 +352,7 @@ class Epochs:
         lost = proposal.lost[0].node if proposal.lost else None
         evidence = end.said or str(failed)
         if len(proposal.lost) > 1:
-            named = ", ".join(str(one.node) for one in proposal.lost)
+            named = ", ".join(str(node.node) for node in proposal.lost)
             evidence = f"nodes {named} are gone; {evidence}"
         incident = Incident(
             at_unix_s=at_unix_s,
@@ -348,14 +368,14 @@ class Epochs:
     def _end_of(self, proposal: Proposal, stored: int) -> RankEnd:
         """Return what ended the epoch: a node that is lost, before ranks that may follow it."""
         if proposal.lost or not proposal.ends:
-            places = [one.start for one in proposal.epoch.members]
+            places = [member.start for member in proposal.epoch.members]
             lost = proposal.lost[0].start if proposal.lost else places[0]
             rank = min(self._ranks(places.index(lost)))
             return RankEnd(cause="node", rank=rank, after_step=proposal.state(stored).step)
         return proposal.ends[0]
 
     def _node_of(self, rank: int, epoch: Epoch) -> Agent:
-        return next(one for i, one in enumerate(epoch.members) if rank in self._ranks(i))
+        return next(member for i, member in enumerate(epoch.members) if rank in self._ranks(i))
 
     def _ranks(self, place: int) -> list[int]:
         return list(self._local_ranks(place))
@@ -366,9 +386,83 @@ class Epochs:
         devices = [group.devices_per_node for group in groups for _ in range(group.nodes)]
         return ranks_of_node(self._fit.plan, place, devices)
 
-    def _say(self, text: str) -> None:
+    def _print_notice(self, text: str) -> None:
         if not self._quiet:
             print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+
+class ScaleUp:
+    """Whether an epoch of a run ends so that more nodes come in, as its lead sees it."""
+
+    def __init__(
+        self, planned: LaunchablePlan, fit: LaunchablePlan, run: LaunchRun, agent: NodeAgent
+    ) -> None:
+        """`fit` is what the epoch trains by, and `planned` what the run was started with."""
+        self._planned, self._fit, self._run, self._agent = planned, fit, run, agent
+        self._next_s, self._begin_s = 0.0, time.monotonic()
+        self.asked = False
+        """Whether ranks were asked to end after their next save."""
+        self.nodes = len(agent.epoch.members)
+        """That the run is to have."""
+        self.why = ""
+
+    def look(self) -> None:
+        """Ask ranks to end after their next save if more nodes are there, and pay."""
+        now_s = time.monotonic()
+        if self.asked or now_s < self._next_s:
+            return
+        self._next_s = now_s + LOOK_S
+        epoch = self._agent.epoch
+        # The clock may have been set back since then; this epoch is no older than the change.
+        since_s = max(time.time() - epoch.changed_unix_s, now_s - self._begin_s)
+        if len(epoch.members) >= self._planned.nodes or since_s < self._run.grow_after:
+            return
+        there = min(self._planned.nodes, len(epoch.members) + len(self._agent.spares()))
+        larger = self._largest(len(epoch.members), there)
+        assert self._run.output is not None
+        newest = newest_record(metrics_file(self._run.output))
+        start_s = account_of(self._run.output).start_s
+        if larger is None or newest is None or start_s is None:
+            return
+        nodes, larger_s = larger
+        left_s = (self._run.steps - newest.step) * newest.step_s
+        if not growth.pays(
+            left_s=left_s, step_s=self._step_s, larger_step_s=larger_s, cost_s=start_s
+        ):
+            return
+        self.asked, self.nodes = True, nodes
+        self.why = (
+            f"{nodes - len(epoch.members)} more nodes are there, and save "
+            f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
+        )
+        growth.ask(self._run.output)
+        notice = f"ranks end after the next save, because {self.why}"
+        print(f"meshwright: {lines(notice)}", file=sys.stderr)
+
+    def _largest(self, nodes: int, there: int) -> tuple[int, float] | None:
+        """Return the most nodes beyond those of now for which a plan is known, and its step."""
+        if there == self._planned.nodes:
+            return there, self._planned_step_s
+        assert self._run.checkpoint is not None
+        plans = FallbackPlans(self._run.checkpoint)
+        for more in range(there, nodes, -1):
+            entry = plans.entry(self._planned.plan, more)
+            if entry is not None:
+                return more, entry.step_s
+        return None
+
+    @functools.cached_property
+    def _step_s(self) -> float:
+        """Predicted, by the plan of now."""
+        return _predicted_step_s(self._fit)
+
+    @functools.cached_property
+    def _planned_step_s(self) -> float:
+        return _predicted_step_s(self._planned)
+
+
+def _predicted_step_s(fit: LaunchablePlan) -> float:
+    return predict(fit.plan, fit.graph, fit.machine, fit.measured).step_time_s
 
 
 def domain_nodes(machine: ClusterSpec) -> int:
@@ -379,19 +473,19 @@ def domain_nodes(machine: ClusterSpec) -> int:
     1
     """
     a_node = machine.groups[0].devices_per_node
-    racks = [one.devices for one in machine.tiers if a_node < one.devices < machine.devices]
+    racks = [tier.devices for tier in machine.tiers if a_node < tier.devices < machine.devices]
     return racks[-1] // a_node if racks else 1
 
 
-def _named(
-    found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...], *, fewer: bool
+def _membership_verdict(
+    verdict: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...], *, fewer: bool
 ) -> Verdict:
     """Return a verdict by what becomes of the members, which may have `fewer` devices each."""
     reaction: Reaction = "restart" if members == before else "spare"
     if members == before and fewer:
         reaction = "shrink"
-    if members == before and found.reaction == "replan":
+    if members == before and verdict.reaction == "replan":
         reaction = "replan"
     if len(members) != len(before):
         reaction = "shrink" if len(members) < len(before) else "grow"
-    return Verdict(causes=found.causes, reaction=reaction, why=found.why)
+    return Verdict(causes=verdict.causes, reaction=reaction, why=verdict.why)

@@ -46,7 +46,7 @@ def for_fewer(
     """
     clusters = _smaller(machine, left)
     if each is not None:
-        clusters = (smaller_nodes(one, each) for one in clusters)
+        clusters = (smaller_nodes(cluster, each) for cluster in clusters)
     return planned_again(wanted, graph, clusters, measured, folder=folder)
 
 
@@ -71,7 +71,8 @@ def planned_again(
     best: Answer | None = None
     for cluster in clusters:
         asked = replace(
-            Request.of_plan(wanted, graph, cluster, measured), pins=Pins(allowed=_allowed(wanted))
+            Request.of_plan(wanted, graph, cluster, measured),
+            pins=Pins(allowed=_allowances(wanted)),
         )
         with contextlib.suppress(NoPlanFits):
             best = search(
@@ -103,7 +104,9 @@ def least_moved(answer: Answer, wanted: Plan) -> Plan:
     Axes that differ from those of `wanted` are counted; data ranks are fewer in any case.
     """
     most_s = TIE * answer.prediction.step_time_s
-    tied = [one.plan for one in answer.finalists if one.prediction.step_time_s <= most_s]
+    tied = [
+        finalist.plan for finalist in answer.finalists if finalist.prediction.step_time_s <= most_s
+    ]
     return min([answer.plan, *tied], key=lambda plan: _unlike(plan, wanted))
 
 
@@ -111,7 +114,7 @@ def _unlike(plan: Plan, wanted: Plan) -> int:
     axes = ("tensor", "context", "pipeline", "expert")
     pairs = [(getattr(plan.mesh, axis), getattr(wanted.mesh, axis)) for axis in axes]
     pairs += [(plan.zero == 3, wanted.zero == 3), (plan.schedule, wanted.schedule)]
-    return sum(one != other for one, other in pairs)
+    return sum(value != other for value, other in pairs)
 
 
 def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
@@ -129,13 +132,13 @@ def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
             yield smaller
 
 
-def _allowed(wanted: Plan) -> frozenset[Allowance]:
+def _allowances(wanted: Plan) -> frozenset[Allowance]:
     """Return what the plan does already and may do again."""
     treated = {item.activations for stage in wanted.stages for item in stage.layers}
     allowed: set[Allowance] = set()
     for word in get_args(Allowance):
         chosen = [axis for axis in LAYOUT_AXES if axis.allowance == word]
-        if word in treated or any(getattr(wanted, one.name) != one.usual for one in chosen):
+        if word in treated or any(getattr(wanted, axis.name) != axis.usual for axis in chosen):
             allowed.add(word)
     return frozenset(allowed)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.api.inputs import machine_of, need_torch, plan_model, profile_for
-from meshwright.cli.options import written
+from meshwright.api.option_words import option_words
 from meshwright.launch.schedulers import Command, Submission, submit
 from meshwright.planner.costs.predict import predict as predict_plan
 from meshwright.planner.documents import document
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class ScriptResult:
     """A script's finished run, beside its prediction where the plan says enough for one."""
 
     run: ScriptRun
@@ -45,7 +45,7 @@ def run_script(
     where: Where = HERE,
     dry_run: bool = False,
     quiet: bool = False,
-) -> Ran | Submission | None:
+) -> ScriptResult | Submission | None:
     """Run a script on the plan's ranks; return what it did and what was predicted.
 
     The script makes a meshwright.Engine without naming a plan.  Where a rank fails, all are started
@@ -100,7 +100,9 @@ def run_script(
         nodes=devices,
         say=lambda text: None if quiet else print(f"meshwright: {lines(text)}", file=sys.stderr),
     )
-    return None if done is None else Ran(run=done, rows=_compared(wanted, done, measured))
+    return (
+        None if done is None else ScriptResult(run=done, rows=_comparison(wanted, done, measured))
+    )
 
 
 def _on_hosts(
@@ -117,7 +119,7 @@ def _on_hosts(
 
     started = HostCommand.of(
         machine,
-        command.words(plan_path, *written({"profile": profile})),
+        command.words(plan_path, *option_words({"profile": profile})),
         (plan_path, *command.files),
         spares=False,
         rendezvous=where.rendezvous,
@@ -151,7 +153,7 @@ def _command(
         raise LaunchError(f"{script}: is no file; name the script that trains")
     return Command(
         before=("run", "--plan"),
-        options=tuple(written({"restarts": restarts or None, "output": output})),
+        options=tuple(option_words({"restarts": restarts or None, "output": output})),
         after=(script, *arguments),
         files=(script,),
         goes_on=restarts > 0,
@@ -159,7 +161,7 @@ def _command(
     )
 
 
-def _compared(wanted: Plan, done: ScriptRun, measured: Profiles) -> list[Comparison]:
+def _comparison(wanted: Plan, done: ScriptRun, measured: Profiles) -> list[Comparison]:
     """Compare with the prediction of a plan that has its module's figures."""
     if wanted.model.graph is None:
         return []

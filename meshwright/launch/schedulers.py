@@ -95,11 +95,11 @@ def submit(
             f"request; start `meshwright {command.before[0]}` on each node with --nodes, --node "
             "and --rendezvous"
         )
-    told = _settings(where.job)
+    settings = _settings(where.job)
     if scheduler == "slurm":
-        text = _slurm(plan_path, plan, machine, command, told, logs=folder)
+        text = _slurm(plan_path, plan, machine, command, settings, logs=folder)
     else:
-        text = _kubernetes(plan_path, plan, machine, command, told)
+        text = _kubernetes(plan_path, plan, machine, command, settings)
     if dry_run:
         return Submission(text=text)
     submitted_by = SUBMITTED_BY[scheduler]
@@ -119,13 +119,13 @@ def submit(
 
 
 def _settings(texts: Sequence[str]) -> dict[str, str]:
-    told: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign or not re.fullmatch(r"[a-z][a-z0-9-]*", name) or not value.isprintable():
             raise DocumentError("job", f"{text!a}: write NAME=VALUE, as in partition=gpu")
-        told[name] = value
-    return told
+        settings[name] = value
+    return settings
 
 
 def _slurm(
@@ -133,7 +133,7 @@ def _slurm(
     plan: Plan,
     machine: ClusterSpec,
     command: Command,
-    told: Mapping[str, str],
+    settings: Mapping[str, str],
     *,
     logs: Path,
 ) -> str:
@@ -152,7 +152,7 @@ def _slurm(
         "open-mode": "append",
         **({"requeue": "", "signal": f"USR1@{GRACE_S}"} if command.handed_over else {}),
         **({"requeue": ""} if command.goes_on else {}),
-        **told,
+        **settings,
     }
     words = [sys.executable, "-P", "-m", "meshwright", *command.words(plan_path)]
     for value in (*asked.values(), *words):
@@ -161,7 +161,8 @@ def _slurm(
                 f"on: {value!a} cannot be written into a job script; use another name"
             )
     lines = [
-        f"#SBATCH --{name}{f'={_escaped(value)}' if value else ''}" for name, value in asked.items()
+        f"#SBATCH --{name}{f'={_sbatch_value(value)}' if value else ''}"
+        for name, value in asked.items()
     ]
     return "\n".join(
         [
@@ -171,13 +172,13 @@ def _slurm(
             "set +x -euo pipefail",
             f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             f"export {SECRET} PYTHONSAFEPATH=1",
-            *_started(shlex.join(words), logs, hands_over=command.handed_over),
+            *_srun_lines(shlex.join(words), logs, hands_over=command.handed_over),
             "",
         ]
     )
 
 
-def _started(words: str, logs: Path, *, hands_over: bool) -> list[str]:
+def _srun_lines(words: str, logs: Path, *, hands_over: bool) -> list[str]:
     """Return the lines that start a command once on every node.
 
     One that hands over ends well on each of them, or srun would end the others before they have
@@ -203,13 +204,15 @@ _HANDS_OVER = (
 )
 
 
-def _escaped(value: str) -> str:
+def _sbatch_value(value: str) -> str:
     r"""Return a value of an #SBATCH line, where `#` begins a comment and a blank the next option.
 
     sbatch takes a backslash as bash does between quotes too, so nothing is quoted.
 
-    >>> print(_escaped("/data/my runs/slurm-%j.log"), _escaped("a#b"), _escaped("24:00:00"))
-    /data/my\ runs/slurm-%j.log a\#b 24:00:00
+    >>> print(_sbatch_value("/data/my runs/slurm-%j.log"))
+    /data/my\ runs/slurm-%j.log
+    >>> print(_sbatch_value("a#b"), _sbatch_value("24:00:00"))
+    a\#b 24:00:00
     """
     return re.sub(r"([^\w@%+=:,./-])", r"\\\1", value)
 
@@ -219,23 +222,26 @@ def _kubernetes(
     plan: Plan,
     machine: ClusterSpec,
     command: Command,
-    told: Mapping[str, str],
+    settings: Mapping[str, str],
 ) -> str:
     """Return an Indexed Job with its headless service, its secret, and the plan as a ConfigMap."""
-    unknown = [name for name in told if name not in POD_SETTINGS]
-    if unknown or "image" not in told:
+    unknown = [name for name in settings if name not in POD_SETTINGS]
+    if unknown or "image" not in settings:
         what = f"'{unknown[0]}' is not known" if unknown else "image=NAME is missing"
         raise DocumentError("job", f"{what}; settings of a pod: {', '.join(POD_SETTINGS)}")
-    kind = told.get("kind", "job")
+    kind = settings.get("kind", "job")
     if kind not in KINDS:
         raise DocumentError("job", f"kind={kind}: is not known; known: {', '.join(KINDS)}")
     (group,) = machine.groups
-    name = told.get("name", _name(plan))
+    name = settings.get("name", _name(plan))
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
         raise DocumentError(
             "job", f"name={name}: names of pods have lower-case letters, digits and -; rename it"
         )
-    meta = {"name": name, **({"namespace": told["namespace"]} if "namespace" in told else {})}
+    meta = {
+        "name": name,
+        **({"namespace": settings["namespace"]} if "namespace" in settings else {}),
+    }
     service = {
         "clusterIP": "None",
         "selector": {"job-name": name},
@@ -252,7 +258,7 @@ def _kubernetes(
         **({"podFailurePolicy": {"rules": _UNCOUNTED}} if command.handed_over else {}),
         "template": {
             "metadata": {"labels": {"job-name": name}},
-            "spec": _pod(name, group, command, told),
+            "spec": _pod(name, group, command, settings),
         },
     }
     files = _files(plan_path, plan, command.files)
@@ -323,29 +329,29 @@ _UNCOUNTED: list[dict[str, Any]] = [
 
 
 def _pod(
-    name: str, group: DeviceGroup, command: Command, told: Mapping[str, str]
+    name: str, group: DeviceGroup, command: Command, settings: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return what runs on one node."""
     limits = {RESOURCES.get(group.accelerator.kind, "cpu"): str(group.devices_per_node)}
-    if "cpus" in told:
-        limits["cpu"] = told["cpus"]
+    if "cpus" in settings:
+        limits["cpu"] = settings["cpus"]
     kept = "/tmp"
     # What is mounted, and where.  Ranks of a node share tensors; the usual 64 MiB are too few.
     volumes: list[tuple[dict[str, Any], str]] = [
         ({"name": "plan", "configMap": {"name": name}}, MOUNTED),
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm"),
     ]
-    if "volume" in told:
-        claim, colon, kept = told["volume"].partition(":")
+    if "volume" in settings:
+        claim, colon, kept = settings["volume"].partition(":")
         if not colon or not kept.startswith("/"):
-            raise DocumentError("job", f"volume={told['volume']}: write CLAIM:/path")
+            raise DocumentError("job", f"volume={settings['volume']}: write CLAIM:/path")
         volumes.append(({"name": "data", "persistentVolumeClaim": {"claimName": claim}}, kept))
     # The plan's folder cannot be written.
     named = "--output" in command.options
     words = command.words("plan.yaml", *(() if named else ("--output", f"{kept}/runs/{name}")))
     container = {
         "name": "launch",
-        "image": told["image"],
+        "image": settings["image"],
         "workingDir": MOUNTED,
         # Kubernetes puts variables for $(NAME), and takes $$ for $.
         "command": [part.replace("$", "$$") for part in ("meshwright", *words)],
@@ -353,7 +359,7 @@ def _pod(
             {"name": "PYTHONSAFEPATH", "value": "1"},
             {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}},
             {"name": "NNODES", "value": str(group.nodes)},
-            {"name": "MASTER_ADDR", "value": f"{_first_pod(name, told)}.{name}"},
+            {"name": "MASTER_ADDR", "value": f"{_first_pod(name, settings)}.{name}"},
         ],
         "resources": {"limits": limits},
         "volumeMounts": [{"name": volume["name"], "mountPath": at} for volume, at in volumes],
@@ -367,9 +373,9 @@ def _pod(
     }
 
 
-def _first_pod(name: str, told: Mapping[str, str]) -> str:
+def _first_pod(name: str, settings: Mapping[str, str]) -> str:
     """Return the host name of the pod with index 0."""
-    return f"{name}-{JOBS_OF_SET}-0-0" if told.get("kind") == "jobset" else f"{name}-0"
+    return f"{name}-{JOBS_OF_SET}-0-0" if settings.get("kind") == "jobset" else f"{name}-0"
 
 
 class _Lines(yaml.SafeDumper):
@@ -389,10 +395,10 @@ _Lines.add_representer(
 
 def _files(plan_path: str, plan: Plan, others: Sequence[str]) -> dict[str, str]:
     """Return the plan and the files beside it, as a pod will find them."""
-    found = {"plan.yaml": document.read_text(plan_path)}
+    files = {"plan.yaml": document.read_text(plan_path)}
     main = plan.model.source.partition(":")[0]
-    known = (plan.model.graph.files if plan.model.graph else None) or {}
-    code = [str(Path(main).parent / name) for name in known]
+    digests = (plan.model.graph.files if plan.model.graph else None) or {}
+    code = [str(Path(main).parent / name) for name in digests]
     for named in dict.fromkeys((plan.cluster, main, *code, *others)):
         if Path(named).is_absolute() or not document.is_file(named):
             continue  # a path of the image, or no file at all
@@ -401,8 +407,8 @@ def _files(plan_path: str, plan: Plan, others: Sequence[str]) -> dict[str, str]:
                 f"{named}: a pod would not find it; put it beside {plan_path}, or into the "
                 "image and name it from /"
             )
-        found[named] = _exact_text(Path(named))
-    return found
+        files[named] = _exact_text(Path(named))
+    return files
 
 
 def _exact_text(path: Path) -> str:

@@ -51,21 +51,21 @@ def hosts_of(text: str) -> list[str]:
     >>> hosts_of("a,b[0-1,07]"), hosts_of("user@rack[1-2]-n[8-9]")[-1]
     (['a', 'b0', 'b1', 'b07'], 'user@rack2-n9')
     """
-    found = [host for word in re.split(r",(?![^\[]*\])", text) for host in _hosts_of_word(word)]
-    for host in found:
+    hosts = [host for word in re.split(r",(?![^\[]*\])", text) for host in _hosts_of_word(word)]
+    for host in hosts:
         if not _HOST.fullmatch(host):
             raise DocumentError("hosts", f"{host!a} is no name of a host; write a,b[0-63]")
-    double = [host for host, count in collections.Counter(found).items() if count > 1]
+    double = [host for host, count in collections.Counter(hosts).items() if count > 1]
     if double:
         raise DocumentError("hosts", f"{double[0]} is named twice; one launcher runs on each")
-    return found
+    return hosts
 
 
 def _hosts_of_word(word: str) -> list[str]:
     numbers = [_numbers(inside) for inside in _PART.findall(word)]
     count = 1
-    for one in numbers:
-        count *= len(one)
+    for number in numbers:
+        count *= len(number)
     if count > MOST_HOSTS:
         raise DocumentError("hosts", f"{word!a} are more than {MOST_HOSTS} hosts; write fewer")
     between = _PART.sub("\0", word).split("\0")
@@ -76,14 +76,14 @@ def _hosts_of_word(word: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if not 0 <= int(last) - int(first) < MOST_HOSTS:
             raise DocumentError("hosts", f"[{text}] is no list of numbers; write [0-63] or [1,4]")
-        found += [f"{one:0{len(first)}}" for one in range(int(first), int(last) + 1)]
-    return found
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    return numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +142,11 @@ class _SshHost:
     """Whether it was asked to end since another had failed."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def tell(self, told: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send it a line."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, RuntimeError):
-            self.process.stdin.write(json.dumps(told).encode() + b"\n")
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     @property
     def why(self) -> str:
@@ -200,7 +200,7 @@ class _SshHosts:
         for number in (signal.SIGINT, *SIGNALS):
             loop.add_signal_handler(number, self._notice)
         try:
-            self._hosts = await asyncio.gather(*map(self._reached, self._names))
+            self._hosts = await asyncio.gather(*map(self._connect, self._names))
             ready = self._ready(await asyncio.gather(*map(self._answer, self._hosts)))
             secret = new_secret()
             names = [host.name for host in ready]
@@ -208,7 +208,7 @@ class _SshHosts:
                 host.node = node
                 arguments = _arguments(self._command, names, node)
                 stays = self._command.spares
-                host.tell({"secret": secret, "arguments": arguments, "stays": stays})
+                host.send({"secret": secret, "arguments": arguments, "stays": stays})
             await asyncio.gather(*(self._results(host) for host in ready))
             self._judge(ready)
         finally:
@@ -224,12 +224,12 @@ class _SshHosts:
         self._signalled += 1
         started = [host for host in self._hosts if host.node is not None]
         for host in started:
-            host.tell({"signal": "SIGTERM" if self._signalled == 1 else "SIGINT"})
+            host.send({"signal": "SIGTERM" if self._signalled == 1 else "SIGINT"})
         if not started:
             for host in self._hosts:
                 host.process.kill()
 
-    async def _reached(self, name: str) -> _SshHost:
+    async def _connect(self, name: str) -> _SshHost:
         """Connect to a host, and ask what is there."""
         folder, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
         remote = f"cd {folder} && exec {python} {REMOTE}"
@@ -244,7 +244,7 @@ class _SshHosts:
         host = _SshHost(name, process, collections.deque(maxlen=LAST_LINES))
         host.tasks.append(asyncio.create_task(self._complaints(host)))
         files = {file: checksums.of_file(Path(file).resolve()) for file in self._command.files}
-        host.tell({"version": version(), "files": files, "devices": self._command.devices})
+        host.send({"version": version(), "files": files, "devices": self._command.devices})
         return host
 
     async def _answer(self, host: _SshHost) -> list[str]:
@@ -254,7 +254,7 @@ class _SshHosts:
             async with asyncio.timeout(ANSWER_S):
                 while line := await host.process.stdout.readline():
                     if line.startswith(MARK.encode()):
-                        return [str(one) for one in json.loads(line[len(MARK) :])["wrong"]]
+                        return [str(problem) for problem in json.loads(line[len(MARK) :])["wrong"]]
                 host.code = await host.process.wait()
                 await asyncio.gather(*host.tasks)
         except TimeoutError:
@@ -268,13 +268,13 @@ class _SshHosts:
         if self._signalled:
             raise LaunchError("interrupted before the command was started; give it again")
         pairs = list(zip(self._hosts, wrong, strict=True))
-        said = [f"{host.name}: {'; '.join(found)}" for host, found in pairs if found]
-        ready = [host for host, found in pairs if not found]
+        refusals = [f"{host.name}: {'; '.join(problems)}" for host, problems in pairs if problems]
+        ready = [host for host, problems in pairs if not problems]
         if len(ready) < self._command.nodes:
-            more = f"; {len(said) - MOST_NAMED} more" if len(said) > MOST_NAMED else ""
-            raise LaunchError(f"hosts: {'; '.join(said[:MOST_NAMED])}{more}")
-        for one in said:
-            print(f"meshwright: left out {lines(one)}", file=sys.stderr)
+            more = f"; {len(refusals) - MOST_NAMED} more" if len(refusals) > MOST_NAMED else ""
+            raise LaunchError(f"hosts: {'; '.join(refusals[:MOST_NAMED])}{more}")
+        for refusal in refusals:
+            print(f"meshwright: left out {lines(refusal)}", file=sys.stderr)
         return ready
 
     async def _complaints(self, host: _SshHost) -> None:
@@ -284,12 +284,12 @@ class _SshHosts:
         while chunk := await host.process.stderr.read(CHUNK_BYTES):
             *whole, rest = (rest + chunk).split(b"\n")
             rest = rest[-CHUNK_BYTES:]
-            self._say(host, whole)
-        self._say(host, [rest] if rest else [])
+            self._print_lines(host, whole)
+        self._print_lines(host, [rest] if rest else [])
 
-    def _say(self, host: _SshHost, said: Iterable[bytes]) -> None:
-        for one in said:
-            text = lines(one.decode(errors="replace").rstrip("\r"))
+    def _print_lines(self, host: _SshHost, output_lines: Iterable[bytes]) -> None:
+        for line in output_lines:
+            text = lines(line.decode(errors="replace").rstrip("\r"))
             host.last.append(text)
             if host.node is not None:
                 print(f"{host.name}: {text}", file=sys.stderr, flush=True)
@@ -306,7 +306,7 @@ class _SshHosts:
             for other in self._hosts:
                 if other.node is not None and other.code is None:
                     other.follows = True
-                    other.tell({"signal": "SIGTERM"})
+                    other.send({"signal": "SIGTERM"})
 
     def _judge(self, hosts: Sequence[_SshHost]) -> None:
         """Raise how the command ended, unless well: the host that leads has results.
@@ -319,5 +319,5 @@ class _SshHosts:
         if any(host.code == HandedOver.status for host in causes):
             raise HandedOver("a notice ended the run; start it again with --resume")
         failed = [host for host in causes if host.code] or list(hosts)
-        said = "; ".join(f"{host.name}: {host.why}" for host in failed[:MOST_NAMED])
-        raise LaunchError(f"hosts: {said}")
+        reasons = "; ".join(f"{host.name}: {host.why}" for host in failed[:MOST_NAMED])
+        raise LaunchError(f"hosts: {reasons}")

@@ -53,11 +53,11 @@ def wrong_here(asked: Mapping[str, Any]) -> Iterator[str]:
         yield f"has meshwright {version()}, and {asked['version']} is wanted"
     for path, checksum in asked["files"].items():
         try:
-            found = checksums.of_file(Path(path).resolve())
+            digests = checksums.of_file(Path(path).resolve())
         except OSError as error:
             yield f"{path}: {error.strerror or error}"
         else:
-            if found != checksum:
+            if digests != checksum:
                 yield f"{path}: is another file than where the command was given"
     if util.find_spec("torch") is None:
         yield "has no torch"
@@ -70,19 +70,19 @@ def wrong_here(asked: Mapping[str, Any]) -> Iterator[str]:
 
 def main() -> int:
     """Serve one command, whose exit status this has."""
-    told = sys.stdin.readline()
-    if not told:
+    line = sys.stdin.readline()
+    if not line:
         return 1
-    found = {"wrong": list(wrong_here(json.loads(told)))}
-    print(f"{MARK}{json.dumps(found)}", flush=True)
-    told = sys.stdin.readline()
-    return _run(json.loads(told)) if told else 1
+    answer = {"wrong": list(wrong_here(json.loads(line)))}
+    print(f"{MARK}{json.dumps(answer)}", flush=True)
+    line = sys.stdin.readline()
+    return _run(json.loads(line)) if line else 1
 
 
-def _run(told: Mapping[str, Any]) -> int:
+def _run(command: Mapping[str, Any]) -> int:
     process = subprocess.Popen(
-        [*COMMAND, *told["arguments"]],
-        env={**os.environ, SECRET: told["secret"]},
+        [*COMMAND, *command["arguments"]],
+        env={**os.environ, SECRET: command["secret"]},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -96,7 +96,7 @@ def _run(told: Mapping[str, Any]) -> int:
     ]
     for pump in pumps:
         pump.start()
-    heeds = threading.Thread(target=_heed, args=(process, told["stays"]), daemon=True)
+    heeds = threading.Thread(target=_heed, args=(process, command["stays"]), daemon=True)
     heeds.start()
     code = process.wait()
     for pump in pumps:

@@ -44,7 +44,7 @@ MOST_FILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class WatchedRun:
     """A run as its folder tells it."""
 
     folder: Path
@@ -70,7 +70,7 @@ class Watched:
         if not view.seconds.attempts:
             return "has not begun"
         waits = view.cases and view.cases[-1].lost_s is None
-        reactions = [one.reaction for one in view.cases[-1].decisions] if waits else []
+        reactions = [decision.reaction for decision in view.cases[-1].decisions] if waits else []
         if "stop" in reactions:
             return f"stopped after step {view.last.step if view.last else 0}"
         allowed_s = max(SILENT_S, SILENT_STEPS * (view.step_s or view.predicted_step_s or 0.0))
@@ -79,7 +79,7 @@ class Watched:
         return "starting again" if reactions else "running"
 
 
-def watched(folder: str | Path) -> Watched:
+def read_run(folder: str | Path) -> WatchedRun:
     """Read a run's folder; DocumentError where it is none, or damaged."""
     output = Path(folder)
     if not events_file(output).exists():
@@ -89,7 +89,7 @@ def watched(folder: str | Path) -> Watched:
             file=str(output),
         )
     orders = _read(RankOrders, orders_file(output))
-    return Watched(
+    return WatchedRun(
         folder=output,
         view=run_view(events(output)),
         plan=_read(Plan, plan_file(output)),
@@ -104,14 +104,14 @@ def _read(kind: type[Any], path: Path) -> Any:
     return document.read(kind, path) if path.exists() else None
 
 
-def reading_of(found: Watched, incident: int | None) -> RunReading:
+def reading_of(run: WatchedRun, incident: int | None) -> RunReading:
     """Return what is said of a run, or of one of its incidents by its number."""
-    return run_reading(found) if incident is None else incident_reading(found, incident)
+    return run_reading(run) if incident is None else incident_reading(run, incident)
 
 
-def run_reading(found: Watched) -> RunReading:
+def run_reading(run: WatchedRun) -> RunReading:
     """Return what a terminal or a page says of a run."""
-    view = found.view
+    view = run.view
     incidents = RunTable(
         title="Incidents",
         head=("no.", "after step", "cause", "where", "done", "lost"),
@@ -132,26 +132,24 @@ def run_reading(found: Watched) -> RunReading:
     )
     tables = (incidents, changes, ranks, seconds)
     return RunReading(
-        title=found.folder.name or str(found.folder),
-        facts=tuple(_facts(found)),
+        title=run.folder.name or str(run.folder),
+        facts=tuple(_facts(run)),
         tables=tuple(table for table in tables if table.rows),
         curve=view.curve,
     )
 
 
-def _facts(found: Watched) -> Iterator[Fact]:
-    view = found.view
-    if found.plan is not None:
-        ranks = f"{view.devices or found.plan.mesh.devices} devices"
-        yield Fact(
-            label="run", text=f"{found.plan.model.name}, {ranks}, {found.plan.layout.text()}"
-        )
-    yield Fact(label="state", text=found.state)
+def _facts(run: WatchedRun) -> Iterator[Fact]:
+    view = run.view
+    if run.plan is not None:
+        ranks = f"{view.devices or run.plan.mesh.devices} devices"
+        yield Fact(label="run", text=f"{run.plan.model.name}, {ranks}, {run.plan.layout.text()}")
+    yield Fact(label="state", text=run.state)
     if view.last is not None:
-        of = f" of {found.steps}" if found.steps else ""
+        of = f" of {run.steps}" if run.steps else ""
         yield Fact(label="step", text=f"{view.last.step}{of}, loss {view.last.loss:.4f}")
     if view.step_s is not None:
-        yield Fact(label="pace", text=_pace_text(found, view.step_s))
+        yield Fact(label="pace", text=_pace_text(run, view.step_s))
     if view.seconds.trained_s:
         text = f"{100 * view.seconds.goodput:.1f} %"
         if view.expected is not None and view.expected.is_of_training:
@@ -175,20 +173,23 @@ def _facts(found: Watched) -> Iterator[Fact]:
         yield Fact(label="drift", text=drift.text, style="yellow")
 
 
-def _pace_text(found: Watched, step_s: float) -> str:
-    predicted_s, known = found.view.predicted_step_s, found.prediction
+def _pace_text(run: WatchedRun, step_s: float) -> str:
+    predicted_s, prediction = run.view.predicted_step_s, run.prediction
     text = f"{seconds_text(step_s)} a step"
     if predicted_s is None:
         return text
     text += f", {seconds_text(predicted_s)} predicted"
-    if known is not None:
-        low, high = seconds_text(known.step_time_low_s), seconds_text(known.step_time_high_s)
+    if prediction is not None:
+        low, high = (
+            seconds_text(prediction.step_time_low_s),
+            seconds_text(prediction.step_time_high_s),
+        )
         text += f" ({low} to {high})"
     return text
 
 
 def _incident_row(case: IncidentCase) -> tuple[str, ...]:
-    done = " then ".join(dict.fromkeys(one.reaction for one in case.decisions)) or "-"
+    done = " then ".join(dict.fromkeys(decision.reaction for decision in case.decisions)) or "-"
     again = f", {case.steps_lost} steps again" if case.steps_lost else ""
     lost = "-" if case.lost_s is None else f"{seconds_text(case.lost_s)}{again}"
     incident = case.incident
@@ -214,13 +215,13 @@ def _word(cause: str) -> str:
 def _rank_rows(paced: Paced | None) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (
-            str(one.rank),
-            str(one.stage),
-            seconds_text(one.data_s),
-            "-" if one.work_s is None else seconds_text(one.work_s),
-            seconds_text(one.step_s),
+            str(rank.rank),
+            str(rank.stage),
+            seconds_text(rank.data_s),
+            "-" if rank.work_s is None else seconds_text(rank.work_s),
+            seconds_text(rank.step_s),
         )
-        for one in (paced.ranks if paced is not None else ())
+        for rank in (paced.ranks if paced is not None else ())
     )
 
 
@@ -234,18 +235,18 @@ def _second_rows(view: RunView) -> Iterator[tuple[str, str, str]]:
                 yield name, predicted, seconds_text(measured)
 
 
-def case_of(found: Watched, number: int) -> IncidentCase:
+def case_of(run: WatchedRun, number: int) -> IncidentCase:
     """Return an incident by its number; DocumentError where there is none."""
-    for case in found.view.cases:
+    for case in run.view.cases:
         if case.number == number:
             return case
-    known = ", ".join(str(case.number) for case in found.view.cases) or "none"
-    raise DocumentError("incident", f"is {number}; those of this run are {known}")
+    numbers = ", ".join(str(case.number) for case in run.view.cases) or "none"
+    raise DocumentError("incident", f"is {number}; those of this run are {numbers}")
 
 
-def incident_reading(found: Watched, number: int) -> RunReading:
+def incident_reading(run: WatchedRun, number: int) -> RunReading:
     """Return the report of an incident: evidence, decision, what was lost, what is to do."""
-    case = case_of(found, number)
+    case = case_of(run, number)
     incident = case.incident
     facts = [
         Fact(label="when", text=f"{_when(incident.at_unix_s)}, after step {incident.after_step}"),
@@ -268,11 +269,11 @@ def incident_reading(found: Watched, number: int) -> RunReading:
             head=("phase", "predicted", "measured"),
             rows=tuple(
                 (
-                    one.phase,
-                    "-" if one.predicted_s is None else seconds_text(one.predicted_s),
-                    seconds_text(one.measured_s),
+                    phase.phase,
+                    "-" if phase.predicted_s is None else seconds_text(phase.predicted_s),
+                    seconds_text(phase.measured_s),
                 )
-                for one in case.phases
+                for phase in case.phases
             ),
         ),
         RunTable(
@@ -280,17 +281,17 @@ def incident_reading(found: Watched, number: int) -> RunReading:
             head=("after step", "what"),
             rows=tuple(
                 (str(drift.after_step), drift.text)
-                for drift in found.view.drifts
+                for drift in run.view.drifts
                 if drift.at_unix_s <= incident.at_unix_s
             ),
         ),
-        _memory_table(found),
+        _memory_table(run),
     ]
     return RunReading(
-        title=f"Incident {case.number} of {found.folder.name}",
+        title=f"Incident {case.number} of {run.folder.name}",
         facts=tuple(facts),
         tables=tuple(table for table in tables if table.rows),
-        texts=tuple(_left_behind(evidence_folder(found.folder, case.attempt))),
+        texts=tuple(_left_behind(evidence_folder(run.folder, case.attempt))),
     )
 
 
@@ -301,21 +302,23 @@ def _when(at_unix_s: float) -> str:
         return f"{at_unix_s:g} s"
 
 
-def _memory_table(found: Watched) -> RunTable:
+def _memory_table(run: WatchedRun) -> RunTable:
     """Return memory and seconds of the plan as predicted, beside what is known of rank 0."""
     rows: list[tuple[str, str, str]] = []
-    if found.prediction is not None:
-        measured = "-" if found.view.step_s is None else seconds_text(found.view.step_s)
-        rows.append(("step", seconds_text(found.prediction.step_time_s), measured))
-        for stage, one in enumerate(found.prediction.stages):
-            peak = found.view.last.peak_memory_bytes if found.view.last and not stage else None
+    if run.prediction is not None:
+        measured = "-" if run.view.step_s is None else seconds_text(run.view.step_s)
+        rows.append(("step", seconds_text(run.prediction.step_time_s), measured))
+        for stage, stage_prediction in enumerate(run.prediction.stages):
+            peak = run.view.last.peak_memory_bytes if run.view.last and not stage else None
             parts = ", ".join(
-                f"{name} {bytes_text(size)}" for name, size in one.memory_parts.items() if size
+                f"{name} {bytes_text(size)}"
+                for name, size in stage_prediction.memory_parts.items()
+                if size
             )
             rows.append(
                 (
                     f"memory of stage {stage}",
-                    f"{bytes_text(one.peak_memory_bytes)} ({parts})",
+                    f"{bytes_text(stage_prediction.peak_memory_bytes)} ({parts})",
                     "-" if peak is None else bytes_text(peak),
                 )
             )
@@ -340,29 +343,29 @@ def without_names(reading: RunReading) -> RunReading:
     """Return the same without hosts, addresses, paths and the user's name."""
     user = os.environ.get("USER", "")
 
-    def told(text: str) -> str:
+    def incident_text(text: str) -> str:
         return redact(text, [user])
 
     return replace(
         reading,
-        title=told(reading.title),
-        facts=tuple(replace(fact, text=told(fact.text)) for fact in reading.facts),
+        title=incident_text(reading.title),
+        facts=tuple(replace(fact, text=incident_text(fact.text)) for fact in reading.facts),
         tables=tuple(
-            replace(table, rows=tuple(tuple(map(told, row)) for row in table.rows))
+            replace(table, rows=tuple(tuple(map(incident_text, row)) for row in table.rows))
             for table in reading.tables
         ),
-        texts=tuple((told(title), told(text)) for title, text in reading.texts),
+        texts=tuple((incident_text(title), incident_text(text)) for title, text in reading.texts),
     )
 
 
-def reading_json(reading: RunReading, found: Watched) -> dict[str, Any]:
+def reading_json(reading: RunReading, run: WatchedRun) -> dict[str, Any]:
     """Return what `watch --json` prints: the same, with figures as numbers."""
-    view = found.view
-    told: dict[str, Any] = {
+    view = run.view
+    summary: dict[str, Any] = {
         "title": reading.title,
-        "state": found.state,
+        "state": run.state,
         "step": view.last.step if view.last else 0,
-        "steps": found.steps,
+        "steps": run.steps,
         "loss": view.last.loss if view.last else None,
         "step_s": view.step_s,
         "predicted_step_s": view.predicted_step_s,
@@ -373,12 +376,12 @@ def reading_json(reading: RunReading, found: Watched) -> dict[str, Any]:
         "failures": view.seconds.failures,
         "facts": [{"label": fact.label, "text": fact.text} for fact in reading.facts],
     }
-    told["tables"] = {
+    summary["tables"] = {
         table.title: [dict(zip(table.head, row, strict=True)) for row in table.rows]
         for table in reading.tables
     }
-    told["texts"] = dict(reading.texts)
-    return told
+    summary["texts"] = dict(reading.texts)
+    return summary
 
 
 def reading_parts(reading: RunReading) -> Iterator[RenderableType]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.api.commands import Improved
-    from meshwright.launch.launch import Launched
+    from meshwright.api.commands import PlanImprovement
+    from meshwright.launch.attempt import LaunchResult
     from meshwright.launch.schedulers import Submission
     from meshwright.planner.documents.prediction import Prediction
     from meshwright.planner.framework_configs.import_plan import Imported
     from meshwright.planner.search.answer import Alternative, Answer
-    from meshwright.profiler.profile import Intended
+    from meshwright.profiler.profile import ProfileAgenda
     from meshwright.runtime.checkpoint.weight_export import Exported
 
 
@@ -51,7 +51,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def run_json(run: Launched) -> dict[str, Any]:
+def run_json(run: LaunchResult) -> dict[str, Any]:
     """Return what `launch --json` prints."""
     return {
         "report": run.report.model_dump(mode="json", exclude_none=True),
@@ -92,19 +92,19 @@ def as_json(data: object) -> str:
     return json.dumps(data, indent=2)
 
 
-def agenda_json(found: Intended) -> dict[str, Any]:
+def agenda_json(agenda: ProfileAgenda) -> dict[str, Any]:
     """Return what `profile --dry-run --json` prints."""
     return {
-        "cluster": found.machine.name,
-        "ranks_of_nodes": list(found.counts),
+        "cluster": agenda.machine.name,
+        "ranks_of_nodes": list(agenda.counts),
         "budget_s": {
-            "each_group": found.budget.group_s,
-            "pairs_of_nodes": found.budget.pairs_s,
-            "layers": found.budget.layers_s,
+            "each_group": agenda.budget.group_s,
+            "pairs_of_nodes": agenda.budget.pairs_s,
+            "layers": agenda.budget.layers_s,
         },
         "groups": [
             {"tier": g.tier, "ranks": g.ranks, "stride": g.stride, "inner": g.inner}
-            for g in found.groups
+            for g in agenda.groups
         ],
         "layers": [
             {
@@ -113,7 +113,7 @@ def agenda_json(found: Intended) -> dict[str, Any]:
                 "recompute": w.recompute,
                 "value": w.value,
             }
-            for w in found.wishes
+            for w in agenda.wishes
         ],
     }
 
@@ -135,9 +135,12 @@ def choices_json(choices: Sequence[Alternative]) -> list[dict[str, Any]]:
     ]
 
 
-def improved_json(told: Improved) -> dict[str, Any]:
+def improved_json(improved: PlanImprovement) -> dict[str, Any]:
     """Return what `compare --best --json` prints; seconds, bytes."""
-    sides = {"mine": (told.mine, told.prediction), "best": (told.best.plan, told.best.prediction)}
+    sides = {
+        "mine": (improved.mine, improved.prediction),
+        "best": (improved.best.plan, improved.best.prediction),
+    }
     return {
         **{
             name: {
@@ -160,9 +163,9 @@ def improved_json(told: Improved) -> dict[str, Any]:
                 "peak_memory_bytes": _peak(change.prediction),
                 "fits": change.prediction.fits,
             }
-            for change in told.changes
+            for change in improved.changes
         ],
-        "warnings": list(told.warnings),
+        "warnings": list(improved.warnings),
     }
 
 
@@ -171,11 +174,11 @@ def _peak(prediction: Prediction) -> float:
     return max(stage.peak_memory_bytes for stage in prediction.stages)
 
 
-def imported_json(found: Imported) -> dict[str, Any]:
+def imported_json(imported: Imported) -> dict[str, Any]:
     """Return what `import --json` prints."""
     return {
-        "plan": found.plan.model_dump(mode="json", exclude_none=True),
-        "layout": found.plan.layout.text(),
-        "assumed": list(found.assumed),
-        "unknown": list(found.unknown),
+        "plan": imported.plan.model_dump(mode="json", exclude_none=True),
+        "layout": imported.plan.layout.text(),
+        "assumed": list(imported.assumed),
+        "unknown": list(imported.unknown),
     }

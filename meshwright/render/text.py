@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from meshwright.api.commands import Improved
-    from meshwright.launch.launch import Launched
-    from meshwright.launch.run_script import Ran
+    from meshwright.api.commands import PlanImprovement
+    from meshwright.launch.attempt import LaunchResult
+    from meshwright.launch.run_script import ScriptResult
     from meshwright.planner.documents.events import Expected
     from meshwright.planner.documents.prediction import Prediction
     from meshwright.planner.documents.profile import (
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     )
     from meshwright.planner.framework_configs.import_plan import Imported
     from meshwright.planner.search.answer import Alternative, Answer
-    from meshwright.profiler.measurement_plan import Wish
-    from meshwright.profiler.profile import Intended
+    from meshwright.profiler.measurement_plan import MeasurementRequest
+    from meshwright.profiler.profile import ProfileAgenda
     from meshwright.runtime.run.run_report import Comparison, RunReport
 
 WIDE = ("network between nodes", "months", "provenance", "also called")
@@ -48,13 +48,13 @@ def next_fact(then: str, *, explain: bool) -> Fact:
     )
 
 
-def defaults_facts(said: Sequence[str]) -> list[Fact]:
+def defaults_facts(defaults: Sequence[str]) -> list[Fact]:
     """Return the options that a command took by default."""
-    return [Fact(label="defaults", text=", ".join(said))] if said else []
+    return [Fact(label="defaults", text=", ".join(defaults))] if defaults else []
 
 
 def plan_text(
-    answer: Answer, *, said: Sequence[Fact] = (), explain: bool = False
+    answer: Answer, *, more_facts: Sequence[Fact] = (), explain: bool = False
 ) -> RenderableType:
     """Return what a search answers: the plan first, the proof behind it."""
     return answer_text(
@@ -62,7 +62,7 @@ def plan_text(
         answer.prediction,
         answer.certificate,
         choices=answer.choices,
-        extra=said,
+        extra=more_facts,
         explain=explain,
     )
 
@@ -89,22 +89,27 @@ def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator
         facts.insert(0, Fact(label="more", text=f"{left_out} further plans"))
     elif not explain and len(choices) <= FEW:
         facts = [
-            *(Fact(label="why", text=f"{one.what}: {one.why}", detail=True) for one in choices),
+            *(
+                Fact(label="why", text=f"{choice.what}: {choice.why}", detail=True)
+                for choice in choices
+            ),
             then,
         ]
     facts[:0] = [
-        Fact(label="warning", text=f"{one.what.rpartition('/')[2]} {note}", style="yellow")
-        for one in choices
-        for note in notes_of(one.prediction)
+        Fact(label="warning", text=f"{choice.what.rpartition('/')[2]} {note}", style="yellow")
+        for choice in choices
+        for note in notes_of(choice.prediction)
     ]
-    work = {(one.plan.job.seq_len, one.plan.job.global_batch) for one in choices if one.plan}
+    work = {
+        (choice.plan.job.seq_len, choice.plan.job.global_batch) for choice in choices if choice.plan
+    }
     if len(work) > 1:
         text = "the plans train different numbers of samples or tokens per step; % is of as many"
         facts.insert(0, Fact(label="warning", text=text, style="yellow"))
     if cost_word(choices) != "cost":
         text = "the plans have different devices: less time may cost more; whatif has prices"
         facts.insert(0, Fact(label="warning", text=text, style="yellow"))
-    if len({one.plan.model.name for one in choices if one.plan}) > 1:
+    if len({choice.plan.model.name for choice in choices if choice.plan}) > 1:
         text = "the plans train different models"
         facts.insert(0, Fact(label="warning", text=text, style="yellow"))
     yield Summary("", facts, whole=explain, most=MOST_LINES - 1 - len(choices))
@@ -124,8 +129,8 @@ def _tenths(saved_s: Sequence[float], of_s: float) -> list[int]:
     >>> _tenths([2.164, 0.324], 8.877), _tenths([2.488], 8.877)
     ([244, 36], [280])
     """
-    exact = [1000.0 * one / of_s for one in saved_s]
-    whole = [math.floor(one) for one in exact]
+    exact = [1000.0 * saved / of_s for saved in saved_s]
+    whole = [math.floor(tenths) for tenths in exact]
     missing = round(sum(exact)) - sum(whole)
     for at in sorted(range(len(exact)), key=lambda at: whole[at] - exact[at])[:missing]:
         whole[at] += 1
@@ -144,17 +149,19 @@ def _worth(saved_s: float, tenths: int) -> str:
     return f"{does} {seconds_text(abs(saved_s))} ({abs(tenths) / 10:.1f} %)"
 
 
-def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[RenderableType]:
+def improved_parts(
+    improved: PlanImprovement, *, then: str, explain: bool
+) -> Iterator[RenderableType]:
     """Yield a plan beside the best: both, the causes of their time, each change and its worth."""
-    mine, best = told.prediction, told.best.prediction
+    mine, best = improved.prediction, improved.best.prediction
     of_s = mine.step_time_s
-    both = " -> ".join(seconds_text(one.step_time_s) for one in (mine, best))
+    both = " -> ".join(seconds_text(prediction.step_time_s) for prediction in (mine, best))
     memory = " -> ".join(map(_memory_text, (mine, best)))
     facts = [
-        Fact(label="yours", text=told.mine.layout.text()),
-        Fact(label="best", text=told.best.plan.layout.text()),
+        Fact(label="yours", text=improved.mine.layout.text()),
+        Fact(label="best", text=improved.best.plan.layout.text()),
     ]
-    if told.changes:
+    if improved.changes:
         saved_s = of_s - best.step_time_s
         saved = _worth(saved_s, *_tenths([saved_s], of_s))
         text = f"{both} a step, {saved}; memory {memory}"
@@ -162,8 +169,8 @@ def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[Rend
         text = f"yours is the best plan that was found: {seconds_text(mine.step_time_s)} a step"
     facts.append(Fact(label="gain", text=text))
     if not explain:
-        shown = max(1, FEW - len(told.warnings))
-        ordered = sorted(told.changes, key=lambda change: -abs(change.saved_s))
+        shown = max(1, FEW - len(improved.warnings))
+        ordered = sorted(improved.changes, key=lambda change: -abs(change.saved_s))
         worth = [(change.what, change.saved_s) for change in ordered[:shown]]
         if rest := ordered[shown:]:  # so that what is shown adds up
             which = "1 more change" if len(rest) == 1 else f"{len(rest)} more changes"
@@ -173,13 +180,13 @@ def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[Rend
             Fact(label="" if at else "change", text=f"{what} {_worth(s, share)}", detail=at > 0)
             for at, ((what, s), share) in enumerate(zip(worth, shares, strict=True))
         ]
-    facts += [Fact(label="warning", text=one, style="yellow") for one in told.warnings]
-    title = f"{told.mine.model.name} on {told.mine.cluster}: {job_text(told.mine.job)}"
+    facts += [Fact(label="warning", text=warning, style="yellow") for warning in improved.warnings]
+    title = f"{improved.mine.model.name} on {improved.mine.cluster}: {job_text(improved.mine.job)}"
     yield Summary(title, [*facts, next_fact(then, explain=explain)], whole=explain)
     if explain:
         yield _causes_table(mine, best)
-        if told.changes:
-            yield _changes_table(told)
+        if improved.changes:
+            yield _changes_table(improved)
 
 
 def _causes_table(mine: Prediction, best: Prediction) -> Table:
@@ -187,20 +194,20 @@ def _causes_table(mine: Prediction, best: Prediction) -> Table:
     table.add_row("step", seconds_text(mine.step_time_s), seconds_text(best.step_time_s))
     causes = sorted(
         {*mine.step_parts, *best.step_parts},
-        key=lambda name: -max(one.step_parts.get(name, 0.0) for one in (mine, best)),
+        key=lambda name: -max(prediction.step_parts.get(name, 0.0) for prediction in (mine, best)),
     )
     for name in causes:
-        seconds = [one.step_parts.get(name, 0.0) for one in (mine, best)]
+        seconds = [prediction.step_parts.get(name, 0.0) for prediction in (mine, best)]
         if max(seconds) > 0.002 * best.step_time_s:
             table.add_row(f"  {name}", *map(seconds_text, seconds))
-    table.add_row("memory", *(bytes_text(_peak(one)) for one in (mine, best)))
+    table.add_row("memory", *(bytes_text(_peak(prediction)) for prediction in (mine, best)))
     return table
 
 
-def _changes_table(told: Improved) -> Table:
+def _changes_table(improved: PlanImprovement) -> Table:
     columns = ("change, one after the other", "step", "saves", "memory")
     table = plain_table(*columns, right=(1, 2, 3))
-    for change in told.changes:
+    for change in improved.changes:
         memory = bytes_text(_peak(change.prediction))
         table.add_row(
             change.what,
@@ -214,8 +221,8 @@ def _changes_table(told: Improved) -> Table:
 def _memory_text(prediction: Prediction) -> str:
     """Return memory of the fullest device, with the probability that it fits where that is low."""
     odds = prediction.fit_probability
-    said = "" if odds is None or odds >= SURE else f" (fits with {100 * odds:.0f} %)"
-    return f"{bytes_text(_peak(prediction))}{said}"
+    odds_text = "" if odds is None or odds >= SURE else f" (fits with {100 * odds:.0f} %)"
+    return f"{bytes_text(_peak(prediction))}{odds_text}"
 
 
 def _peak(prediction: Prediction) -> float:
@@ -224,21 +231,21 @@ def _peak(prediction: Prediction) -> float:
 
 
 def imported_facts(
-    found: Imported, defaults: Sequence[str], output: str | None, *, explain: bool
+    imported: Imported, defaults: Sequence[str], output: str | None, *, explain: bool
 ) -> Summary:
     """Return the plan of a configuration, what was assumed, and the keys that were not read."""
-    facts = [Fact(label="plan", text=found.plan.layout.text())]
+    facts = [Fact(label="plan", text=imported.plan.layout.text())]
     if explain:
-        facts += [Fact(label="assumed", text=what) for what in found.assumed]
-    elif found.assumed:
-        facts.append(Fact(label="assumed", text="; ".join(found.assumed)))
-    if found.unknown:
-        facts.append(Fact(label="not read", text=", ".join(found.unknown)))
+        facts += [Fact(label="assumed", text=what) for what in imported.assumed]
+    elif imported.assumed:
+        facts.append(Fact(label="assumed", text="; ".join(imported.assumed)))
+    if imported.unknown:
+        facts.append(Fact(label="not read", text=", ".join(imported.unknown)))
     facts += defaults_facts(defaults)
     then = "add -o mine.yaml to keep the plan"
     if output:
         then = f"meshwright compare {output} --best"
-    title = f"{found.plan.model.name} on {found.plan.cluster}: {job_text(found.plan.job)}"
+    title = f"{imported.plan.model.name} on {imported.plan.cluster}: {job_text(imported.plan.job)}"
     return Summary(title, [*facts, next_fact(then, explain=explain)], whole=explain)
 
 
@@ -277,7 +284,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-def run_parts(run: Launched) -> Iterator[RenderableType]:
+def run_parts(run: LaunchResult) -> Iterator[RenderableType]:
     """Yield what a launch trained, predicted beside measured, and what it wrote."""
     report = run.report
     if report.losses:
@@ -325,7 +332,7 @@ def compiled_texts(report: RunReport) -> Iterator[str]:
         yield f"eager {which}: {why}"
 
 
-def script_parts(done: Ran) -> Iterator[RenderableType]:
+def script_parts(done: ScriptResult) -> Iterator[RenderableType]:
     """Yield what a script trained, predicted beside measured, and where its logs lie."""
     losses = [step.loss for step in done.run.steps]
     if losses:
@@ -342,35 +349,37 @@ def _steps(losses: Sequence[float]) -> str:
     return "1 step" if len(losses) == 1 else f"{len(losses)} steps"
 
 
-def agenda_lines(found: Intended) -> Iterator[str]:
+def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
     """Yield what a profile would measure, in its order."""
-    ranks = " + ".join(map(str, found.counts))
-    yield f"{found.machine.name}: {ranks} ranks, {found.job.precision}, {found.job.seq_len} tokens"
-    for group in found.groups:
+    ranks = " + ".join(map(str, agenda.counts))
+    job = agenda.job
+    yield f"{agenda.machine.name}: {ranks} ranks, {job.precision}, {job.seq_len} tokens"
+    for group in agenda.groups:
         apart = f", {group.stride} apart" if group.stride > 1 else ""
         yield (
             f"links    {group.tier}, groups of {group.ranks} ranks{apart}: all collectives, "
-            f"1 KiB to 64 MiB, {seconds_text(found.budget.group_s)}"
+            f"1 KiB to 64 MiB, {seconds_text(agenda.budget.group_s)}"
         )
-    if len(found.counts) > 1:
-        yield f"pairs    all pairs of nodes, both ways, {seconds_text(found.budget.pairs_s)}"
-    yield f"layers   {seconds_text(found.budget.layers_s)}, as far down this list as it goes:"
-    for wish in found.wishes:
+    if len(agenda.counts) > 1:
+        yield f"pairs    all pairs of nodes, both ways, {seconds_text(agenda.budget.pairs_s)}"
+    yield f"layers   {seconds_text(agenda.budget.layers_s)}, as far down this list as it goes:"
+    for wish in agenda.wishes:
         why = f"plans use it, value {wish.value:.2f}" if wish.value else "to interpolate between"
         yield f"         {_setting_text(wish)}: {why}"
-    if found.stages:
-        yield f"stages   {seconds_text(found.budget.stages_s)}, as wholes:"
-    for stage in found.stages:
+    if agenda.stages:
+        yield f"stages   {seconds_text(agenda.budget.stages_s)}, as wholes:"
+    for stage in agenda.stages:
         ends = f"{stage.layers[0]} to {stage.layers[-1]}"
         yield f"         {len(stage.layers)} layers, {ends}: {_setting_text(stage.wish)}"
     yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
 
 
-def _setting_text(of: Wish | StageMeasurement) -> str:
+def _setting_text(of: MeasurementRequest | StageMeasurement) -> str:
     """Return a setting of layers as people write it.
 
-    >>> from meshwright.profiler.measurement_plan import Wish
-    >>> _setting_text(Wish(tensor=2, context=2, micro_batch=4, recompute="full", value=1.0))
+    >>> from meshwright.profiler.measurement_plan import MeasurementRequest
+    >>> setting = {"tensor": 2, "context": 2, "micro_batch": 4, "recompute": "full"}
+    >>> _setting_text(MeasurementRequest(**setting, value=1.0))
     'tp 2 cp 2, micro-batch 4, recompute full'
     """
     compiled = ", compiled" * getattr(of, "compiled", False)
@@ -378,7 +387,7 @@ def _setting_text(of: Wish | StageMeasurement) -> str:
     return f"{division}, micro-batch {of.micro_batch}, recompute {of.recompute}{compiled}"
 
 
-def _division_text(of: Wish | StageMeasurement | LayerMeasurement) -> str:
+def _division_text(of: MeasurementRequest | StageMeasurement | LayerMeasurement) -> str:
     parts = [("tp", of.tensor), ("cp", of.context), ("ep", of.expert)]
     return " ".join(f"{name} {degree}" for name, degree in parts if degree > 1 or name == "tp")
 
@@ -428,7 +437,9 @@ def profile_parts(
     if curves:
         tiers = ", ".join(dict.fromkeys(curve.tier for curve in curves))
         facts.append(Fact(label="links", text=f"{len(curves)} curves of collectives on {tiers}"))
-    facts += [Fact(label="finding", text=one.text, style="yellow") for one in measured.findings]
+    facts += [
+        Fact(label="finding", text=finding.text, style="yellow") for finding in measured.findings
+    ]
     facts += defaults_facts(defaults)
     facts.append(Fact(label="written", text=f"{', '.join(written)} (on node 0)"))
     then = f"meshwright plan {model} --profile {written[0]} ..."

@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page or with the progress."""
-        path = self._allowed()
+        path = self._authorized_path()
         if path == "":
             page = study_page(self.server.planning.result, served=True)
             self._send(HTTPStatus.OK, page, "text/html")
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Plan the study that is sent."""
-        path = self._allowed()
+        path = self._authorized_path()
         if path is None:
             return
         if path != "plan":
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         while left and (part := self.rfile.read(min(left, MOST_BYTES))):
             left -= len(part)
 
-    def _allowed(self) -> str | None:
+    def _authorized_path(self) -> str | None:
         """Return the path behind the token; None if the request was refused."""
         origin = self.headers.get("Origin")
         if f"http://{self.headers.get('Host')}" != self.server.origin or origin not in (
@@ -175,20 +175,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: the terminal belongs to the command."""
 
 
-def _study(sent: bytes, known: Study) -> Study:
+def _study(sent: bytes, planned: Study) -> Study:
     """Return the study that is sent; it names no file that the study of the command does not."""
     try:
         study = Study.parse(sent.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text; save it as UTF-8") from error
-    jobs = {job.model for job in known.jobs}
-    own = {*known.models, *jobs, *(offer.cluster for offer in known.offers)}
+    jobs = {job.model for job in planned.jobs}
+    names = {*planned.models, *jobs, *(offer.cluster for offer in planned.offers)}
     for path, name in (
         *(("models", model) for model in study.models),
         *(("jobs", job.model) for job in study.jobs),
         *(("offers", offer.cluster) for offer in study.offers),
     ):
-        if name not in own and (":" in name or is_file(name) or is_folder(name)):
+        if name not in names and (":" in name or is_file(name) or is_folder(name)):
             raise DocumentError(
                 path, f"'{name:.60}' is a file; a page names what the catalogue has"
             )

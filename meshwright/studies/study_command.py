@@ -100,14 +100,14 @@ def whatif(
     write: str | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
-    **said: Any,
+    **words: Any,
 ) -> Result:
     """Compare clusters for some training: the best plan on each, its time, cost, energy, limits.
 
-    `said` is a study in few words instead of a document: see `study_of`.  `write` writes it as a
+    `words` are a study in few words instead of a document: see `study_of`.  `write` writes it as a
     document to edit.
     """
-    given = {name: value for name, value in said.items() if value not in (None, [], ())}
+    given = {name: value for name, value in words.items() if value not in (None, [], ())}
     if processes is not None and processes < 1:
         raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
     if study is not None and (given or write):
@@ -127,7 +127,7 @@ def whatif(
     return result
 
 
-def serve(found: Result, *, prices: str | None = None, processes: int | None = None) -> PageServer:
+def serve(result: Result, *, prices: str | None = None, processes: int | None = None) -> PageServer:
     """Return a server of a study's page that plans changed studies; it does not run yet."""
     from meshwright.studies.page_server import PageServer, Planning  # noqa: PLC0415 - loads jinja2
 
@@ -136,7 +136,7 @@ def serve(found: Result, *, prices: str | None = None, processes: int | None = N
     def again(study: Study, progress: Progress) -> Result:
         return run(study, processes=processes, progress=progress, offers=offers)
 
-    return PageServer(Planning(result=found, run=again))
+    return PageServer(Planning(result=result, run=again))
 
 
 def study_of(
@@ -172,8 +172,8 @@ def study_of(
     """
     offers: list[dict[str, Any]] = [
         *({"cluster": cluster, "solve": _solve(cluster, solve)} for cluster in clusters),
-        *({"name": f"own {one}", "cluster": one, "owned": True} for one in owned),
-        *map(_reserved, reserved),
+        *({"name": f"own {cluster}", "cluster": cluster, "owned": True} for cluster in owned),
+        *map(_reserved_offer, reserved),
         *map(_bought, buy),
     ]
     if model is None or not offers:
@@ -199,29 +199,29 @@ def study_of(
         "utilisation": utilisation,
         "years": years,
     }
-    said = {
+    study = {
         "name": f"{model} on {', '.join(offer['cluster'] for offer in offers)}"[:200],
         "models": [model],
-        "work": _given(work),
-        "goal": _given(goal),
-        "offers": [_given(offer) for offer in offers],
-        "assumptions": _given(assumptions),
+        "work": _without_none(work),
+        "goal": _without_none(goal),
+        "offers": [_without_none(offer) for offer in offers],
+        "assumptions": _without_none(assumptions),
     }
     try:
-        return Study.of(said)
+        return Study.of(study)
     except DocumentError as error:
         raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
 
 
-def _given(said: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in said.items() if value is not None}
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _solve(cluster: str, solve: Sizing | None) -> Sizing | None:
     return solve if "{n}" in cluster else None
 
 
-def _reserved(text: str) -> dict[str, Any]:
+def _reserved_offer(text: str) -> dict[str, Any]:
     """Read a quote, as in 8x8xh100-sxm-80gb=2.10/36."""
     cluster, _, terms = text.partition("=")
     price, _, months = terms.partition("/")

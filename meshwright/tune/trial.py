@@ -63,7 +63,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trialled:
+class TrialProcess:
     """What a trial runs, and how its steps are read."""
 
     words: tuple[str, ...]
@@ -73,7 +73,7 @@ class Trialled:
     reader: Reader | None = None
     """Of what it prints; None: it writes our own metrics."""
 
-    def said(self) -> Iterator[Said]:
+    def records(self) -> Iterator[Said]:
         """Yield what it has said so far."""
         if self.reader is not None:
             yield from self.reader(self.log().splitlines(keepends=True), self.work)
@@ -119,14 +119,14 @@ def launch_words(plan: Path, output: Path, options: Sequence[str]) -> tuple[str,
     return (sys.executable, "-m", "meshwright", "launch", str(plan), *asked)
 
 
-def timed(said: Sequence[Said]) -> list[float]:
+def warm_step_seconds(records: Sequence[Said]) -> list[float]:
     """Return the seconds of steps after the warm-up; a mean of several counts once."""
     result, seen = [], 0
-    for one in said:
-        if one.step_s is not None:
+    for record in records:
+        if record.step_s is not None:
             if seen >= WARM_UP_STEPS:
-                result.append(one.step_s)
-            seen += one.steps
+                result.append(record.step_s)
+            seen += record.steps
     return result
 
 
@@ -148,9 +148,9 @@ def enough(
     """
     if len(steps_s) < 2:
         return None
-    count, own = len(steps_s), noise_of(steps_s)
-    of_all = steadiness.and_trial(own, count).noise(count) if count < USUAL else 0.0
-    noise = max(own, of_all)
+    count, spread = len(steps_s), noise_of(steps_s)
+    of_all = steadiness.and_trial(spread, count).noise(count) if count < USUAL else 0.0
+    noise = max(spread, of_all)
     sooner = 0.0
     if best is not None:
         # By how many standard errors of both it is the faster one.
@@ -160,12 +160,12 @@ def enough(
     if count < LEAST:
         return None
     borne = noise <= BORNE or sum(steps_s) >= start_s or count >= MOST
-    known = noise <= WANTED or sooner > SURELY or (count >= USUAL and borne)
-    return "ran" if known else None
+    precise = noise <= WANTED or sooner > SURELY or (count >= USUAL and borne)
+    return "ran" if precise else None
 
 
 def trial(
-    run: Trialled, *, best: Timed | None, steadiness: Steadiness = STEADY, most_s: float
+    run: TrialProcess, *, best: Timed | None, steadiness: Steadiness = STEADY, most_s: float
 ) -> Measured:
     """Run a trial and return what it saw; it is ended when enough is known, or after `most_s`.
 
@@ -190,7 +190,7 @@ def trial(
             raise LaunchError(f"{run.words[0]}: cannot be started: {error.strerror}") from error
         try:
             while ended is None and child.poll() is None:
-                steps_s = timed(list(run.said()))
+                steps_s = warm_step_seconds(list(run.records()))
                 start_s = time.monotonic() - started - sum(steps_s)
                 ended = enough(steps_s, best, steadiness=steadiness, start_s=start_s)
                 if ended is None and time.monotonic() - started > most_s:
@@ -200,17 +200,17 @@ def trial(
         finally:
             code = _end(child)
     seconds = time.monotonic() - started
-    return _measured(
+    return _trial_result(
         run, lambda steps_s: ended or enough(steps_s, best, steadiness=steadiness), code, seconds
     )
 
 
-def _measured(
-    run: Trialled, judge: Callable[[Sequence[float]], Ended | None], code: int, seconds: float
+def _trial_result(
+    run: TrialProcess, judge: Callable[[Sequence[float]], Ended | None], code: int, seconds: float
 ) -> Measured:
     """Return what a child that is gone has said; `judge` says how its steps end the trial."""
-    said = list(run.said())
-    steps_s = timed(said)
+    records = list(run.records())
+    steps_s = warm_step_seconds(records)
     ended = judge(steps_s) or ("ran" if len(steps_s) >= LEAST else None)
     if ended is None:
         text = run.log()
@@ -225,7 +225,7 @@ def _measured(
             seconds=seconds,
             why="" if lacked else why,
         )
-    peaks = [one.peak_bytes for one in said if one.peak_bytes]
+    peaks = [record.peak_bytes for record in records if record.peak_bytes]
     return Measured(
         ended=ended,
         step_s=statistics.median(steps_s),

@@ -36,6 +36,7 @@ from meshwright.api.inputs import (
     plan_model,
     profile_for,
 )
+from meshwright.api.plan_options import PlanOptions
 from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.slowdown import pace_of
@@ -72,7 +73,7 @@ from meshwright.planner.tuning.scaled_down_trials import (
 )
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.run_report import WARM_UP_STEPS
-from meshwright.tune.trial import USUAL, Measured, Trialled, launch_words, trial, words_of
+from meshwright.tune.trial import USUAL, Measured, TrialProcess, launch_words, trial, words_of
 
 DEFAULT_TRIALS = 8
 CONSTANTS_FILE, CLUSTER_FILE, PROFILE_FILE = "constants.yaml", "cluster.yaml", "profile.yaml"
@@ -89,7 +90,7 @@ SUFFIXES = {
 INTERRUPTED = "interrupted; the same command goes on from here"
 PATIENCE = 5.0
 """Times its believed seconds after which a trial is ended."""
-Told = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +115,13 @@ class TrialBudget:
             return cls(trials=count)
         return cls(seconds=duration_s(text))
 
-    def left(self, trials: Sequence[Trial], next_s: float) -> bool:
+    def allows(self, trials: Sequence[Trial], next_s: float) -> bool:
         """Whether another trial of these seconds is within it; the first one always is."""
         if not trials:
             return True
         if self.trials is not None:
             return len(trials) < self.trials
-        return sum(one.seconds for one in trials) + next_s <= (self.seconds or 0.0)
+        return sum(trial.seconds for trial in trials) + next_s <= (self.seconds or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,7 @@ class RenewedProof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class TuningResult:
     """What trials came to."""
 
     candidates: tuple[TrialCandidate, ...]
@@ -167,7 +168,7 @@ class Tuned:
     proof: RenewedProof | None = None
 
     @property
-    def tried(self) -> tuple[TrialCandidate, ...]:
+    def options(self) -> tuple[TrialCandidate, ...]:
         """What an option of the tuner is."""
         return (*self.candidates, *_stood_in(self.small))
 
@@ -190,12 +191,12 @@ class Tuned:
     @property
     def device_seconds(self) -> float:
         """What all trials took of all devices."""
-        return self.devices * sum(one.seconds for one in self.trials)
+        return self.devices * sum(trial.seconds for trial in self.trials)
 
 
 def _stood_in(small: InSmall | None) -> tuple[TrialCandidate, ...]:
     """Return what is tried in small."""
-    return tuple(one.candidate for one in small.stand_ins) if small else ()
+    return tuple(stand_in.candidate for stand_in in small.stand_ins) if small else ()
 
 
 def tune(
@@ -219,8 +220,8 @@ def tune(
     output: str = "plan.yaml",
     dry_run: bool = False,
     progress: Progress | None = None,
-    told: Told = lambda text: None,
-) -> Tuned:
+    notify: ProgressCallback = lambda text: None,
+) -> TuningResult:
     """Measure what prediction cannot tell apart, and return the plan that is fastest measured.
 
     `model` may be a plan, as `meshwright.plan` saves one of a script's own module: its job and
@@ -247,18 +248,15 @@ def tune(
     if mine is None:
         graph = model_of(model, seq_len=seq_len)
         measured = profile_for(graph, profile)
-        request = Request.create(
-            graph,
-            machine_of(cluster, measured),
+        options = PlanOptions(
             seq_len=seq_len,
             global_batch=global_batch,
             precision=precision,
-            pins=read_pins(fix, allow),
-            profile=measured,
-            stack=backend,
-            called=cluster,
-            fit_probability=SURE_TO_FIT,
+            fix=fix,
+            allow=allow,
+            backend=backend,
         )
+        request = options.request(graph, machine_of(cluster, measured), measured, called=cluster)
     else:
         _refuse_job(seq_len=seq_len, global_batch=global_batch, precision=precision)
         graph = plan_model(mine, model)
@@ -280,8 +278,8 @@ def tune(
         check_smaller(fewer, request.cluster)
     answer = answer_to(request, "simplest", progress=progress)
     every = tuple(
-        one if mine is None else _trained_as(one, mine)
-        for one in _runnable(request, answer, run, progress)
+        candidate if mine is None else _trained_as(candidate, mine)
+        for candidate in _runnable(request, answer, run, progress)
     )
     small = None if fewer is None or on is None else in_small(request, every, fewer, on)
     tuning = Tuning(
@@ -295,16 +293,16 @@ def tune(
         budget=allowed,
         run=run,
         options=_options(data, tokenizer, trust_code=trust_code),
-        told=told,
+        notify=notify,
         planned_s=time.process_time() - started,
     )
     if dry_run:
-        return tuning.intended()
+        return tuning.agenda()
     if run is None:
         need_torch("launching a trial")
         ours = cluster.partition(":")[0] == "local" and mine is None
         if ours and profile is None and tuning.profile_pays():
-            told("measuring this machine first, which tells more for each second than a trial")
+            notify("measuring this machine first, which tells more for each second than a trial")
             _profile(model, cluster, request, folder_within(folder.parent, folder.name))
             return tune(
                 model,
@@ -323,10 +321,10 @@ def tune(
                 trials=str(folder),
                 output=output,
                 progress=progress,
-                told=told,
+                notify=notify,
             )
     with signals_interrupt():
-        return tuning.done()
+        return tuning.run_trials()
 
 
 def _profile(model: str, cluster: str, request: Request, folder: Path) -> None:
@@ -358,9 +356,9 @@ def _refuse_job(**asked: object) -> None:
         raise DocumentError(given[0], "a plan has its job already; give a model instead")
 
 
-def _trained_as(one: TrialCandidate, mine: Plan) -> TrialCandidate:
+def _trained_as(candidate: TrialCandidate, mine: Plan) -> TrialCandidate:
     """Return a candidate with the settings of training that a plan has."""
-    return replace(one, plan=one.plan.model_copy(update={"training": mine.training}))
+    return replace(candidate, plan=candidate.plan.model_copy(update={"training": mine.training}))
 
 
 def _folder(output: str) -> Path:
@@ -376,13 +374,13 @@ def _folder(output: str) -> Path:
 def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tuple[str, ...]:
     """Return options of `launch`, the paths as they are from anywhere."""
     named = {"--data": data, "--tokenizer": tokenizer}
-    found = [
+    candidates = [
         word
         for option, path in named.items()
         if path is not None
         for word in (option, str(Path(path).resolve()))
     ]
-    return (*found, *(("--trust-code",) if trust_code else ()))
+    return (*candidates, *(("--trust-code",) if trust_code else ()))
 
 
 def _runnable(
@@ -392,16 +390,18 @@ def _runnable(
     every = candidates(request, answer, progress)
     if run is None or "{config}" not in run:
         return every
-    found = []
-    for one in every:
+    runnable = []
+    for candidate in every:
         try:
-            configuration(one.plan, request.model, base_of(request.stack.name), request.cluster)
+            configuration(
+                candidate.plan, request.model, base_of(request.stack.name), request.cluster
+            )
         except DocumentError:
             continue
-        found.append(one)
-    if not found:
+        runnable.append(candidate)
+    if not runnable:
         raise LaunchError(f"no plan can be written as a configuration of {request.stack.name}")
-    return tuple(found)
+    return tuple(runnable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,7 +421,7 @@ class Tuning:
     budget: TrialBudget
     run: str | None
     options: tuple[str, ...]
-    told: Told
+    notify: ProgressCallback
     planned_s: float
 
     @property
@@ -443,23 +443,25 @@ class Tuning:
         return None if self.small is None else self.small.stand_ins[0].request.cluster_name
 
     @property
-    def _every(self) -> tuple[TrialCandidate, ...]:
+    def _options(self) -> tuple[TrialCandidate, ...]:
         """What options are of: plans, then what is tried in small."""
         return (*self.candidates, *_stood_in(self.small))
 
     def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
         """Return what is known after finished trials."""
-        tries = [one for one in trials if one.step_s is not None]
-        beside = [one.seconds - (WARM_UP_STEPS + one.steps) * (one.step_s or 0.0) for one in tries]
+        tries = [trial for trial in trials if trial.step_s is not None]
+        beside = [
+            trial.seconds - (WARM_UP_STEPS + trial.steps) * (trial.step_s or 0.0) for trial in tries
+        ]
         start_s = max(0.0, sum(beside) / len(beside)) if beside else START_S
-        at = {one.plan.digest: place for place, one in enumerate(self._every)}
+        at = {candidate.plan.digest: place for place, candidate in enumerate(self._options)}
         outcomes = [
-            _outcome(at[one.plan_digest], one)
-            for one in trials
-            if one.plan_digest in at and one.ended != "failed"
+            _outcome(at[trial.plan_digest], trial)
+            for trial in trials
+            if trial.plan_digest in at and trial.ended != "failed"
         ]
         return Tuner(
-            [one.option for one in self._every],
+            [candidate.option for candidate in self._options],
             outcomes,
             stand_ins=len(_stood_in(self.small)),
             start_s=start_s,
@@ -472,55 +474,55 @@ class Tuning:
 
         return not read_trials(self.folder) and self._start().profile_pays(BUDGET_S)
 
-    def intended(self) -> Tuned:
+    def agenda(self) -> TuningResult:
         """Return what would be tried if every step took what is predicted; nothing is run."""
         tuner, queue = self._start(), list[int]()
         while not tuner.is_done and (option := tuner.next_trial()) is not None:
             next_s = tuner.trial_s(option)
-            spent = [self._expected(tuner, one) for one in queue]
-            if not self.budget.left(spent, next_s):
+            spent = [self._expected_trial(tuner, option) for option in queue]
+            if not self.budget.allows(spent, next_s):
                 break
             queue.append(option)
             tuner = tuner.with_outcome(
-                Outcome(option=option, step_s=self._every[option].prediction.step_time_s)
+                Outcome(option=option, step_s=self._options[option].prediction.step_time_s)
             )
-        return self._tuned(self._start(), (), "a dry run: nothing was tried", tuple(queue))
+        return self._result(self._start(), (), "a dry run: nothing was tried", tuple(queue))
 
-    def _expected(self, tuner: Tuner, option: int) -> Trial:
-        one = self._every[option]
+    def _expected_trial(self, tuner: Tuner, option: int) -> Trial:
+        candidate = self._options[option]
         return Trial(
             trial=1,
-            plan_digest=one.plan.digest,
-            layout=one.prediction.layout,
+            plan_digest=candidate.plan.digest,
+            layout=candidate.prediction.layout,
             ended="ran",
-            predicted_s=one.prediction.step_time_s,
-            believed_s=one.prediction.step_time_s,
+            predicted_s=candidate.prediction.step_time_s,
+            believed_s=candidate.prediction.step_time_s,
             seconds=tuner.trial_s(option),
-            answer=one.prediction.layout,
+            answer=candidate.prediction.layout,
             sure=0.0,
         )
 
-    def done(self) -> Tuned:
+    def run_trials(self) -> TuningResult:
         """Run trials until enough is known; an interrupt ends them with what is known so far."""
         with alone_in(self.folder):
             self._check_subject()
             trials = read_trials(self.folder)
             tuner = self._start(trials)
-            self._keep(tuner)
+            self._write_results(tuner)
             stopped = ""
             try:
                 while not stopped:
                     stopped = self._stop(tuner, trials)
                     if stopped:
                         break
-                    failed = self._failed(trials)
+                    failed = self._failed_candidates(trials)
                     option = tuner.next_trial(skip=failed)
                     assert option is not None
-                    found = self._tried(tuner, option, trials)
-                    append(found, self.folder)
-                    trials = [*trials, found]
+                    trial = self._run_trial(tuner, option, trials)
+                    append(trial, self.folder)
+                    trials = [*trials, trial]
                     tuner = self._start(trials)
-                    self._keep(tuner)
+                    self._write_results(tuner)
             except KeyboardInterrupt:
                 stopped = INTERRUPTED
         if not tuner.ran:
@@ -528,10 +530,10 @@ class Tuning:
                 raise LaunchError(f"no trial ran: {stopped}")
             raise LaunchError(
                 f"none of {len(trials)} trials ran ({stopped}): "
-                + "; ".join(f"{one.layout}: {one.why or one.ended}" for one in trials[-2:])
+                + "; ".join(f"{trial.layout}: {trial.why or trial.ended}" for trial in trials[-2:])
             )
         proof = None if stopped == INTERRUPTED else self._proof(tuner)
-        return replace(self._tuned(tuner, tuple(trials), stopped), proof=proof)
+        return replace(self._result(tuner, tuple(trials), stopped), proof=proof)
 
     def _proof(self, tuner: Tuner) -> RenewedProof | None:
         """Search again with the constants of the trials; None where nothing fits then."""
@@ -546,13 +548,13 @@ class Tuning:
             answer = search(request)
         except NoPlanFits:
             return None
-        known = {one.plan.layout for one in self.candidates}
+        layouts = {candidate.plan.layout for candidate in self.candidates}
         return RenewedProof(
             chosen_s=predict(chosen, request.model, request.cluster, request.profile).step_time_s,
             lower_bound_s=answer.certificate.lower_bound_s,
             layout=answer.prediction.layout,
             step_s=answer.prediction.step_time_s,
-            known=answer.plan.layout in known,
+            known=answer.plan.layout in layouts,
         )
 
     def _check_subject(self) -> None:
@@ -569,29 +571,31 @@ class Tuning:
                 file=str(self.folder),
             )
 
-    def _failed(self, trials: Sequence[Trial]) -> frozenset[int]:
+    def _failed_candidates(self, trials: Sequence[Trial]) -> frozenset[int]:
         """Return candidates whose trial failed for another reason than memory."""
-        failed = {one.plan_digest for one in trials if one.ended == "failed"}
-        return frozenset(at for at, one in enumerate(self._every) if one.plan.digest in failed)
+        failed = {trial.plan_digest for trial in trials if trial.ended == "failed"}
+        return frozenset(
+            at for at, candidate in enumerate(self._options) if candidate.plan.digest in failed
+        )
 
     def _stop(self, tuner: Tuner, trials: Sequence[Trial]) -> str:
         """Return why there are no more trials; empty: there are."""
         if tuner.is_done:
             return "no other plan is likely to be more than 2 % faster"
-        option = tuner.next_trial(skip=self._failed(trials))
+        option = tuner.next_trial(skip=self._failed_candidates(trials))
         if option is None:
             return "all plans that may be faster were tried"
-        if not self.budget.left(trials, tuner.trial_s(option)):
+        if not self.budget.allows(trials, tuner.trial_s(option)):
             return "the budget is used"
         return ""
 
-    def _tried(self, tuner: Tuner, option: int, trials: Sequence[Trial]) -> Trial:
+    def _run_trial(self, tuner: Tuner, option: int, trials: Sequence[Trial]) -> Trial:
         """Run one trial."""
-        number, one = len(trials) + 1, self._every[option]
+        number, candidate = len(trials) + 1, self._options[option]
         believed_s, low_s, high_s = tuner.posterior.seconds(option)
-        self.told(
-            f"trial {number}: {one.prediction.layout}, expected {low_s:.3g} to {high_s:.3g} s a "
-            "step"
+        self.notify(
+            f"trial {number}: {candidate.prediction.layout}, expected {low_s:.3g} to "
+            f"{high_s:.3g} s a step"
         )
         measured = trial(
             self._command(folder_within(self.folder, f"{number:02}"), option),
@@ -599,39 +603,45 @@ class Tuning:
             steadiness=tuner.steadiness,
             most_s=LONGEST_START_S + PATIENCE * tuner.trial_s(option),
         )
-        found = self._trial(number, one, believed_s, measured)
-        after = self._start([*trials, found])
-        seen = f"{found.step_s:.4g} s" if found.step_s is not None else found.why or ""
-        self.told(f"trial {number}: {found.ended} {seen}".rstrip())
-        return found.model_copy(
+        result = self._trial(number, candidate, believed_s, measured)
+        after = self._start([*trials, result])
+        seen = f"{result.step_s:.4g} s" if result.step_s is not None else result.why or ""
+        self.notify(f"trial {number}: {result.ended} {seen}".rstrip())
+        return result.model_copy(
             update={
                 "answer": self.candidates[after.answer].prediction.layout,
                 "sure": after.sure if after.ran else 0.0,
             }
         )
 
-    def _trial(self, number: int, one: TrialCandidate, believed_s: float, seen: Measured) -> Trial:
-        ratio = seen.peak_bytes / one.peak_bytes if seen.peak_bytes and one.peak_bytes else None
+    def _trial(
+        self, number: int, candidate: TrialCandidate, believed_s: float, seen: Measured
+    ) -> Trial:
+        ratio = (
+            seen.peak_bytes / candidate.peak_bytes
+            if seen.peak_bytes and candidate.peak_bytes
+            else None
+        )
         return Trial(
             trial=number,
-            plan_digest=one.plan.digest,
-            layout=one.prediction.layout,
+            plan_digest=candidate.plan.digest,
+            layout=candidate.prediction.layout,
             ended=seen.ended,
-            predicted_s=one.prediction.step_time_s,
+            predicted_s=candidate.prediction.step_time_s,
             believed_s=believed_s,
             step_s=seen.step_s,
             noise=seen.noise,
             steps=seen.steps,
             memory_ratio=ratio,
             seconds=seen.seconds,
-            answer=one.prediction.layout,
+            answer=candidate.prediction.layout,
             sure=0.0,
             why=seen.why or None,
         )
 
-    def _command(self, folder: Path, option: int) -> Trialled:
+    def _command(self, folder: Path, option: int) -> TrialProcess:
         """Write a trial's files, and return what runs it."""
-        plan, path = self._every[option].plan, folder / "plan.yaml"
+        plan, path = self._options[option].plan, folder / "plan.yaml"
         request = self.request
         if self.small is not None:
             stand_in = self.small.stand_ins[option - len(self.candidates)]
@@ -641,7 +651,7 @@ class Tuning:
         document.write(plan, path)
         if self.run is None:
             words = launch_words(path, folder, self.options)
-            return Trialled(words=words, folder=folder, ranks=plan.mesh.devices, work=work)
+            return TrialProcess(words=words, folder=folder, ranks=plan.mesh.devices, work=work)
         base = base_of(request.stack.name)
         config = folder / f"config{SUFFIXES.get(base, '')}"
         if "{config}" in self.run and base != "native":
@@ -660,23 +670,23 @@ class Tuning:
                     "backend", f"is {base}, whose logs are not read; {', '.join(READERS)} are"
                 )
             reader = READERS[base]
-        return Trialled(
+        return TrialProcess(
             words=words, folder=folder, ranks=plan.mesh.devices, work=work, reader=reader
         )
 
-    def _keep(self, tuner: Tuner) -> None:
+    def _write_results(self, tuner: Tuner) -> None:
         """Write the plan so far, and the constants of the cluster."""
         document.write(self.candidates[tuner.answer].plan, self.output)
         if tuner.ran:
-            told = self._constants(tuner)
-            document.write(told, self.folder / CONSTANTS_FILE)
-            machine = with_fitted_constants(self.machine, told.calibration)
+            constants = self._constants(tuner)
+            document.write(constants, self.folder / CONSTANTS_FILE)
+            machine = with_fitted_constants(self.machine, constants.calibration)
             document.write(machine, self.folder / CLUSTER_FILE)
 
     def _constants(self, tuner: Tuner) -> Profile:
         """Return the cluster's constants as a profile that is valid for any model."""
         request, now = self.request, datetime.datetime.now().isoformat(timespec="seconds")
-        told = calibration(
+        fitted = calibration(
             self.machine,
             tuner.posterior,
             request.stack.host,
@@ -686,18 +696,18 @@ class Tuning:
             seen=self.on,
         )
         runs = sorted(tuner.ran, key=lambda option: float(tuner.posterior.mean[option]))
-        found = as_measured(
-            told,
+        trial = as_measured(
+            fitted,
             [tuner.measured_step(option).step_s for option in runs],
-            lambda constants, run: self._with(constants, runs[run]),
+            lambda constants, run: self._predicted_s(constants, runs[run]),
         )
-        return self._profile(found)
+        return self._profile(trial)
 
-    def _with(self, constants: Calibration, option: int) -> float:
+    def _predicted_s(self, constants: Calibration, option: int) -> float:
         """Return what an option is predicted to take with some constants."""
         request = self._request_of(option)
         return predict(
-            self._every[option].plan,
+            self._options[option].plan,
             request.model,
             with_fitted_constants(self.machine if self.on is None else self.on, constants),
             self._used(self._profile(constants)),
@@ -713,26 +723,26 @@ class Tuning:
             return self.request
         return self.small.stand_ins[option - len(self.candidates)].request
 
-    def _profile(self, found: Calibration) -> Profile:
+    def _profile(self, fitted: Calibration) -> Profile:
         """Return constants beside what was measured of the machine before, if anything was."""
         request, today = self.request, datetime.date.today().isoformat()
         if request.profile is not None and request.only_profile is not None:
-            return request.only_profile.model_copy(update={"calibration": found})
+            return request.only_profile.model_copy(update={"calibration": fitted})
         return profile_of_any_model(
-            found,
+            fitted,
             command=f"meshwright tune {request.model.name}",
             today=today,
             ranks=(self.on or request.cluster).devices,
         )
 
-    def _tuned(
+    def _result(
         self,
         tuner: Tuner,
         trials: tuple[Trial, ...],
         stopped: str,
         queue: tuple[int, ...] = (),
-    ) -> Tuned:
-        return Tuned(
+    ) -> TuningResult:
+        return TuningResult(
             candidates=self.candidates,
             trials=trials,
             tuner=tuner,
@@ -754,11 +764,11 @@ def _write_model(stand_in: SmallTrial, folder: Path) -> None:
         document.write_text(json.dumps(stand_in.config, indent=2), where / "config.json")
 
 
-def _outcome(option: int, one: Trial) -> Outcome:
+def _outcome(option: int, trial: Trial) -> Outcome:
     return Outcome(
         option=option,
-        step_s=one.step_s,
-        noise=one.noise or 0.0,
-        steps=one.steps,
-        memory_ratio=one.memory_ratio,
+        step_s=trial.step_s,
+        noise=trial.noise or 0.0,
+        steps=trial.steps,
+        memory_ratio=trial.memory_ratio,
     )

@@ -199,7 +199,7 @@ def device() -> None:
 
 
 def update() -> None:
-    own = overheads._updated(a_chain("bf16"), cases.transformer(**FIGURES))
+    own = overheads._optimizer_chain(a_chain("bf16"), cases.transformer(**FIGURES))
     overheads.optimizer_s_per_parameter(own, meshwright.profiler.clock.Clock(CUDA))
 
 

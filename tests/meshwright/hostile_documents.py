@@ -227,7 +227,7 @@ def _metrics() -> object:
 
 
 def _run() -> object:
-    found = watching.watched(Path())
+    found = watching.read_run(Path())
     incidents = [case.number for case in found.view.cases]
     readings = [watching.reading_of(found, number) for number in (None, *incidents)]
     for reading in readings:

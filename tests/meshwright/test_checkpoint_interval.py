@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.launch import with_interval
+from meshwright.launch.attempt import with_interval
 from meshwright.planner.whatif.pricing.goodput import save_figures
 from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures
 from meshwright.planner.whatif.study import Failures

@@ -19,9 +19,9 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.recovery import NODES, planned
-from meshwright.launch.fallback_plans import Book
-from meshwright.launch.launch import LaunchablePlan
-from meshwright.launch.multi_node import Epochs, Means
+from meshwright.launch.fallback_plans import FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
+from meshwright.launch.multi_node import Epochs, NodeResources
 from meshwright.runtime.launch.launch import RankFailed
 from meshwright.runtime.resilience.membership import (
     Agent,
@@ -71,11 +71,11 @@ class PlayedNode:
         self.roster = Roster("run", self.agent)
         of_agent = SimpleNamespace(roster=self.roster)
         unused: Any = None
-        means = Means(
+        means = NodeResources(
             agent=cast(Any, of_agent), copies=unused, zygote=unused, slots=unused, keeper=unused
         )
         self.epochs = Epochs(course.fit, course.run, means, [], quiet=True)
-        self.epochs._growth = cast(Any, SimpleNamespace(asked=False))
+        self.epochs._scale_up = cast(Any, SimpleNamespace(asked=False))
         self.lives, self.stands_still, self.over = True, False, False
         self.rank: str | None = None
         self.rank_since_s = 0.0
@@ -109,7 +109,7 @@ class PlayedRun:
         self.folder = folder
         (folder / "out").mkdir()
         shutil.copytree(book, folder / "book")
-        self.fit = LaunchablePlan.of(str(plan), None)
+        self.fit = LaunchablePlan.read(str(plan), None)
         self.run = LaunchRun(checkpoint=folder, output=folder / "out", steps=STEPS)
         self.register = Register(folder)
         self.now_s, self.starts = 0.0, itertools.count()
@@ -139,7 +139,7 @@ class PlayedRun:
         """Let a node take the newest epoch, and start its rank if it has one."""
         epoch = self.epoch
         node.roster.adopt(epoch, self.now_s)
-        node.epochs.take(epoch)
+        node.epochs.adopt(epoch)
         if node.roster.is_member:
             node.roster.began()
             node.rank, node.rank_since_s = "runs", self.now_s
@@ -324,9 +324,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of three nodes, beside a book with those for fewer."""
     room = Room(tmp_path_factory.mktemp("plan"))
     path = planned(room, ranks=1)
-    fit = LaunchablePlan.of(str(path), None)
+    fit = LaunchablePlan.read(str(path), None)
     for left in range(NODES - 1, 0, -1):
-        Book(room.folder).solve(fit, left)
+        FallbackPlans(room.folder).solve(fit, left)
     return path
 
 

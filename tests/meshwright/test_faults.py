@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recovery import BATCH, NODES, Job, planned
-from meshwright.launch.fallback_plans import Book
-from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.fallback_plans import FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.planner.documents import document
 from meshwright.planner.documents.events import Attempt, Decision, Incident, StepDone
 from meshwright.planner.documents.plan import Plan
@@ -148,9 +148,9 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     room = Room(folder)
     room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     plan = planned(room, ranks=1)
-    fit = LaunchablePlan.of(str(plan), None)
+    fit = LaunchablePlan.read(str(plan), None)
     for left in range(NODES - 1, 0, -1):
-        Book(folder / "saved").solve(fit, left)
+        FallbackPlans(folder / "saved").solve(fit, left)
     own = {"MESHWRIGHT_SECRET": "of these tests alone", "MESHWRIGHT_CACHE": str(folder / "cache")}
     environment = {**common_environment(), **own}
     with nursery(folder) as forks:

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.launch.fallback_plans import Book, BookEntry
-from meshwright.launch.launch import LaunchablePlan
-from meshwright.launch.multi_node import Epochs, Means
+from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
+from meshwright.launch.multi_node import Epochs, NodeResources
 from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import Decision, events_of
@@ -58,7 +58,7 @@ class Case:
         plan = self.fit.plan.model_copy(update=half)
         path = self.folder / f"plan-{left}.yaml"
         write(plan, path)
-        entry = BookEntry(
+        entry = FallbackPlan(
             wanted=self.fit.plan.digest,
             left=left,
             each=each,
@@ -68,17 +68,17 @@ class Case:
             step_s=step_s,
             memory_bytes=1.0,
         )
-        file = Book(self.folder)._file(left, each)
+        file = FallbackPlans(self.folder)._file(left, each)
         file.write_text(entry.model_dump_json(exclude_none=True))
 
     def epochs(self, own: Agent) -> Epochs:
         node = SimpleNamespace(epoch=self.epoch, roster=SimpleNamespace(agent=own))
         unused: Any = None
-        means = Means(
+        means = NodeResources(
             agent=cast(Any, node), copies=unused, zygote=unused, slots=unused, keeper=unused
         )
         made = Epochs(self.fit, self.run, means, [], quiet=True)
-        made._growth = cast(Any, SimpleNamespace(asked=False))
+        made._scale_up = cast(Any, SimpleNamespace(asked=False))
         return made
 
     def decide(self, end: RankEnd) -> Epoch:

@@ -127,7 +127,7 @@ def test_a_configuration_with_comments_carries_the_setting(tmp_path: Path, crowd
 
     written = commands.export(str(path))
 
-    assert isinstance(written, commands.Configured)
+    assert isinstance(written, commands.FrameworkConfiguration)
     assert (SETTING in written.text.splitlines()[0]) == bool(predicted.environment)
     assert written.environment == predicted.environment
 

@@ -44,7 +44,7 @@ def test_a_part_is_measured_once(tmp_path: Path) -> None:
 
 
 def test_a_part_that_another_rank_lacks_is_measured_again(tmp_path: Path) -> None:
-    alone(tmp_path).put("links", 1)
+    alone(tmp_path).store("links", 1)
     parts = Parts(str(tmp_path), 0, lambda _: 0.0)
 
     assert parts.once("links", lambda: 2) == 2
@@ -53,7 +53,7 @@ def test_a_part_that_another_rank_lacks_is_measured_again(tmp_path: Path) -> Non
 def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.json").write_text("{")
 
-    assert not alone(tmp_path).has("layers")
+    assert not alone(tmp_path).everywhere_stored("layers")
 
 
 def test_rounds_that_are_kept_are_not_run_again(

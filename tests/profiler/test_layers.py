@@ -17,8 +17,8 @@ from meshwright.planner.documents.profile import (
 from meshwright.profiler import layer_bytes, layers
 from meshwright.profiler.chain import WHOLE, Case, Chain, short_chain
 from meshwright.profiler.clock import Clock
-from meshwright.profiler.heads import HeadCase, heads
 from meshwright.profiler.layer_bytes import MeasuredLayerBytes
+from meshwright.profiler.layers import HeadCase, heads
 from meshwright.profiler.measurement_plan import RECOMPUTES
 from meshwright.runtime.core.torch_internals import compiled_graphs
 from meshwright.runtime.techniques import compile as compiled

@@ -41,7 +41,7 @@ def test_this_machine_has_cores_memory_and_a_disk(tmp_path: Path) -> None:
 
 
 def nodes(count: int, ranks: int) -> ClusterSpec:
-    return machine.joined([resolve_cluster(f"local:{ranks}")] * count)
+    return machine.joint_cluster([resolve_cluster(f"local:{ranks}")] * count)
 
 
 def test_like_nodes_are_one_group_behind_one_network() -> None:
@@ -52,7 +52,7 @@ def test_like_nodes_are_one_group_behind_one_network() -> None:
 
 
 def test_unlike_nodes_are_groups_of_their_own() -> None:
-    whole = machine.joined([resolve_cluster("local:2"), resolve_cluster("local:1")])
+    whole = machine.joint_cluster([resolve_cluster("local:2"), resolve_cluster("local:1")])
 
     assert [(g.nodes, g.devices_per_node) for g in whole.groups] == [(1, 2), (1, 1)]
     assert whole.tiers[-1].devices == 3

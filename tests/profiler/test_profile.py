@@ -21,7 +21,7 @@ from meshwright.planner.requests.request import Request
 from meshwright.profiler import profile as profiles
 from meshwright.profiler import rank_main as rank
 from meshwright.profiler import start_ranks as ranks
-from meshwright.profiler.machine import joined
+from meshwright.profiler.machine import joint_cluster
 from meshwright.profiler.overheads import tiny_model
 from meshwright.runtime.launch.rank_processes import BadEnd, supervised
 from tests.runtime import cases
@@ -116,7 +116,7 @@ def test_degrees_divide_what_they_must() -> None:
 def test_pairs_and_all_ranks_of_a_node_of_nodes_and_of_both_are_measured() -> None:
     def measured(ranks: int, counts: list[int]) -> list[tuple[str, int, int, int]]:
         machine = resolve_cluster(f"local:{ranks}")
-        whole = machine if len(counts) == 1 else joined([machine] * len(counts))
+        whole = machine if len(counts) == 1 else joint_cluster([machine] * len(counts))
         return [(g.tier, g.ranks, g.stride, g.inner) for g in profiles.groups(whole, counts)]
 
     assert measured(4, [4]) == [("memory", 2, 1, 1), ("memory", 4, 1, 1)]

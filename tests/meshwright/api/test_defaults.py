@@ -126,9 +126,9 @@ def test_a_file_that_is_named_must_be_there_and_an_empty_name_is_none(tmp_path: 
     missing = str(tmp_path / "missing.yaml")
 
     with pytest.raises(Exception, match=r"missing\.yaml"):
-        CommandDefaults({"MESHWRIGHT_DEFAULTS": missing}).take("cluster", None)
-    assert CommandDefaults({"MESHWRIGHT_DEFAULTS": ""}).take("cluster", None) is None
-    assert CommandDefaults({"HOME": "/nowhere"}).take("cluster", "local") == "local"
+        CommandDefaults({"MESHWRIGHT_DEFAULTS": missing}).value_of("cluster", None)
+    assert CommandDefaults({"MESHWRIGHT_DEFAULTS": ""}).value_of("cluster", None) is None
+    assert CommandDefaults({"HOME": "/nowhere"}).value_of("cluster", "local") == "local"
 
 
 def test_a_cluster_file_may_lie_by_the_file_of_defaults(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_cluster_file_may_lie_by_the_file_of_defaults(tmp_path: Path) -> None:
     (tmp_path / "defaults.yaml").write_text("cluster: ours.yaml\n")
     mine = CommandDefaults({"MESHWRIGHT_DEFAULTS": str(tmp_path / "defaults.yaml")})
 
-    assert mine.take("cluster", None) == str(tmp_path / "ours.yaml")
+    assert mine.value_of("cluster", None) == str(tmp_path / "ours.yaml")
 
 
 def test_prices_and_backend_of_a_study_are_its_own(

@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch import fallback_plans as books
-from meshwright.launch.fallback_plans import NICE, Book, BookKeeper, filled, sizes
-from meshwright.launch.launch import LaunchablePlan
+from meshwright.launch.fallback_plans import (
+    NICE,
+    FallbackPlans,
+    FallbackSolver,
+    fallback,
+    sizes,
+    solve_fallbacks,
+)
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.plan import PlannedModel
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -25,23 +32,23 @@ def planned(folder: Path, *, cluster: str = "4xa10g", data: int = 4) -> Launchab
     model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
     plan = plan_of(data=data).model_copy(update={"model": model, "cluster": cluster})
     write(plan, folder / "plan.yaml")
-    return LaunchablePlan.of(str(folder / "plan.yaml"), None)
+    return LaunchablePlan.read(str(folder / "plan.yaml"), None)
 
 
 def test_what_is_lost_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit, run = planned(tmp_path), LaunchRun(checkpoint=tmp_path)
     assert sizes(fit) == [(3, None), (2, None)]
-    (entry,) = filled(fit, tmp_path, [(1, None)])
+    (entry,) = solve_fallbacks(fit, tmp_path, [(1, None)])
     assert (entry.devices, entry.left) == (1, 1)
     assert entry.step_s > 0
     assert entry.memory_bytes > MODEL.parameters * 4
 
-    known, solved = (fit.again(left, run, quiet=True) for left in (1, 2))
+    known, solved = (fallback(fit, left, run, quiet=True) for left in (1, 2))
 
     assert (known.source, known.plan.digest, known.path) == ("book", entry.plan, entry.path)
     assert solved.source == "solved"
     assert solved.plan.mesh.devices <= 2  # of so small a model one device may be faster
-    assert fit.again(2, run, quiet=False).source == "book"
+    assert fallback(fit, 2, run, quiet=False).source == "book"
     assert "found in" in capsys.readouterr().err
 
 
@@ -49,7 +56,7 @@ def test_what_is_lost_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.long("half", "another left")
 def test_what_is_of_something_else_is_solved_again(tmp_path: Path, change: str) -> None:
     fit = planned(tmp_path)
-    (entry,) = filled(fit, tmp_path, [(1, None)])
+    (entry,) = solve_fallbacks(fit, tmp_path, [(1, None)])
     wanted, left, file = fit.plan, 1, tmp_path / "book" / "with-1.json"
     if change == "another plan":
         wanted = wanted.model_copy(update={"global_batch": 16})
@@ -62,7 +69,7 @@ def test_what_is_of_something_else_is_solved_again(tmp_path: Path, change: str) 
     else:
         file.write_text(file.read_text()[:40])
 
-    assert Book(tmp_path).entry(wanted, left) is None
+    assert FallbackPlans(tmp_path).entry(wanted, left) is None
 
 
 def test_nodes_are_lost_whole_and_devices_one_by_one(tmp_path: Path) -> None:
@@ -75,11 +82,11 @@ def test_a_device_less_on_each_node_is_in_the_book(tmp_path: Path) -> None:
     fit = planned(tmp_path, cluster="2x2xa10g", data=4)
     assert sizes(fit) == [(1, None), (2, 1)]
 
-    node, device = filled(fit, tmp_path, sizes(fit))
+    node, device = solve_fallbacks(fit, tmp_path, sizes(fit))
 
-    assert Book(tmp_path).entry(fit.plan, 2, 1) == device
-    assert Book(tmp_path).entry(fit.plan, 2) is None
-    smaller = fit.again(2, LaunchRun(checkpoint=tmp_path), each=1, quiet=True)
+    assert FallbackPlans(tmp_path).entry(fit.plan, 2, 1) == device
+    assert FallbackPlans(tmp_path).entry(fit.plan, 2) is None
+    smaller = fallback(fit, 2, LaunchRun(checkpoint=tmp_path), each=1, quiet=True)
     assert (smaller.source, smaller.plan.digest) == ("book", device.plan)
     assert (smaller.nodes, [tier.devices for tier in smaller.machine.tiers]) == (2, [2])
     assert node.path != device.path
@@ -101,7 +108,7 @@ def test_a_process_of_low_priority_fills_it_and_ends_with_the_run(
         return real([sys.executable, "-c", "import time; time.sleep(1e9)"], **options)
 
     monkeypatch.setattr(books.subprocess, "Popen", popen)
-    with BookKeeper(fit, run) as keeper:
+    with FallbackSolver(fit, run) as keeper:
         keeper.begin()
         keeper.begin()
         process = keeper._process
@@ -111,8 +118,8 @@ def test_a_process_of_low_priority_fills_it_and_ends_with_the_run(
     (command,) = started
     assert command[1:] == ["-m", "meshwright.launch.fallback_plans", fit.path, str(tmp_path), "1"]
 
-    filled(fit, tmp_path, [(1, None)])
-    with BookKeeper(fit, run) as keeper:
+    solve_fallbacks(fit, tmp_path, [(1, None)])
+    with FallbackSolver(fit, run) as keeper:
         keeper.begin()
     assert len(started) == 1
 
@@ -138,4 +145,4 @@ def test_the_process_fills_the_book(tmp_path: Path) -> None:
     )
 
     assert done.stdout.splitlines()[-1] == str(NICE)
-    assert all(Book(tmp_path).entry(fit.plan, *one) is not None for one in sizes(fit))
+    assert all(FallbackPlans(tmp_path).entry(fit.plan, *one) is not None for one in sizes(fit))

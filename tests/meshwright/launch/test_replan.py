@@ -17,7 +17,9 @@ import pytest
 from benchmarks.recovery import planned
 from meshwright.api.commands import plan
 from meshwright.launch import launch as launches
-from meshwright.launch.launch import LaunchablePlan, launch
+from meshwright.launch.fallback_plans import fallback
+from meshwright.launch.launch import launch
+from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import for_fewer, least_moved, leave_out
 from meshwright.planner.catalog import model_config as resolve_config
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
@@ -99,7 +101,7 @@ def test_a_plan_for_more_nodes_than_there_are_says_so(
 ) -> None:
     pytest.importorskip("torch")
     begun: list[tuple[LaunchablePlan, Launch]] = []
-    monkeypatch.setattr(launches, "launched", lambda fit, asked, _: begun.append((fit, asked)))
+    monkeypatch.setattr(launches, "run_attempt", lambda fit, asked, _: begun.append((fit, asked)))
     run = LaunchRun(output=room.folder / "out", checkpoint=room.folder / "saved")
 
     launch(str(planned(room, ranks=1)), run, survive=True)
@@ -173,8 +175,11 @@ def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
     plan("tiny.json", "8xa10g", seq_len=512, global_batch=16, output="plan.yaml")
     monkeypatch.chdir(tmp_path)
 
-    fit = LaunchablePlan.of("sub/plan.yaml", None).again(
-        4, LaunchRun(checkpoint=tmp_path / "saved"), quiet=True
+    fit = fallback(
+        LaunchablePlan.read("sub/plan.yaml", None),
+        4,
+        LaunchRun(checkpoint=tmp_path / "saved"),
+        quiet=True,
     )
 
     fit.plan.check_model(fit.graph)
@@ -272,7 +277,7 @@ def test_a_run_that_stops_says_why(
     def hangs(*_: Any) -> None:
         raise RankFailed("it hangs", lead="it hangs", output=output, end=end)
 
-    monkeypatch.setattr(launches, "launched", hangs)
+    monkeypatch.setattr(launches, "run_attempt", hangs)
 
     with pytest.raises(RankFailed, match="it hangs"):
         launch(

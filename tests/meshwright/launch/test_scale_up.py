@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.launch import scale_up as growing
-from meshwright.launch.fallback_plans import Book, BookEntry
-from meshwright.launch.launch import LaunchablePlan
-from meshwright.launch.scale_up import Growth
+from meshwright.launch import multi_node
+from meshwright.launch.fallback_plans import FallbackPlan, FallbackPlans
+from meshwright.launch.launchable_plan import LaunchablePlan
+from meshwright.launch.multi_node import ScaleUp
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import PhaseDone, StepRecord
 from meshwright.runtime.resilience.membership import Agent, Epoch, State
@@ -36,9 +36,9 @@ class Case:
         self.folder = folder
         self.planned = planned(folder, cluster="4x1xa10g")
         self.members, self.spares, self.step, self.since_s = 2, 1, 100, 3600.0
-        monkeypatch.setattr(growing, "_predicted_s", lambda fit: 4.0 / fit.nodes)
+        monkeypatch.setattr(multi_node, "_predicted_step_s", lambda fit: 4.0 / fit.nodes)
 
-    def growth(self) -> Growth:
+    def growth(self) -> ScaleUp:
         run = LaunchRun(checkpoint=self.folder, output=self.folder, steps=STEPS)
         record = StepRecord(step=self.step, loss=1.0, grad_norm=1.0, step_s=STEP_S, epoch=0)
         append_record(record, metrics_file(self.folder))
@@ -56,7 +56,7 @@ class Case:
         )
         spares = tuple(agent(10 + number) for number in range(self.spares))
         node: Any = SimpleNamespace(epoch=epoch, spares=lambda: spares)
-        return Growth(self.planned, fit, run, cast(NodeAgent, node))
+        return ScaleUp(self.planned, fit, run, cast(NodeAgent, node))
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_run_stays_as_it_is(case: Case, without: str) -> None:
 def test_fewer_nodes_than_planned_take_a_plan_of_the_book(case: Case) -> None:
     """It has one for three nodes, which is a third faster than two."""
     write(case.planned.plan, case.folder / "three.yaml")
-    entry = BookEntry(
+    entry = FallbackPlan(
         wanted=case.planned.plan.digest,
         left=3,
         path=str(case.folder / "three.yaml"),
@@ -113,7 +113,7 @@ def test_fewer_nodes_than_planned_take_a_plan_of_the_book(case: Case) -> None:
         step_s=4.0 / 3,
         memory_bytes=1.0,
     )
-    file = Book(case.folder)._file(3)
+    file = FallbackPlans(case.folder)._file(3)
     file.write_text(entry.model_dump_json())
 
     found = case.growth()

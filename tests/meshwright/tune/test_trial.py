@@ -20,7 +20,7 @@ from meshwright.runtime.run.run_folder import (
     metrics_file,
     write_json,
 )
-from meshwright.tune.trial import Trialled, enough, timed, trial, words_of
+from meshwright.tune.trial import TrialProcess, enough, trial, warm_step_seconds, words_of
 
 LINE = "' iteration %d/9999 | elapsed time per iteration (ms): %.1f |' % (n, ms)"
 
@@ -28,7 +28,7 @@ LINE = "' iteration %d/9999 | elapsed time per iteration (ms): %.1f |' % (n, ms)
 def run(
     tmp_path: Path, script: str, *, best_s: float | None = None, most_s: float = 20.0
 ) -> tuple[object, ...]:
-    one = Trialled(
+    one = TrialProcess(
         words=(sys.executable, "-S", "-c", f"import os, sys, time\n{script}"),
         folder=tmp_path / "01",
         ranks=1,
@@ -117,7 +117,7 @@ def test_what_a_killed_attempt_left_behind_tells_nothing(tmp_path: Path) -> None
         append_record(record, metrics_file(folder))
     failure = Failure(rank=0, kind="OutOfMemoryError", message="", at_unix_s=1.0)
     write_json(failure, failure_file(folder, 0))
-    one = Trialled(
+    one = TrialProcess(
         words=(sys.executable, "-S", "-c", "raise SystemExit('no data')"),
         folder=folder,
         ranks=1,
@@ -130,7 +130,9 @@ def test_what_a_killed_attempt_left_behind_tells_nothing(tmp_path: Path) -> None
 
 
 def test_steps_told_as_a_mean_of_several_count_for_the_warm_up() -> None:
-    assert timed([Said(step_s=9.0), Said(step_s=2.0, steps=9), Said(step_s=1.0, steps=10)]) == [1.0]
+    assert warm_step_seconds(
+        [Said(step_s=9.0), Said(step_s=2.0, steps=9), Said(step_s=1.0, steps=10)]
+    ) == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from meshwright.planner.tuning.candidates import TrialCandidate
 from meshwright.planner.tuning.next_trial import Tuner
 from meshwright.planner.tuning.record import FILE, read_trials
 from meshwright.tune import tune as tuning
-from meshwright.tune.trial import Measured, Trialled
-from meshwright.tune.tune import Tuned, tune
+from meshwright.tune.trial import Measured, TrialProcess
+from meshwright.tune.tune import TuningResult, tune
 
 ASKED = ("demo-4m", "2xh100-sxm-80gb")
 JOB = {"seq_len": 128, "global_batch": 16}
@@ -45,7 +45,7 @@ class Machine:
         self.broken: set[str] = set()
         self.full: set[str] = set()
 
-    def __call__(self, run: Trialled, **_: Any) -> Measured:
+    def __call__(self, run: TrialProcess, **_: Any) -> Measured:
         if self.interrupted_at == len(self.tried):
             raise KeyboardInterrupt
         plan = document.read(Plan, run.folder / "plan.yaml")
@@ -91,7 +91,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     return made
 
 
-def tuned(**more: Any) -> Tuned:
+def tuned(**more: Any) -> TuningResult:
     return tune(*ASKED, **{**JOB, **more})
 
 
@@ -145,7 +145,7 @@ def test_constants_predict_what_was_measured_however_slow_the_machine_is(
     """The answer's step exactly, the steps of all other trials within their ranges."""
     truth = slower(machine_of(ASKED[1], None), compute, links)
 
-    def measured(run: Trialled, **_: Any) -> Measured:
+    def measured(run: TrialProcess, **_: Any) -> Measured:
         plan = document.read(Plan, run.folder / "plan.yaml")
         step_s = priced(plan, model_of(ASKED[0], seq_len=JOB["seq_len"]), truth).step_time_s
         return Measured(ended="ran", step_s=step_s, noise=0.001, steps=5, seconds=9.0)
@@ -395,7 +395,7 @@ def test_this_machine_is_measured_first_where_that_pays_and_once(
 
     monkeypatch.setattr(tuning, "measure", measure)
     monkeypatch.setattr(tuning.Tuning, "_proof", lambda self, tuner: None)
-    monkeypatch.setattr(tuning.Tuning, "_with", lambda self, constants, option: 1.0)
+    monkeypatch.setattr(tuning.Tuning, "_predicted_s", lambda self, constants, option: 1.0)
     tuned(budget="1 trials", trials="others")
     Path("others/constants.yaml").rename("constants.yaml")
     for pays, cluster, times in ((False, "local:2", 0), (True, ASKED[1], 0), (True, "local:2", 1)):

@@ -1,4 +1,4 @@
-"""Commands about measured runs, hardware and prices: validate, calibrate, whatif, catalog."""
+"""Commands about hardware and its prices: whatif, catalog."""
 
 from __future__ import annotations
 
@@ -10,66 +10,6 @@ import typer
 from meshwright.cli.console import bar, out
 from meshwright.cli.options import Explain, GlobalBatch, Html, Json, SeqLen
 from meshwright.planner.errors import DocumentError
-
-
-def validate(
-    table: Annotated[str, typer.Argument(help="CSV of measured runs, one per line")],
-    html: Annotated[
-        str | None, typer.Option("--html", help="Write the report with scatter plots here")
-    ] = None,
-    rows: Annotated[
-        str | None, typer.Option("--rows", help="Write one line per row with its prediction here")
-    ] = None,
-    explain: Explain = False,
-    json: Json = False,
-) -> None:
-    """Compare predictions with a table of measured runs."""
-    from meshwright.api import commands
-    from meshwright.planner.calibration.scores.validate import validation_json
-    from meshwright.planner.report.validation_text import validation_text
-    from meshwright.render.json_output import as_json
-    from meshwright.render.text import next_fact
-
-    with bar("predicting rows", quiet=json) as progress:
-        result = commands.validate(table, html=html, rows=rows, progress=progress)
-    if json:
-        print(as_json(validation_json(result)))
-        return
-    said = [next_fact("" if html else "--html makes a page of it", explain=explain)]
-    out.print(validation_text(result, facts=said, explain=explain))
-
-
-def calibrate(
-    runs: Annotated[
-        list[str],
-        typer.Argument(help="CSV tables of measured runs, or folders that 'launch' wrote"),
-    ],
-    accelerator: Annotated[
-        str | None, typer.Option("--accelerator", help="Use only runs on this accelerator")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option("--profile", help="Keep the measured layers of this profile")
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", help="Write a profile for 'plan --profile' here")
-    ] = None,
-    explain: Explain = False,
-    json: Json = False,
-) -> None:
-    """Fit the constants of your cluster to measured runs."""
-    from meshwright.api import calibration
-    from meshwright.planner.calibration.fitting.fitted_calibration import calibrated_json
-    from meshwright.planner.report.validation_text import calibration_text
-    from meshwright.render.json_output import as_json
-    from meshwright.render.text import next_fact
-
-    result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
-    if json:
-        print(as_json(calibrated_json(result)))
-        return
-    then = f"meshwright plan MODEL --cluster CLUSTER --profile {output}"
-    said = [next_fact(then if output else "add -o constants.yaml to keep them", explain=explain)]
-    out.print(calibration_text(result, said, explain=explain))
 
 
 class WhatIfOrder(StrEnum):
@@ -191,9 +131,9 @@ def whatif(
 
     mine = of_user()
     if study is None:  # which says everything itself
-        backend, prices = mine.take("backend", backend), mine.take("prices", prices)
+        backend, prices = mine.value_of("backend", backend), mine.value_of("prices", prices)
     with bar("planning candidates", quiet=json) as progress:
-        found = studies.whatif(
+        result = studies.whatif(
             study,
             model=model,
             clusters=_parts(clusters),
@@ -224,12 +164,12 @@ def whatif(
             progress=progress,
         )
     if json:
-        said = {"verdict": " ".join(verdicts(found)), "answers": answers(found)}
-        print(as_json({**said, **result_json(found)}))
+        conclusion = {"verdict": " ".join(verdicts(result)), "answers": answers(result)}
+        print(as_json({**conclusion, **result_json(result)}))
     elif explain:
-        out.print(result_text(found))
+        out.print(result_text(result))
     else:
-        planned = next((one.plan for one in found.outcomes if one.plan), None)
+        planned = next((outcome.plan for outcome in result.outcomes if outcome.plan), None)
         if study is None and planned is not None:
             job = planned.job
             mine.left_open(
@@ -238,8 +178,8 @@ def whatif(
                     "global-batch": (global_batch, job.global_batch),
                 }
             )
-        out.print(result_facts(found, [*defaults_facts(mine.said), next_fact("", explain=False)]))
-    if found.interrupted:
+        out.print(result_facts(result, [*defaults_facts(mine.notes), next_fact("", explain=False)]))
+    if result.interrupted:
         raise typer.Exit(1)  # what is printed is a part
     if json:
         return
@@ -247,7 +187,7 @@ def whatif(
         if path:
             out.print(f"written: {path}")
     if serve:
-        with studies.serve(found, prices=prices, processes=processes) as server:
+        with studies.serve(result, prices=prices, processes=processes) as server:
             out.print(f"page: {server.address} (Ctrl+C ends it)")
             server.serve_forever()
 
@@ -298,12 +238,12 @@ def catalog(
             )
         from meshwright.studies import study_command as studies
 
-        found = studies.import_prices(imported, provider=provider, date=date, output=output)
+        price_list = studies.import_prices(imported, provider=provider, date=date, output=output)
         if json:
-            print(as_json(found.model_dump(mode="json", exclude_none=True)))
+            print(as_json(price_list.model_dump(mode="json", exclude_none=True)))
         else:
             out.print(
-                f"{len(found.rents)} rents written to {output}; use: whatif --prices {output}"
+                f"{len(price_list.rents)} rents written to {output}; use: whatif --prices {output}"
             )
         return
     rows = commands.plugins() if plugins else commands.catalog(shelf.value)

@@ -1,4 +1,4 @@
-"""The command that plans and measures: tune."""
+"""Commands on measured runs: tune a plan, validate predictions, calibrate a cluster's constants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.console import bar, out, say
+from meshwright.cli.console import bar, out, print_message
 from meshwright.cli.options import (
     BackendOption,
     ClusterOption,
@@ -22,7 +22,7 @@ from meshwright.cli.options import (
 from meshwright.planner.errors import DocumentError
 
 if TYPE_CHECKING:
-    from meshwright.tune.tune import Tuned
+    from meshwright.tune.tune import TuningResult
 
 
 def tune(
@@ -91,19 +91,19 @@ def tune(
     from meshwright.planner.report.facts import Fact
     from meshwright.render.json_output import as_json
     from meshwright.render.text import defaults_facts, next_fact
-    from meshwright.render.tuning_text import tuned_json, tuned_parts, write_page
     from meshwright.tune.tune import tune as tuned
+    from meshwright.tune.tuning_text import tuned_json, tuned_parts, write_page
 
     if html and dry_run:
         raise DocumentError(
             "html", "is a page of trials, and a dry run makes none; leave one of them out"
         )
     mine = of_user()
-    where = mine.take("cluster", cluster)
+    where = mine.value_of("cluster", cluster)
     if where is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
     with bar("searching layouts", quiet=json) as progress:
-        found = tuned(
+        result = tuned(
             model,
             where,
             on=on,
@@ -113,7 +113,7 @@ def tune(
             profile=profile,
             fix=fix or (),
             allow=allow or (),
-            backend=mine.take("backend", backend) or "native",
+            backend=mine.value_of("backend", backend) or "native",
             budget=budget,
             run=run,
             data=data,
@@ -123,30 +123,90 @@ def tune(
             output=output,
             dry_run=dry_run,
             progress=progress,
-            told=(lambda text: None) if json else say,
+            notify=(lambda text: None) if json else print_message,
         )
     if html:
-        write_page(found, html)
+        write_page(result, html)
     if json:
-        print(as_json(tuned_json(found) | {"html": html}))
+        print(as_json(tuned_json(result) | {"html": html}))
         return
-    then = "the same without --dry-run" if dry_run else _then(run, found)
-    said = [*defaults_facts(mine.said), next_fact(then, explain=explain)]
+    then = "the same without --dry-run" if dry_run else _then(run, result)
+    facts = [*defaults_facts(mine.notes), next_fact(then, explain=explain)]
     if html:
-        said.insert(-1, Fact(label="page", text=html, copied=True))
-    for part in tuned_parts(found, said, explain=explain):
+        facts.insert(-1, Fact(label="page", text=html, copied=True))
+    for part in tuned_parts(result, facts, explain=explain):
         out.print(part)
 
 
-def _then(run: str | None, found: Tuned) -> str:
+def _then(run: str | None, result: TuningResult) -> str:
     """Return what trains by the plan: as its trials ran, predicted with what they showed."""
     from meshwright.tune.tune import CONSTANTS_FILE
 
-    output = found.plan_file or ""
-    if found.on is not None and run is None:
+    output = result.plan_file or ""
+    if result.on is not None and run is None:
         return f"meshwright launch {output}"
     if run is None:
-        return f"meshwright launch {output} --profile {found.folder}/{CONSTANTS_FILE}"
+        return f"meshwright launch {output} --profile {result.folder}/{CONSTANTS_FILE}"
     if "{config}" in run:
         return f"meshwright export {output} -o CONFIG"
     return run.replace("{plan}", output).replace("{output}", "runs/tuned")
+
+
+def validate(
+    table: Annotated[str, typer.Argument(help="CSV of measured runs, one per line")],
+    html: Annotated[
+        str | None, typer.Option("--html", help="Write the report with scatter plots here")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option("--rows", help="Write one line per row with its prediction here")
+    ] = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> None:
+    """Compare predictions with a table of measured runs."""
+    from meshwright.api import commands
+    from meshwright.planner.calibration.scores.validate import validation_json
+    from meshwright.planner.report.validation_text import validation_text
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import next_fact
+
+    with bar("predicting rows", quiet=json) as progress:
+        result = commands.validate(table, html=html, rows=rows, progress=progress)
+    if json:
+        print(as_json(validation_json(result)))
+        return
+    facts = [next_fact("" if html else "--html makes a page of it", explain=explain)]
+    out.print(validation_text(result, facts=facts, explain=explain))
+
+
+def calibrate(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="CSV tables of measured runs, or folders that 'launch' wrote"),
+    ],
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", help="Use only runs on this accelerator")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Keep the measured layers of this profile")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Write a profile for 'plan --profile' here")
+    ] = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> None:
+    """Fit the constants of your cluster to measured runs."""
+    from meshwright.api import calibration
+    from meshwright.planner.calibration.fitting.fitted_calibration import calibrated_json
+    from meshwright.planner.report.validation_text import calibration_text
+    from meshwright.render.json_output import as_json
+    from meshwright.render.text import next_fact
+
+    result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
+    if json:
+        print(as_json(calibrated_json(result)))
+        return
+    then = f"meshwright plan MODEL --cluster CLUSTER --profile {output}"
+    facts = [next_fact(then if output else "add -o constants.yaml to keep them", explain=explain)]
+    out.print(calibration_text(result, facts, explain=explain))

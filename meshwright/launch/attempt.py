@@ -1,0 +1,165 @@
+"""One attempt to train by a plan: ranks start, train and end; its decision is recorded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.launch.launchable_plan import LaunchablePlan
+from meshwright.planner.costs.predict import predict as predict_plan
+from meshwright.planner.documents.events import Decision, Expected, Reaction
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.errors import HandedOver, LaunchError
+from meshwright.planner.frameworks.native_limits import caveat
+from meshwright.planner.whatif.pricing.economics import SECONDS_PER_HOUR
+from meshwright.planner.whatif.pricing.goodput import expected_of, save_figures
+from meshwright.planner.whatif.pricing.survival import COPIES_SHARE, RunSeconds, SaveFigures
+from meshwright.planner.whatif.study import Failures
+from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.recovery_policy import RankEnd, Verdict
+from meshwright.runtime.run.run_folder import account_of, append_record, events_file
+
+if TYPE_CHECKING:
+    from meshwright.runtime.launch.launch_config import Launch
+    from meshwright.runtime.run.run_report import Comparison, RunReport
+
+LONG_RUN_HOURS = 1.0
+"""A longer run says when it is saved, if it is saved at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchResult:
+    """A finished training run beside its prediction."""
+
+    plan: Plan
+    report: RunReport
+    prediction: Prediction
+    rows: list[Comparison]
+
+
+def run_attempt(
+    fit: LaunchablePlan, asked: Launch, ends: Sequence[RankEnd] = ()
+) -> LaunchResult | None:
+    """Launch a plan on the devices that are here; `ends` are those of former attempts."""
+    from meshwright.runtime.launch.launch import launch as start  # noqa: PLC0415 - the runtime
+    from meshwright.runtime.launch.preflight import cuda_devices  # noqa: PLC0415
+    from meshwright.runtime.run.run_report import comparison  # noqa: PLC0415
+
+    wanted, graph, machine = fit.plan, fit.graph, fit.machine
+    run, node_rank = asked.run, asked.node_rank
+    devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
+    if node_rank.nodes > 1 and node_rank.nodes != len(devices):
+        raise LaunchError(
+            f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {node_rank.source} says "
+            f"that there are {node_rank.nodes}; plan again for what is there, or add --replan"
+        )
+    warning = caveat(graph, machine)
+    if warning is not None:
+        raise LaunchError(f"{fit.path}: {warning.what}")
+    accelerator = machine.groups[0].accelerator
+    if accelerator.kind != "cpu" and not cuda_devices():
+        raise LaunchError(
+            f"the plan is for {wanted.cluster}, and this machine has no {accelerator.name}; "
+            "launch it where the devices are, or plan again for --cluster local"
+        )
+    prediction = predict_plan(wanted, graph, machine, fit.measured)
+    measured_s = account_of(run.output) if run.output is not None else RunSeconds()
+    figures = save_figures(
+        Failures(), measured_s, parameters=graph.parameters, devices=wanted.mesh.devices
+    )
+    saves = None
+    if run.checkpoint is not None and run.checkpoint_every is None:
+        saves = figures
+        run = with_interval(run, saves, step_s=prediction.step_time_s, quiet=asked.quiet)
+
+    def expect(steps: int) -> Expected:
+        return expected_of(
+            Failures(),
+            measured_s,
+            figures,
+            steps=steps,
+            step_s=prediction.step_time_s,
+            every_steps=run.checkpoint_every or steps,
+            survives=asked.survive,
+            copies=COPIES_SHARE if asked.survive else 0.0,
+        )
+
+    report = start(
+        replace(
+            asked,
+            plan=fit.path,
+            run=run,
+            model=graph,
+            nodes=devices if node_rank.nodes > 1 else (),
+            prediction=prediction,
+            saves=saves,
+            expect=expect if run.checkpoint is not None else None,
+            # Copies are newer than the last comparison of replicas; checkpoints are compared first.
+            copies=all(end.cause != "corruption" for end in ends),
+        )
+    )
+    if report is None:
+        return None
+    return LaunchResult(
+        plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
+    )
+
+
+def with_interval(
+    run: LaunchRun, saves: SaveFigures, *, step_s: float, quiet: bool = False
+) -> LaunchRun:
+    """Return a run with the interval of checkpoints at which the least is lost, and say it."""
+    hours = run.steps * step_s / SECONDS_PER_HOUR
+    every = saves.every_steps(step_s)
+    if not quiet and (hours > LONG_RUN_HOURS or every < run.steps):
+        took = seconds_text(every * step_s)
+        where = f"every {every} steps" if every < run.steps else "after the last step alone"
+        print(
+            f"meshwright: checkpoints are saved {where}: the least is lost at one every {took}, "
+            f"with {saves.failures_per_hour:.3g} failures an hour, in {hours:.3g} hours; this is "
+            "computed again as saves are measured, and --checkpoint-every sets another interval",
+            file=sys.stderr,
+        )
+    return run.model_copy(update={"checkpoint_every": every})
+
+
+def log_decision(output: Path, verdict: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:
+    """Write down what is done about an end, and say it."""
+    start_s = None if verdict.reaction == "stop" else account_of(output).start_s
+    decision = decision_record(verdict.reaction, verdict.why, fit, start_s, quiet=quiet)
+    append_record(decision, events_file(output))
+
+
+def decision_record(
+    reaction: Reaction,
+    why: str,
+    fit: LaunchablePlan,
+    predicted_s: float | None = None,
+    *,
+    quiet: bool,
+) -> Decision:
+    """Return the record of a reaction after which training goes on under a plan, and say it."""
+    if not quiet:
+        until = f"; ranks should train in {seconds_text(predicted_s)}" if predicted_s else ""
+        print(f"meshwright: {reaction}, because {why}{until}", file=sys.stderr)
+    return Decision(
+        at_unix_s=time.time(),
+        reaction=reaction,
+        why=why,
+        predicted_s=predicted_s,
+        devices=fit.plan.mesh.devices,
+        plan=fit.plan.digest,
+        plan_source=fit.source,
+    )
+
+
+def stop_if_preempted(noticed: Sequence[int], failed: LaunchError) -> None:
+    """Raise HandedOver where a notice came while no ranks ran: all that counts is saved."""
+    if noticed:
+        raise HandedOver(f"a notice came after this: {failed}; start it again with --resume")
