@@ -33,7 +33,7 @@ from typing import Any
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.model import Architecture, Layer, ModelGraph
 from meshwright.planner.documents.plan import Plan, PlannedModel
-from meshwright.runtime.launch.fork_server import ForkedRank, Zygote
+from meshwright.runtime.launch.fork_client import ForkedRank, Zygote
 from meshwright.runtime.launch.monitor import Looks
 from meshwright.runtime.launch.training_loop import Loop
 from meshwright.runtime.resilience import replication as partner

@@ -18,7 +18,7 @@ from meshwright.profiler.chain import Case, Chain, Division
 from meshwright.profiler.clock import Clock
 from meshwright.profiler.layer_bytes import bytes_of, least, looks_at
 from meshwright.profiler.layers import LayerSamples, in_step, measurement, of_all_ranks
-from meshwright.runtime.models.family_adapter import HEAD
+from meshwright.runtime.core.layer_names import HEAD
 from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 
 WARM_UP, ROUNDS = 1, 6

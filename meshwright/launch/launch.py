@@ -37,7 +37,7 @@ from meshwright.planner.whatif.pricing.goodput import expected_of, save_figures
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE, RunSeconds, SaveFigures
 from meshwright.planner.whatif.study import Failures
 from meshwright.planner.whatif.what_if_changes import changed
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.resilience.shared_memory import Slots
 from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
 from meshwright.runtime.run.locks_and_signals import signals_kept

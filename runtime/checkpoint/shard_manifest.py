@@ -24,14 +24,9 @@ from pydantic import Field, ValidationError
 from meshwright.planner.documents.document import Document, first_error, json_data, write_text
 from meshwright.planner.documents.units import Count, Positive, Text
 from meshwright.planner.errors import DocumentError
-from meshwright.runtime.checkpoint.tensor_index import (
-    ITEM_BYTES,
-    Chunk,
-    StoredTensor,
-    TensorIndex,
-    list_bytes,
-)
+from meshwright.runtime.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex, list_bytes
 from meshwright.runtime.core import checksums
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$", strict=True)]
 Checksum = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", strict=True)]

@@ -38,8 +38,9 @@ from meshwright.planner.errors import LaunchError
 from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint import tensor_index
 from meshwright.runtime.checkpoint.shard_manifest import WrittenChunk, WrittenPart
-from meshwright.runtime.checkpoint.tensor_index import INDEX, ITEM_BYTES, Chunk, TensorIndex
+from meshwright.runtime.checkpoint.tensor_index import INDEX, Chunk, TensorIndex
 from meshwright.runtime.core import checksums
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

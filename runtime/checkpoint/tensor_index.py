@@ -23,6 +23,7 @@ from meshwright.planner.documents.document import json_data, write_text
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.core import checksums
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 INDEX = "tensors.json"
 SMALL_BYTES = 2**22
@@ -31,21 +32,6 @@ SHARE = 16
 """Bytes of tensors for which an index may have one more; a chunk of 16,384 ranks has thousands."""
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes of one element, by torch's name of the dtype."""
 _FILE = re.compile(r"rank-\d{5,9}\.bin")
 
 

@@ -23,6 +23,7 @@ from meshwright.runtime.checkpoint import tokenizer_files as companions
 from meshwright.runtime.checkpoint.checkpoint import CONFIG, MODEL, PLAN, Progress
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -110,13 +111,13 @@ def _by_library(
     """Let the library write a model that it alone knows: whole, in the names of its files."""
     import torch  # noqa: PLC0415
 
-    from meshwright.runtime.engine.traced_transformer import saved_by_library  # noqa: PLC0415 - needs torch
+    from meshwright.runtime.models.library_model import save_pretrained  # noqa: PLC0415 - needs torch
 
     state = {stored.key: torch.empty(stored.shape) for stored in parameters}
     checkpoint.load(source, state, verified=True)
     named = {key.removeprefix("model."): tensor for key, tensor in state.items()}
     with _new(output) as temporary:
-        saved_by_library(source / CONFIG, named, temporary, dtype=dtype)
+        save_pretrained(source / CONFIG, named, temporary, dtype=_torch_dtypes()[dtype])
         (temporary / CONFIG).unlink()
         _configuration(source, temporary, dtype)
         _companions(source, done, model.source, temporary)
@@ -216,7 +217,7 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
 
     from meshwright.runtime.models.safetensors_weights import in_files  # noqa: PLC0415
 
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    types = _torch_dtypes()
     state = {stored.key: torch.empty(stored.shape) for stored in group}
     checkpoint.load(source, state, verified=True)
     result = {}
@@ -227,6 +228,12 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
         for published, matrix in in_files(family, name, tensor, pieces=pieces):
             result[published] = matrix.to(types[dtype])
     return result
+
+
+def _torch_dtypes() -> dict[DType, torch.dtype]:
+    import torch  # noqa: PLC0415
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _configuration(source: Path, folder: Path, dtype: DType) -> Path:

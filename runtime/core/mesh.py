@@ -9,16 +9,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.plan import Axis, Plan
 from meshwright.planner.documents.plan import Mesh as Degrees
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.parallel.context_parallel import WHOLE, Context
 
 # Groups cost sockets and memory for as long as the process lives, so equal meshes share them.
 _made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A rank's place among those that share a sequence; by default it has all of it."""
+
+    rank: int = 0
+    degree: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Return the positions of this rank, in its order.
+
+        >>> Context(rank=0, degree=2).positions(8).tolist()
+        [0, 1, 6, 7]
+        >>> Context(rank=1, degree=2).positions(8).tolist()
+        [2, 3, 4, 5]
+        """
+        if self.degree == 1:
+            return torch.arange(seq_len)
+        chunks = torch.arange(seq_len).chunk(2 * self.degree)
+        return torch.cat((chunks[self.rank], chunks[2 * self.degree - 1 - self.rank]))
+
+
+WHOLE = Context()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.planner.errors import LaunchError, MeshwrightError
-from meshwright.runtime.checkpoint.tensor_index import ITEM_BYTES
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 MAX_BYTES = 2**28
 """Of one rank's message."""

@@ -25,16 +25,15 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import PlacedLayer, Plan
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.schedules import schedule_of
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.torch_internals import act_around, share_memory
 from meshwright.runtime.engine.named_loss import ChunkedHead, head_of, token_loss
 from meshwright.runtime.engine.named_loss import in_chunks as module_in_chunks
-from meshwright.runtime.models.family_adapter import EMBEDDING, HEAD, Adapter, parameter_names
+from meshwright.runtime.models.family_adapter import Adapter, parameter_names
 from meshwright.runtime.models.initialize import first_buffer, materialize
 from meshwright.runtime.models.layer_outline import tree_of
 from meshwright.runtime.models.safetensors_weights import Weights
-from meshwright.runtime.parallel import expert_allgather as gathered_experts
-from meshwright.runtime.parallel import expert_hierarchical_a2a as relayed_experts
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import tensor_parallel as tensor
 from meshwright.runtime.parallel.data_parallel import (
@@ -48,7 +47,11 @@ from meshwright.runtime.parallel.data_parallel import (
     replicated,
     shards,
 )
-from meshwright.runtime.parallel.expert_parallel import ExpertLoad
+from meshwright.runtime.parallel.expert_parallel import (
+    ExpertLoad,
+    mix_by_all_gather,
+    mix_by_hierarchical_all_to_all,
+)
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles, divide
 from meshwright.runtime.techniques import activation_offload as activations
 from meshwright.runtime.techniques import lora
@@ -57,8 +60,7 @@ from meshwright.runtime.techniques.activation_offload import HostTraffic
 from meshwright.runtime.techniques.aligned_linear import products_for, reads_on_grid
 from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 from meshwright.runtime.techniques.compile import Compiler
-from meshwright.runtime.techniques.float8 import products_of
-from meshwright.runtime.techniques.float8_all_gather import NarrowWeights
+from meshwright.runtime.techniques.float8 import NarrowWeights, products_of
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
@@ -324,12 +326,12 @@ def _products(staged: Staged) -> None:
 def _experts(staged: Staged) -> None:
     """Divide experts over their ranks, and count how many tokens each gets."""
     plan, place = staged.plan, staged.place
-    mix: Callable[..., Tensor] = experts.mixed
+    mix: Callable[..., Tensor] = experts.mix_by_all_to_all
     if plan.dispatch == "allgather":
-        mix = gathered_experts.mixed
+        mix = mix_by_all_gather
     elif plan.relay is not None:
         across, inside = place.relays(plan.relay)
-        mix = functools.partial(relayed_experts.mixed, across=across, inside=inside)
+        mix = functools.partial(mix_by_hierarchical_all_to_all, across=across, inside=inside)
     for name in staged.module.called_units:
         for path, module in experts.modules_of(staged.module.part(name)).items():
             if isinstance(staged.of, LanguageRules):

@@ -35,15 +35,13 @@ from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.checkpoint.state_snapshot import Snapshot, taken
 from meshwright.runtime.core import batches
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.loss import Totals, divisor_near
-from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
 from meshwright.runtime.data.loader import Loader
 from meshwright.runtime.engine.engine_state import ScriptState, Stateful, checkpoint_in
 from meshwright.runtime.engine.language_model import LanguageModel
 from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
-from meshwright.runtime.engine.script_records import ScriptRecords
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -63,6 +61,7 @@ from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
 from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
 from meshwright.runtime.parallel.tensor_styles import Styles
+from meshwright.runtime.run.metrics import ScriptRecords
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.tracing.replayed_stage import MicroBatch

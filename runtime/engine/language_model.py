@@ -19,7 +19,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.loss import IGNORED
-from meshwright.runtime.core.mesh import Place, place_of
+from meshwright.runtime.core.mesh import WHOLE, Context, Place, place_of
 from meshwright.runtime.engine.apply_plan import Staged, language_stage
 from meshwright.runtime.engine.unsupported import documents_refused
 from meshwright.runtime.models.families import has_config
@@ -33,7 +33,6 @@ from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
 from meshwright.runtime.parallel import document_attention
-from meshwright.runtime.parallel.context_parallel import WHOLE, Context
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.expert_parallel import imbalance
 from meshwright.runtime.techniques import lora

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from meshwright.planner.schedules import schedule
 from meshwright.planner.schedules.actions import Action
-from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.trace import Recording

@@ -2,6 +2,10 @@
 
 torch adds the sends and receives to a compute-only list; which computation comes when is
 meshwright.planner.schedules.schedule's decision alone.
+
+Under a schedule of stages of a recorded module, what crosses is the stages' own, and the batch is
+everywhere: every rank gives all micro-batches of its slice to `run_all`, and a stage takes the one
+whose number the schedule says.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +27,8 @@ from meshwright.planner.errors import LaunchError
 from meshwright.planner.schedules.schedule import Order
 from meshwright.runtime.core.torch_internals import PipelineAction, PipelineRuntime, fsdp_parameters
 from meshwright.runtime.techniques.split_backward import WeightGradients
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.trace import Recording
 
 GRADIENTS_ON_THE_WAY = 2
 """Sent gradients that may be under way before a stage waits for the oldest.
@@ -369,3 +375,69 @@ def _without_buffer(info: Any) -> Any:
     info = copy.copy(info)
     info.buffer = None
     return info
+
+
+class RecordedPipeline(Pipeline):
+    """This rank's stages of a recorded module, and the schedule that drives them."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, RecordedStage],
+        orders: tuple[Order, ...],
+        *,
+        recording: Recording,
+        micro_batches: int,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        device: torch.device,
+        loss: Callable[[Any, MicroBatch], Tensor],
+        stores: Mapping[int, WeightGradients] | None = None,
+    ) -> None:
+        """`recording` has the shapes that cross, of micro-batches of one shape.
+
+        `loss` of the module's outputs, as one number; gradients are those of its sum.
+
+        `stores` are by stage, where the schedule makes weight gradients apart.
+        """
+        self._recorded = tuple(stages.values())
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        for stage in self._recorded:
+            stage.loss = loss
+        parts = [
+            StagePart(
+                stage=at,
+                module=stage,
+                inputs=stage.received(recording) or (number,),
+                outputs=stage.sent(recording) or torch.empty((), device="meta", requires_grad=True),
+                store=stores[at] if stores else None,
+                select=stage.select,
+            )
+            for at, stage in stages.items()
+        ]
+        super().__init__(
+            parts,
+            orders,
+            micro_batches=micro_batches,
+            groups=groups,
+            device=device,
+            loss=lambda made, _: made,
+        )
+        # What torch cuts and hands on; on the device, where it would be copied to.
+        self._numbers = torch.arange(micro_batches, device=device)
+
+    def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run one step on all micro-batches; return their losses on the last stage."""
+        with self._given(micro_batches) as numbers:
+            return self.run(numbers, numbers)
+
+    def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run all micro-batches forward only; return their losses on the last stage."""
+        with self._given(micro_batches) as numbers:
+            return self.evaluate(numbers, numbers)
+
+    @contextlib.contextmanager
+    def _given(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
+        for stage in self._recorded:
+            stage.micro_batches = tuple(micro_batches)
+        yield self._numbers[: len(micro_batches)]
+        for stage in self._recorded:
+            stage.micro_batches = ()

@@ -40,7 +40,7 @@ from meshwright.runtime.core.object_collectives import all_gather_json, broadcas
 from meshwright.runtime.core.torch_internals import forget_forward_order
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.engine.pipedream_2bw import StalePipeline
-from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.gradients import Gradients
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
 from meshwright.runtime.parallel.attention_api import divided, positions_in

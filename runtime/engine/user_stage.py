@@ -19,11 +19,11 @@ from meshwright.planner.errors import LaunchError
 from meshwright.planner.frameworks.native_limits import script_obstacle
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import Place, wants_mesh
+from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.engine.apply_plan import Script, Staged, is_block, transformed
 from meshwright.runtime.engine.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
-from meshwright.runtime.models.initialize import seed_of
 from meshwright.runtime.parallel.data_parallel import reduces_apart
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora

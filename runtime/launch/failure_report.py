@@ -19,18 +19,13 @@ from meshwright.planner.system.safe_files import folder_within, opened
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.preflight import Preflight
-from meshwright.runtime.launch.rank_processes import (
-    BadEnd,
-    blames_a_peer,
-    is_timeout,
-    log_end,
-    log_text,
-)
+from meshwright.runtime.launch.rank_processes import BadEnd, blames_a_peer, is_timeout, log_end
 from meshwright.runtime.resilience.hang_detector import HungRank
 from meshwright.runtime.resilience.heartbeat import stack_file
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.recovery_policy import RankEnd
 from meshwright.runtime.run.rendezvous import NodeLeft
+from meshwright.runtime.run.run_folder import log_text
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""

@@ -4,31 +4,34 @@ The first rank that ends badly ends all.  A rank never outlives the launcher: it
 be killed with its parent, and the launcher kills what still runs whenever it leaves.
 
 `supervised` is the whole of it, for one node of several: what launches a plan and what measures a
-machine both go through it.
+machine both go through it.  What rank 0 prints goes to the launcher's own console too.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import select
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from meshwright.planner.system.safe_files import opened
-from meshwright.runtime.launch.console import Console
-from meshwright.runtime.launch.fork_server import ForkedRank, Zygote
+from meshwright.runtime.launch.fork_client import ForkedRank, Zygote
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.addresses import listening_socket
 from meshwright.runtime.run.authenticated_channel import without_secret
 from meshwright.runtime.run.rendezvous import Rendezvous
-from meshwright.runtime.run.run_folder import Failure
+from meshwright.runtime.run.run_folder import Failure, log_text
 
 POLL_S = 0.05
 SETTLE_S = 0.5
@@ -320,16 +323,6 @@ def free_socket(address: str = "127.0.0.1") -> tuple[int, int]:
     return listening.detach(), port
 
 
-def log_text(log: Path) -> str:
-    """Return the last 64 KiB of a log; nothing if there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def log_end(log: Path) -> str:
     """Return a sentence that has the end of a log, behind another one; nothing for an empty log.
 
@@ -344,3 +337,42 @@ def last_lines(log: Path, count: int = 12) -> str:
     """Return the end of a log, each line indented."""
     lines = [line for line in log_text(log).splitlines() if line.strip()][-count:]
     return "".join(f"\n    {line[:300]}" for line in lines)
+
+
+CHUNK_BYTES = 1 << 16
+
+
+LAST_WORDS_S = 5.0
+
+
+"""How long to wait for what a process that has ended left in its pipe."""
+
+
+class Console:
+    """Copies a child's output and errors to its log and to this process's own, as they come."""
+
+    def __init__(self, output: IO[bytes], errors: IO[bytes], log: Path) -> None:
+        self._log = log
+        self._threads = [
+            threading.Thread(target=self._copy, args=(pipe, name), daemon=True)
+            for pipe, name in ((output, "stdout"), (errors, "stderr"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Wait until all that was written is shown; what its own children still write is not."""
+        for thread in self._threads:
+            thread.join(timeout=LAST_WORDS_S)
+
+    def _copy(self, pipe: IO[bytes], name: str) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        with pipe, opened(self._log, within=self._log.parents[1], append=True) as log:
+            while part := pipe.read1(CHUNK_BYTES):  # type: ignore[attr-defined]
+                # A full disk costs nobody the console, and a console that is gone not the log.
+                with contextlib.suppress(OSError):
+                    log.write(part)
+                with contextlib.suppress(OSError, ValueError):
+                    stream = getattr(sys, name)
+                    stream.write(decoder.decode(part))
+                    stream.flush()

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.errors import HandedOver
-from meshwright.runtime.launch.rank_main import die_with_launcher, leave, tell
 from meshwright.runtime.run import preemption as notice
-
-PLAN_VARIABLE = "MESHWRIGHT_PLAN"
-"""Names the plan's file for a script's Engine."""
-OUTPUT_VARIABLE = "MESHWRIGHT_OUTPUT"
-"""Names the folder where a script's Engine writes its metrics."""
+from meshwright.runtime.run.environment import OUTPUT_VARIABLE
+from meshwright.runtime.run.rank_exit import die_with_launcher, leave, tell
+from meshwright.runtime.run.run_folder import handed_over
 
 
 def main() -> int:
@@ -48,11 +45,6 @@ def main() -> int:
         _say(error, script)
         return 1
     return 0
-
-
-def handed_over(output: Path, rank: int) -> Path:
-    """Return the file by which a rank says that its script has saved and ended for a notice."""
-    return output / "ranks" / f"rank-{rank:05}.handed-over"
 
 
 def _hand_over() -> None:

@@ -26,7 +26,6 @@ from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import HandedOver, Interrupted, LaunchError
 from meshwright.planner.system.safe_files import folder_within
 from meshwright.runtime.launch import failure_cause as faults
-from meshwright.runtime.launch import script_rank_main as script_rank
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
@@ -34,9 +33,9 @@ from meshwright.runtime.launch.preflight import (
     ranks_of_node,
 )
 from meshwright.runtime.launch.rank_processes import BadEnd, log_end, supervised
-from meshwright.runtime.launch.script_rank_main import OUTPUT_VARIABLE, PLAN_VARIABLE
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.environment import OUTPUT_VARIABLE, PLAN_VARIABLE
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.node_rank import ALONE, NodeRank
 from meshwright.runtime.run.rendezvous import Rendezvous
@@ -249,7 +248,7 @@ def _attempt(
             progress.refresh(now=True)
             if bad is None:
                 rendezvous.all_gather("done")  # nodes leave together
-                if any(script_rank.handed_over(folder, rank).exists() for rank in ranks.devices):
+                if any(run.handed_over(folder, rank).exists() for rank in ranks.devices):
                     raise HandedOver(
                         f"a notice ended the script after step {_steps_done(folder)}; start it "
                         "again and it goes on from what it saved"

@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,6 @@ from meshwright.planner.system.malloc_arena import keep_freed
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.checkpoint.state_snapshot import boxes
-from meshwright.runtime.core import numa as near_cores
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.data.corpus import Corpus, CorpusSamples
@@ -52,12 +50,11 @@ from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.loggers import Logger, TensorBoard, WeightsAndBiases
 from meshwright.runtime.run.metrics import Metrics
-from meshwright.runtime.run.run_folder import Device, RankOrders, RankRecord, Stopped
+from meshwright.runtime.run.run_folder import RankOrders, RankRecord, Stopped
 
 if TYPE_CHECKING:
-    from meshwright.runtime.checkpoint.writer import Saver
+    from meshwright.runtime.checkpoint.writer import Saver, SaveSchedule
     from meshwright.runtime.engine.token_module import TokenModel
-    from meshwright.runtime.launch.checkpoint_interval import SaveSchedule
     from meshwright.runtime.resilience.in_memory_checkpoint import Mirror, MirroredState
     from meshwright.runtime.resilience.step_replay import Replays
 
@@ -150,34 +147,6 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     return loop.run()
 
 
-def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> None:
-    """Join the process group: over the launcher's socket, or as torchrun's environment says."""
-    timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    own = None
-    if device == "cuda":
-        # Communicators form now, on this device, rather than inside the first step.
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(own)
-        near_cores.bind(own)
-    listening = os.environ.get("MESHWRIGHT_STORE_FD")
-    if listening is None:
-        dist.init_process_group(backend, timeout=timeout, device_id=own)
-        return
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=int(listening) if rank == 0 else None,
-    )
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=own
-    )
-
-
 class NotANumber(LaunchError):  # noqa: N818 - reads as the sentence that it is
     """A loss or gradient is none."""
 
@@ -237,7 +206,7 @@ class Loop:
         if orders.checkpoint:
             from meshwright.runtime.checkpoint import tokenizer_files as companions  # noqa: PLC0415 - of runs that are saved
             from meshwright.runtime.checkpoint.writer import Saver  # noqa: PLC0415
-            from meshwright.runtime.data.sample_ranges import UsedSamples  # noqa: PLC0415
+            from meshwright.runtime.data.loader import UsedSamples  # noqa: PLC0415
         if mirror is not None:
             from meshwright.runtime.resilience.step_replay import Replays, can_replay  # noqa: PLC0415 - that survive
         self.engine = engine
@@ -454,7 +423,7 @@ class Loop:
 
     def _save_schedule(self, saver: Saver) -> SaveSchedule:
         """Return when this run is saved from here on."""
-        from meshwright.runtime.launch.checkpoint_interval import SaveSchedule  # noqa: PLC0415
+        from meshwright.runtime.checkpoint.writer import SaveSchedule  # noqa: PLC0415
 
         return SaveSchedule(self.orders, saver, after_step=self.steps_done)
 

@@ -23,18 +23,16 @@ from torch.utils._pytree import tree_map
 
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.head import Head
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD, TensorStyle
+from meshwright.runtime.core.mesh import WHOLE, Context
 from meshwright.runtime.core.torch_internals import unseen_by_recompute
 from meshwright.runtime.models.families import FAMILIES, configuration
-from meshwright.runtime.models.family_adapter import EMBEDDING, HEAD, Adapter, Head, TensorStyle
+from meshwright.runtime.models.family_adapter import Adapter
 from meshwright.runtime.parallel import document_attention
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import softcap_attention as capped
-from meshwright.runtime.parallel.context_parallel import (
-    WHOLE,
-    Context,
-    attention,
-    for_each_query_head,
-)
+from meshwright.runtime.parallel.context_parallel import attention, for_each_query_head
 
 _STYLES: dict[str, TensorStyle | None] = {
     "colwise": "columns",
@@ -208,7 +206,7 @@ class HuggingFace(Adapter):
         if a.family == "gpt_oss":
             # The library's own adds biases in place to what selective recompute keeps.
             inner = layer.mlp.experts
-            inner.forward = functools.partial(experts.mixed, inner)
+            inner.forward = functools.partial(experts.mix_by_all_to_all, inner)
         if not self.family.hands_on and self._context.degree > 1:
             inner = layer.self_attn
             inner.forward = functools.partial(inner.forward, context=self._context)

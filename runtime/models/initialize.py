@@ -6,7 +6,6 @@ name.  A rank makes one whole tensor at a time and keeps its part.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -14,22 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.runtime.core.layer_names import Region
+from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.models.family_adapter import Adapter, parameter_names
-from meshwright.runtime.models.safetensors_weights import Region, Weights
+from meshwright.runtime.models.safetensors_weights import Weights
 from meshwright.runtime.parallel.tensor_regions import part_of
 from meshwright.runtime.techniques import lora
-
-
-def seed_of(seed: int, name: str) -> int:
-    """Return the generator seed of one parameter.
-
-    >>> seed_of(0, "head.norm.weight") == seed_of(0, "head.norm.weight")
-    True
-    >>> seed_of(0, "head.norm.weight") == seed_of(1, "head.norm.weight")
-    False
-    """
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 @torch.no_grad()

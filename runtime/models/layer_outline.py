@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.planner.documents.plan import Plan
-from meshwright.runtime.models.family_adapter import HEAD, Adapter
+from meshwright.runtime.core.layer_names import HEAD
+from meshwright.runtime.models.family_adapter import Adapter
 from meshwright.runtime.tracing.tracer import Recorder
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.planner.documents.document import json_data, read_text
 from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.runtime.core.layer_names import Region
 
 EXPERTS = {
     "mixtral": {
@@ -57,9 +58,6 @@ ROWS = 4096
 
 Cut = tuple[int, int, int]
 """A part of a tensor: (dim, index, parts)."""
-
-Region = tuple[int, int, int]
-"""Some of a part: (dim, from, to before)."""
 
 
 class Weights:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.planner.errors import OptimizerError
-from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.side_effects import untouched
 from meshwright.runtime.core.torch_api_hints import PendingGradient, refuse_step
@@ -37,8 +37,14 @@ from meshwright.runtime.optim.gradients import (
     take_sections,
     whole_part,
 )
-from meshwright.runtime.optim.low_bit_state import bytes_of, is_quantized, plain_values, take_values
-from meshwright.runtime.optim.offloaded_state import StreamedState, steps_apart
+from meshwright.runtime.optim.offloaded_state import (
+    StreamedState,
+    bytes_of,
+    is_quantized,
+    plain_values,
+    steps_apart,
+    take_values,
+)
 from meshwright.runtime.parallel.gradient_compression import Mean
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -13,40 +13,15 @@ ever written out and no hidden key is multiplied.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.runtime.core.mesh import Context
+
 _LOG_SUM_ROWS = 32  # the memory-efficient kernel pads its log-sums to a multiple
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """A rank's place among those that share a sequence; by default it has all of it."""
-
-    rank: int = 0
-    degree: int = 1
-    group: dist.ProcessGroup | None = None
-
-    def positions(self, seq_len: int) -> Tensor:
-        """Return the positions of this rank, in its order.
-
-        >>> Context(rank=0, degree=2).positions(8).tolist()
-        [0, 1, 6, 7]
-        >>> Context(rank=1, degree=2).positions(8).tolist()
-        [2, 3, 4, 5]
-        """
-        if self.degree == 1:
-            return torch.arange(seq_len)
-        chunks = torch.arange(seq_len).chunk(2 * self.degree)
-        return torch.cat((chunks[self.rank], chunks[2 * self.degree - 1 - self.rank]))
-
-
-WHOLE = Context()
 
 
 def attention(

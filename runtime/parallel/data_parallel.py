@@ -22,9 +22,9 @@ from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.core.layer_names import Region
 from meshwright.runtime.core.mesh import DataRanks, Place
 from meshwright.runtime.core.torch_internals import let_go_of_reduced, replicate, staying_near
-from meshwright.runtime.models.safetensors_weights import Region
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.gradient_compression import narrow
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.planner.documents.plan import GradientWire
+from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.core.torch_internals import ReduceScatter, reduce_scatter
-from meshwright.runtime.models.initialize import seed_of
 
 RANK = 4
 """Of the matrices that PowerSGD sends."""

@@ -23,13 +23,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.planner.errors import MeshwrightError
 from meshwright.runtime.core.side_effects import copied, untouched
-from meshwright.runtime.parallel.linear_dataflow import Flow, Indivisible, flow_of, own_leaf
 from meshwright.runtime.parallel.tensor_collectives import Across
 from meshwright.runtime.parallel.tensor_regions import (
     CONVOLUTIONS,
     PRODUCTS,
+    Flow,
+    Indivisible,
     Region,
     divide_dropout,
+    flow_of,
+    own_leaf,
     part_of,
     run_divided,
     shards,

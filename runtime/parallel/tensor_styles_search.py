@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.runtime.core.side_effects import copied, untouched
 from meshwright.runtime.parallel.tensor_check import DividedUnit, DivisionTrial, with_data
 from meshwright.runtime.parallel.tensor_regions import PRODUCTS, Region
-from meshwright.runtime.tracing.layer_identity import plain_attributes
+from meshwright.runtime.tracing.meta_costs import plain_attributes
 from meshwright.runtime.tracing.trace import (
     Leaf,
     ModuleTensor,

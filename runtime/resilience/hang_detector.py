@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.launch.rank_processes import log_text
 from meshwright.runtime.resilience.heartbeat import ASK, Beacons, RankPlace, stack_file
+from meshwright.runtime.run.run_folder import log_text
 
 LEAST_S = 10.0
 TIMES = 3.0

@@ -330,3 +330,18 @@ def forget_steps_after(step: int, path: Path) -> None:
     """Drop the lines of steps that a resumed run will do again."""
     kept = [record for record in read_records(path) if record.step <= step]
     write_text("".join(map(json_line, kept)), path)
+
+
+def log_text(log: Path) -> str:
+    """Return the last 64 KiB of a log; nothing if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 65536))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def handed_over(output: Path, rank: int) -> Path:
+    """Return the file by which a rank says that its script has saved and ended for a notice."""
+    return output / "ranks" / f"rank-{rank:05}.handed-over"

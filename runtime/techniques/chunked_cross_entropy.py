@@ -34,10 +34,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.collectives import gather
+from meshwright.runtime.core.head import Head
 from meshwright.runtime.core.loss import IGNORED
 from meshwright.runtime.core.torch_internals import unseen_by_recompute
-from meshwright.runtime.models.family_adapter import Head
-from meshwright.runtime.parallel.tensor_parallel import gather
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.aligned_linear import PARTED, parts
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from meshwright.runtime.core.local_parts import local_parts
 from meshwright.runtime.core.torch_internals import (
     attention_draws_nothing,
     compile_failures,
@@ -29,7 +30,6 @@ from meshwright.runtime.core.torch_internals import (
     expect_graphs,
     has_ordered_effect,
 )
-from meshwright.runtime.parallel.tensor_parallel import local_parts
 from meshwright.runtime.techniques.split_backward import act_for, deferring
 
 BACKEND: str | Callable[..., Any] = "inductor"

@@ -94,7 +94,7 @@ class DeferredLinear(nn.Linear):
     place: int
     """Among the Linears of its layer."""
     scale: Tensor | None
-    """Of a weight that comes in 8 bits (runtime/techniques/float8_all_gather.py)."""
+    """Of a weight that comes in 8 bits (runtime/techniques/float8.py)."""
     stand_in: Tensor | None
     """Of that weight in autograd: as large, without memory, and of the type of its gradient."""
 

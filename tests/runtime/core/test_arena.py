@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.core import arena as arena_module
+from meshwright.runtime.core import pinned_memory as arena_module
 from meshwright.runtime.core import pinned_memory as host
-from meshwright.runtime.core.arena import LINE_BYTES, SEGMENT_BYTES, Arena, Memory
+from meshwright.runtime.core.pinned_memory import LINE_BYTES, SEGMENT_BYTES, Arena, Memory
 from tests.cuda.streams import WORLD, Event, Stream
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.runtime.core.loss_scale import GROWTH_STEPS, INITIAL, LEAST, LossScale
+from meshwright.runtime.core.loss import GROWTH_STEPS, INITIAL, LEAST, LossScale
 from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks

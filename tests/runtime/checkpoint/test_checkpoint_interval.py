@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch")
 
 from meshwright.planner.documents.events import Decision, Saved, events_of  # noqa: E402
 from meshwright.planner.whatif.pricing.survival import SaveFigures  # noqa: E402
-from meshwright.runtime.checkpoint.writer import Saver, SaveSeconds  # noqa: E402
-from meshwright.runtime.launch.checkpoint_interval import MEASURED_AFTER, SaveSchedule  # noqa: E402
+from meshwright.runtime.checkpoint.writer import MEASURED_AFTER, Saver, SaveSchedule, SaveSeconds  # noqa: E402  # noqa: E402
 from meshwright.runtime.run import run_folder as run  # noqa: E402
 from meshwright.runtime.run.metrics import Metrics  # noqa: E402
 
