@@ -392,8 +392,8 @@ NOTES = """
 ## Why large models have a pipeline
 
 A collective that runs beside products goes at a third of its rate, and products go slower
-meanwhile (`planner/costs/hardware_rates.py`, BESIDE_PRODUCTS, from two published measurements and the
-runs of docs/results/accuracy.md).  So the fastest plans without a pipeline of Llama-3.1-405B on
+meanwhile (`planner/costs/hardware_rates.py`, BESIDE_PRODUCTS, from two published measurements and
+the runs of docs/results/accuracy.md).  So the fastest plans without a pipeline of Llama-3.1-405B on
 16,384 H100 and of DeepSeek-V3 on 2,048 H800 are {} slower than the answers: gathers of 100 to
 170 GB a pass and rank hide behind computation only if there is three times as much of it.  Were
 collectives to keep their whole rate, these plans would be 1.5 % and 10 % faster than any with a

@@ -2,7 +2,7 @@
 
     PYTHONPATH=$PWD python benchmarks/schedule_truth.py [-o benchmarks/results]
 
-Every schedule runs on 2, 4 and 8 ranks through the runtime's own pipeline (its engine/pipeline.py, sends
+Every schedule runs on 2, 4 and 8 ranks through the runtime's pipeline (engine/pipeline.py, sends
 over gloo), with stages whose forward and backward sleep for known seconds: equal stages, and stages
 that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two cores.  The
 simulator (planner/schedules/simulate.py) times the same orders.  One constant, the seconds that the

@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("planner", "runtime", "profiler", "meshwright")
+"""Where the one package lies: meshwright/ links to the other three, and a wheel follows links."""
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -35,10 +37,9 @@ def test_the_image_copies_what_the_wheel_is_built_of_and_nothing_else() -> None:
         for line in re.findall(r"^COPY (.*) \S+$", recipe, flags=re.MULTILINE)
         for name in line.split()
     }
-    packages = set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     files = {"pyproject.toml", "constraints.txt", "README.md"}
 
-    assert copied == packages | files | set(PROJECT["project"]["license-files"])
+    assert copied == {*FOLDERS} | files | set(PROJECT["project"]["license-files"])
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     assert {line.removeprefix("!") for line in allowed if line.startswith("!")} == copied
     assert "--build-constraint constraints.txt" in recipe and "-c constraints.txt" in recipe
@@ -46,13 +47,10 @@ def test_the_image_copies_what_the_wheel_is_built_of_and_nothing_else() -> None:
 
 
 def test_an_installation_has_the_files_that_are_no_code() -> None:
-    """Data, templates and scripts that code reads are of packages that a wheel has, and tracked.
-
-    A wheel is built of all files of these packages but what git ignores.
-    """
+    """Data, templates and scripts that code reads are in the folders of a wheel, and tracked."""
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", *wheel["packages"]],
+        ["git", "ls-files", "-z", "--", *FOLDERS],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -61,17 +59,19 @@ def test_an_installation_has_the_files_that_are_no_code() -> None:
     tracked = set(listed.stdout.strip("\0").split("\0"))
     data = {
         str(file.relative_to(ROOT))
-        for name in wheel["packages"]
+        for name in FOLDERS
         for file in (ROOT / name).rglob("*")
         if file.is_file() and file.suffix != ".py" and "__pycache__" not in file.parts
     }
 
-    assert wheel.keys() == {"packages"}  # nothing is left out
-    assert data == {file for file in tracked if not file.endswith(".py")}
-    assert {Path(file).suffix for file in data} == {".yaml", ".html", ".mjs", ".css", ".typed"}
-    assert {file for file in data if file.endswith("py.typed")} == {
-        f"{name}/py.typed" for name in wheel["packages"]
+    links = {f"meshwright/{name}" for name in FOLDERS[:-1]}
+    assert wheel == {"packages": ["meshwright"]}  # nothing is left out
+    assert {link: str((ROOT / link).readlink()) for link in links} == {
+        link: f"../{Path(link).name}" for link in links
     }
+    assert data == {file for file in tracked if not file.endswith(".py")} - links
+    assert {Path(file).suffix for file in data} == {".yaml", ".html", ".mjs", ".css", ".typed"}
+    assert [file for file in data if file.endswith("py.typed")] == ["meshwright/py.typed"]
     assert set(PROJECT["project"]["scripts"]) == {"meshwright"}
 
 
@@ -123,7 +123,7 @@ def test_the_steps_of_the_image_make_a_command_that_plans(tmp_path: Path) -> Non
     subprocess.run(asked, cwd=work, env=clean, check=True, capture_output=True)
 
     page = (work / "p.html").read_text(encoding="utf-8")
-    for folder in ("planner/whatif", "planner/report/page"):
+    for folder in ("planner/whatif", "planner/whatif/pricing", "planner/report/page"):
         for module in (ROOT / folder).glob("*.mjs"):
             assert f"const ${module.stem} = " in page
     assert (ROOT / "planner/report/page/page.css").read_text(encoding="utf-8").strip() in page

@@ -75,7 +75,6 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/launch/fork_client.py", "json.loads"): OURS,
     ("runtime/launch/fork_server.py", "json.load"): OURS,
     ("runtime/launch/fork_server.py", "os.open"): SYSTEM,
-    ("runtime/launch/rank_processes.py", "open"): OURS,
     ("runtime/run/run_folder.py", "open"): OURS,
     ("runtime/launch/script_run.py", "read_bytes"): PROGRAM,
     ("runtime/engine/user_code.py", "read_bytes"): PROGRAM,

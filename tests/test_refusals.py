@@ -27,7 +27,7 @@ ADDED_LATER = {
     "no plan fits": "a search below a bound, whose caller goes on",
 }
 """By text, where the rest of it comes from."""
-REASONS = "planner/accuracy/tables/"
+REASONS = "planner/calibration/tables/"
 """Whose errors say why a row of a table is skipped: they are counted, and nobody acts on one."""
 
 

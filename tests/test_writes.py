@@ -109,7 +109,9 @@ def written(file: Path) -> Iterator[tuple[str, int]]:
     ours = {
         alias.asname or alias.name
         for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("planner")
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.startswith("meshwright.planner")
         for alias in node.names
     } | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     for node in nodes:

@@ -72,9 +72,9 @@ def plugins(kind: str) -> Mapping[str, Plugin]:
 def loaded(kind: str, name: str) -> Any:
     """Return the object that a plugin names; DocumentError names its package if it cannot be had.
 
-    >>> loaded("loggers", "absent")
+    >>> loaded("loggers", "absent")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    planner.errors.DocumentError: loggers: no installed package adds 'absent'; none adds any
+    meshwright...DocumentError: loggers: no installed package adds 'absent'; none adds any
     """
     known = plugins(kind)
     if name not in known:

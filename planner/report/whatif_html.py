@@ -1,6 +1,6 @@
 """What a study found, as one page that needs no network: verdict, charts, controls, tables.
 
-The page computes all figures itself, with the modules of `planner/whatif/*.mjs` that are twins of
+The page computes all figures itself, with the `*.mjs` of `planner/whatif/`, twins of
 the planner's arithmetic; what needed a search is written into it.
 """
 
@@ -31,18 +31,18 @@ from meshwright.planner.whatif.study import Assumptions
 from meshwright.planner.whatif.uncertain_value import exact
 
 ARITHMETIC = (
-    "span",
-    "financing",
-    "economics",
-    "goodput",
-    "chances",
-    "draws",
-    "queue",
-    "terms",
-    "transfers",
+    "uncertain_value",
+    "pricing/financing",
+    "pricing/economics",
+    "pricing/goodput",
+    "probabilities",
+    "monte_carlo",
+    "pricing/queueing",
+    "pricing/terms",
+    "pricing/transfers",
     "evaluate",
     "ranking",
-    "break_even",
+    "pricing/break_even",
     "sensitivity",
 )
 """Modules of the page in planner/whatif, each after those that it imports."""
@@ -94,7 +94,7 @@ def script_text() -> str:
     arithmetic = resources.files("meshwright.planner.whatif")
     parts = {name: arithmetic.joinpath(f"{name}.mjs").read_text("utf-8") for name in ARITHMETIC}
     parts |= {name: _report_file(f"page/{name}.mjs") for name in VIEW}
-    return "\n".join(_scoped(name, text) for name, text in parts.items())
+    return "\n".join(_scoped(name.rpartition("/")[2], text) for name, text in parts.items())
 
 
 def _scoped(name: str, text: str) -> str:

@@ -16,9 +16,9 @@ class OnUse:
 
     >>> OnUse("math", "rounding").floor(1.5)
     1
-    >>> OnUse("absent.part", "a picture").draw
+    >>> OnUse("absent.part", "a plot").draw
     Traceback (most recent call last):
-    planner.errors.LaunchError: a picture needs absent; install it with: pip install absent
+    meshwright.planner.errors.LaunchError: a plot needs absent; install it with: pip install absent
     """
 
     def __init__(self, module: str, what: str) -> None:

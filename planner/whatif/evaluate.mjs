@@ -1,19 +1,19 @@
 /**
  * A planned candidate priced: hours, cost, energy, goals.  The twin of evaluate.py and goals.py.
  *
- * @typedef {import("./span.mjs").Span} Span
+ * @typedef {import("./uncertain_value.mjs").Span} Span
  */
-import { within } from "./chances.mjs";
-import { drawnFigures } from "./draws.mjs";
+import { within } from "./probabilities.mjs";
+import { drawnFigures } from "./monte_carlo.mjs";
 import {
   atLeast, carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
   SECONDS_PER_HOUR,
-} from "./economics.mjs";
-import { goodputOf } from "./goodput.mjs";
-import { load } from "./queue.mjs";
-import { exact, inverse, product, times, total } from "./span.mjs";
-import { movedUsd, storedUsdPerHour } from "./transfers.mjs";
-import { boundUsd, outlayOf, pricedOf, quoteWeight, usefulHour, wattsOf } from "./terms.mjs";
+} from "./pricing/economics.mjs";
+import { goodputOf } from "./pricing/goodput.mjs";
+import { load } from "./pricing/queueing.mjs";
+import { exact, inverse, product, times, total } from "./uncertain_value.mjs";
+import { movedUsd, storedUsdPerHour } from "./pricing/transfers.mjs";
+import { boundUsd, outlayOf, pricedOf, quoteWeight, usefulHour, wattsOf } from "./pricing/terms.mjs";
 
 const ROUNDING = 1e-12;
 

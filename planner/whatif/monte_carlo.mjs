@@ -4,8 +4,8 @@
  * What candidates share is drawn once: an accelerator's kernels and links, lost hours, a quote, what
  * owning costs, power, delivery.
  */
-import { DRAWS, deviated, multipliers, normals } from "./chances.mjs";
-import { spreads } from "./span.mjs";
+import { DRAWS, deviated, multipliers, normals } from "./probabilities.mjs";
+import { spreads } from "./uncertain_value.mjs";
 
 const NOTHING = 1e-9, MOST_PRICES = 300;
 

@@ -4,9 +4,9 @@
  * A figure is log-normal to each side of its value; one outcome in ten lies beyond each end.  Each
  * cause has the same DRAWS quantiles of the normal distribution, in an order of its own.
  *
- * @typedef {import("./span.mjs").Span} Span
+ * @typedef {import("./uncertain_value.mjs").Span} Span
  */
-import { spreads } from "./span.mjs";
+import { spreads } from "./uncertain_value.mjs";
 
 export const DRAWS = 10000;
 

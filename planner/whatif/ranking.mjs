@@ -1,5 +1,5 @@
 /** Outcomes compared: order with ties, Pareto front, price of a tie.  The twin of ranking.py. */
-import { chancesToBeFirst } from "./draws.mjs";
+import { chancesToBeFirst } from "./monte_carlo.mjs";
 import { dataUsdOf } from "./evaluate.mjs";
 
 const ORDERS = ["cost", "time", "energy", "carbon", "weighted"];

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from meshwright.planner.documents.document import is_file
 from meshwright.planner.errors import DocumentError
 
-OUR_PACKAGES = ("meshwright",)
+OUR_PACKAGE = "meshwright"
 TRUST = "read it, then plan again or add --trust-code"
 _IMPORTED: ContextVar[str] = ContextVar("imported", default="")
 """The source whose file is being imported, and not run."""
@@ -57,7 +57,7 @@ class UserFiles:
         """Import the user's file anew, and let it import what stands beside it."""
         if self.known is not None:
             check_files(self.source, self.known)
-        _refuse_our_names(self.folder, self.source)
+        _refuse_our_name(self.folder, self.source)
         # Of two factories in one process either may have a file of the same name.
         for before in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
             sys.meta_path.remove(before)
@@ -173,17 +173,14 @@ def _compare(name: str, text: bytes, known: Mapping[str, str], source: str) -> N
     raise DocumentError("", f"{why}; {TRUST}", file=source)
 
 
-def _refuse_our_names(folder: Path, source: str) -> None:
-    """Refuse a folder in which one of our packages would be another."""
-    for name in OUR_PACKAGES:
-        ours = importlib.util.find_spec(name)
-        for candidate in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if candidate.exists() and (ours is None or Path(str(ours.origin)) != candidate):
-                raise DocumentError(
-                    "",
-                    f"{candidate} has the name of one of Meshwright's packages; rename it",
-                    file=source,
-                )
+def _refuse_our_name(folder: Path, source: str) -> None:
+    """Refuse a folder in which `import meshwright` would import another package."""
+    ours = importlib.util.find_spec(OUR_PACKAGE)
+    for candidate in (folder / f"{OUR_PACKAGE}.py", folder / OUR_PACKAGE / "__init__.py"):
+        if candidate.exists() and (ours is None or Path(str(ours.origin)) != candidate):
+            raise DocumentError(
+                "", f"{candidate} has the name of Meshwright's package; rename it", file=source
+            )
 
 
 class _GivenTextLoader(SourceFileLoader):

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.runtime.core.memory_tracker import ASKS_DEVICE
 from meshwright.runtime.core.pinned_memory import on_host
 
-ROOT = f"{Path(__file__).parents[2]}/"
+ROOT = f"{Path(__file__).parents[2]}/meshwright/"
 OWN = (f"{ROOT}runtime/", f"{ROOT}profiler/")
 TYPED = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_fused_adamw_")
 _names = itertools.count()

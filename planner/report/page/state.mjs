@@ -5,7 +5,7 @@
  * in it stands as the study has it.
  */
 import { evaluate, tokensOf } from "../../whatif/evaluate.mjs";
-import { exact, spanOf, times } from "../../whatif/span.mjs";
+import { exact, spanOf, times } from "../../whatif/uncertain_value.mjs";
 
 /**
  * @typedef {{id: string, label: string, unit: string, now: ?number, least: number, most: number,

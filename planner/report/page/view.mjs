@@ -1,11 +1,11 @@
 /** The page of a study: everything below the controls is drawn again when one moves. */
-import { bond, breakEven, cashUsd, comparable, overYears, presentValueUsd } from "../../whatif/break_even.mjs";
-import { hourlyAt } from "../../whatif/economics.mjs";
-import { load, shortestFirstH, waitH } from "../../whatif/queue.mjs";
+import { bond, breakEven, cashUsd, comparable, overYears, presentValueUsd } from "../../whatif/pricing/break_even.mjs";
+import { hourlyAt } from "../../whatif/pricing/economics.mjs";
+import { load, shortestFirstH, waitH } from "../../whatif/pricing/queueing.mjs";
 import { dataUsdOf } from "../../whatif/evaluate.mjs";
 import { figureOf, orderedBy, ranked, sure } from "../../whatif/ranking.mjs";
 import { moved, tornado } from "../../whatif/sensitivity.mjs";
-import { times } from "../../whatif/span.mjs";
+import { times } from "../../whatif/uncertain_value.mjs";
 import { planAgain } from "./again.mjs";
 import { bar, COLOURS, fit, key, lines, safe, scatter, short } from "./charts.mjs";
 import { csvText, yamlText } from "./documents.mjs";

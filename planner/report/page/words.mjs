@@ -1,7 +1,7 @@
 /** Figures and verdicts of a study in words. */
 import { eligible, orderedBy, sure } from "../../whatif/ranking.mjs";
-import { load } from "../../whatif/queue.mjs";
-import { exact, times } from "../../whatif/span.mjs";
+import { load } from "../../whatif/pricing/queueing.mjs";
+import { exact, times } from "../../whatif/uncertain_value.mjs";
 
 const OLD_MONTHS = 6;
 

@@ -2,7 +2,7 @@
 import {
   cheaperAbove, discountedHours, hourlyAt, HOURS_PER_YEAR, levelRent, purchaseCash, rentCash, yearsOf,
 } from "./economics.mjs";
-import { times } from "./span.mjs";
+import { times } from "../uncertain_value.mjs";
 
 const horizonOf = (assumed) => ({ years: assumed.years, interest: assumed.interest });
 

@@ -2,7 +2,7 @@
  * What devices and runs cost: hours, rents, purchases, energy.  The twin of economics.py, which has
  * the formulas in symbols.  Money is in US dollars, before tax, as rents are quoted.
  *
- * @typedef {import("./span.mjs").Span} Span
+ * @typedef {import("./uncertain_value.mjs").Span} Span
  * @typedef {{years: number, interest: number}} Horizon  interest a year
  * @typedef {{fixed: Span, used: Span}} Hourly  USD of a device: of every hour, of an hour in use
  * @typedef {{hardware: Span, yearly: Span, horizon: Horizon, residual: Span, idlePower: Span,
@@ -10,7 +10,7 @@
  *   instalments: import("./financing.mjs").Instalment[], boundShare: number}} Purchase  USD of a device: once, a
  *   year, an hour in use; residual and idlePower are shares
  */
-import { exact, inverse, product, times, total } from "./span.mjs";
+import { exact, inverse, product, times, total } from "../uncertain_value.mjs";
 
 export const HOURS_PER_YEAR = 8760;
 export const SECONDS_PER_HOUR = 3600;

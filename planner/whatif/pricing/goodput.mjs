@@ -1,7 +1,7 @@
 /**
  * Goodput: the share of the wall clock that trains.  The twin of goodput.py.
  *
- * @typedef {import("./span.mjs").Span} Span
+ * @typedef {import("./uncertain_value.mjs").Span} Span
  */
 import { SECONDS_PER_HOUR } from "./economics.mjs";
 

@@ -2,7 +2,7 @@
  * A candidate's price by its terms: rented, reserved, bought, owned.  The twin of what candidates.py
  * computes; which offers make a cluster and what they ask is in the page's data.
  *
- * @typedef {import("./span.mjs").Span} Span
+ * @typedef {import("./uncertain_value.mjs").Span} Span
  * @typedef {{devices: number, tdp_w: ?number, listed: ?Span}} Group  listed: USD of a device
  * @typedef {{kind: string, commitment: string, quote: ?Span, network: ?Span, years: number,
  *   prepaid: number, minimum_hours: number, parts: string[], part_rent: ?Span}} Terms
@@ -13,7 +13,7 @@ import {
   residualShare, termsBegun,
 } from "./economics.mjs";
 import { AT_ONCE, leaseInstalments, leaseMonths, loanInstalments } from "./financing.mjs";
-import { exact, product, spreads, times, total } from "./span.mjs";
+import { exact, product, spreads, times, total } from "../uncertain_value.mjs";
 
 const MONTHS_PER_YEAR = 12;
 

@@ -1,6 +1,6 @@
 /** What storing and moving data costs beside devices.  The twin of transfers.py. */
 import { HOURS_PER_YEAR } from "./economics.mjs";
-import { times } from "./span.mjs";
+import { times } from "../uncertain_value.mjs";
 
 const HOURS_PER_MONTH = HOURS_PER_YEAR / 12;
 

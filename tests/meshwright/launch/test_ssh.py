@@ -69,9 +69,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ho
 def stand_in(folder: Path) -> str:
     """Return what runs `ssh_remote` there, with another program for its command."""
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from meshwright import on_host; "
-        f"on_host.COMMAND = (sys.executable, {str(folder / 'meshwright.py')!r}); "
-        "sys.exit(on_host.main())"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+        "from meshwright.launch import ssh_remote; "
+        f"ssh_remote.COMMAND = (sys.executable, {str(folder / 'meshwright.py')!r}); "
+        "sys.exit(ssh_remote.main())"
     )
     return f'-c "{code}"'
 

@@ -88,34 +88,34 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         return figure(0.01, 1.0)
 
     one, two = figure(), figure()
-    yield "span", "product", [[one, two]], span.product([one, two])
-    yield "span", "total", [[one, two]], span.total([one, two])
-    yield "span", "inverse", [one], one.inverse
+    yield "uncertain_value", "product", [[one, two]], span.product([one, two])
+    yield "uncertain_value", "total", [[one, two]], span.total([one, two])
+    yield "uncertain_value", "inverse", [one], one.inverse
     trains = share()
-    yield "economics", "hours", [1e9, one, trains], economics.hours(1e9, one, trains)
+    yield "pricing/economics", "hours", [1e9, one, trains], economics.hours(1e9, one, trains)
     horizon = economics.Horizon(years=rng.uniform(0.2, 6), interest=rng.choice([0.0, rng.random()]))
     plain = {"years": horizon.years, "interest": horizon.interest}
     change, term = rng.uniform(-0.5, 0.5), rng.choice([0.0, 1.0, rng.uniform(0.5, 3)])
     level = horizon.rent(2.5, change, term)
-    yield "economics", "levelRent", [plain, 2.5, change, term], level
+    yield "pricing/economics", "levelRent", [plain, 2.5, change, term], level
     prepaid = rng.choice([0.0, rng.random()])
     factor = economics.prepaid_factor(prepaid, 1.5, horizon.interest)
-    yield "economics", "prepaidFactor", [prepaid, 1.5, horizon.interest], factor
+    yield "pricing/economics", "prepaidFactor", [prepaid, 1.5, horizon.interest], factor
     used, contract = rng.uniform(0.05, 1), term or None
     terms = {"utilisation": used, "changeAYear": change, "termYears": contract, "prepaid": prepaid}
     paid = economics.rent_cash_usd(
         1.7, horizon, utilisation=used, change_a_year=change, term_years=contract, prepaid=prepaid
     )
-    yield "economics", "rentCash", [1.7, plain, terms], list(paid)
+    yield "pricing/economics", "rentCash", [1.7, plain, terms], list(paid)
     interest = rng.choice([0.0, rng.random() / 3])
     loan = {"share": rng.random(), "interest": interest, "months": rng.randint(1, 60)}
     instalments = financing.loan_instalments(**loan, years=horizon.years)
     plain_instalments = [part._asdict() for part in instalments]
-    yield "financing", "loanInstalments", [loan, horizon.years], plain_instalments
+    yield "pricing/financing", "loanInstalments", [loan, horizon.years], plain_instalments
     leased = financing.lease_instalments(term_months=loan["months"], years=horizon.years)
     plain_lease = [part._asdict() for part in leased]
     lease = {"term_months": loan["months"]}
-    yield "financing", "leaseInstalments", [lease, horizon.years], plain_lease
+    yield "pricing/financing", "leaseInstalments", [lease, horizon.years], plain_lease
     tax = economics.Tax(rate=rng.choice([0.0, rng.random() / 2]), depreciation_years=5.0)
     bought = economics.Purchase(
         hardware_usd=figure(1e3, 1e5),
@@ -139,46 +139,46 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         "instalments": plain_instalments,
     }
     hourly = bought.hourly
-    yield "economics", "purchaseHourly", [its], {"fixed": hourly.fixed, "used": hourly.used}
-    yield "economics", "outlayUsd", [its, used], bought.outlay_usd(used)
+    yield "pricing/economics", "purchaseHourly", [its], {"fixed": hourly.fixed, "used": hourly.used}
+    yield "pricing/economics", "outlayUsd", [its, used], bought.outlay_usd(used)
     run, going_on = figure(100, 1e5), replace(bought, leased=True)
-    yield "economics", "outlayUsd", [its, used, run], bought.outlay_usd(used, run)
+    yield "pricing/economics", "outlayUsd", [its, used, run], bought.outlay_usd(used, run)
     yield (
-        "economics",
+        "pricing/economics",
         "outlayUsd",
         [its | {"leased": True}, used, run],
         going_on.outlay_usd(used, run),
     )
-    yield "economics", "termsBegun", [run, 730.0], economics.terms_begun(run, 730.0)
-    yield "economics", "purchaseCash", [its, used], list(bought.cash_usd(used))
+    yield "pricing/economics", "termsBegun", [run, 730.0], economics.terms_begun(run, 730.0)
+    yield "pricing/economics", "purchaseCash", [its, used], list(bought.cash_usd(used))
     ages = tuple(sorted((rng.random() for _ in range(3)), reverse=True)) if seed % 2 else ()
     rest = economics.residual_share(horizon.years, retained_a_year=0.67, by_age=ages)
-    yield "economics", "residualShare", [horizon.years, 0.67, list(ages)], rest
+    yield "pricing/economics", "residualShare", [horizon.years, 0.67, list(ages)], rest
     pairs = [[rng.random(), rng.random()] for _ in range(2)]
     above = economics.cheaper_above((pairs[0][0], pairs[0][1]), (pairs[1][0], pairs[1][1]))
-    yield "economics", "cheaperAbove", pairs, above
+    yield "pricing/economics", "cheaperAbove", pairs, above
     power = economics.Power(node_over_tdp=one, network_w_per_device=two, usage_effectiveness=one)
     draws = {"nodeOverTdp": one, "networkW": two, "usageEffectiveness": one}
-    yield "economics", "deviceWatts", [draws, 7, 400.0], power.watts(7, 400.0)
+    yield "pricing/economics", "deviceWatts", [draws, 7, 400.0], power.watts(7, 400.0)
     size = {"parameters": 10 ** rng.uniform(8, 12), "devices": 8 * rng.randint(1, 999)}
     size |= {"nodes": size["devices"] // 8, "spot": rng.random() < 0.5}
     failing = Failures()
     plain_failures = {n: span.span_of(getattr(failing, n)) for n in Failures.model_fields}
     expected: Any = goodput.goodput_of(failing, **size)
-    yield "goodput", "goodputOf", [plain_failures, size], expected
+    yield "pricing/goodput", "goodputOf", [plain_failures, size], expected
     limit = one.value * math.exp(rng.uniform(-2, 2))
-    yield "chances", "within", [one, limit], chances.within(one, limit)
+    yield "probabilities", "within", [one, limit], chances.within(one, limit)
     probability = rng.random() or 0.5
-    yield "chances", "inverseNormal", [probability], chances.NORMAL.inv_cdf(probability)
+    yield "probabilities", "inverseNormal", [probability], chances.NORMAL.inv_cdf(probability)
     cause = f"price é {seed}"
-    yield "chances", "crc32", [cause], zlib.crc32(cause.encode())
+    yield "probabilities", "crc32", [cause], zlib.crc32(cause.encode())
 
 
 def compared(root: Path = ROOT, rounds: int = ROUNDS) -> tuple[int, list[str]]:
     """Return how many calls were compared, and what differs."""
     known = [vector for seed in range(rounds) for vector in vectors(seed)]
     order = chances.order_of("kernels h100").tolist()
-    known.append(("chances", "orderOf", ["kernels h100"], order))
+    known.append(("probabilities", "orderOf", ["kernels h100"], order))
     calls = json.loads(
         json.dumps(
             [{"module": m, "name": f, "arguments": given} for m, f, given, _ in known],
@@ -203,17 +203,17 @@ def test_every_function_of_the_page_computes_what_the_planner_computes() -> None
 
 
 EDITS = {
-    "span.mjs": ("below += down * down", "below += down"),
-    "economics.mjs": ("start + length / 2", "start + length"),
-    "goodput.mjs": ("everyS / 2", "everyS / 3"),
-    "chances.mjs": ("key >>> 15", "key >>> 14"),
+    "uncertain_value.mjs": ("below += down * down", "below += down"),
+    "pricing/economics.mjs": ("start + length / 2", "start + length"),
+    "pricing/goodput.mjs": ("everyS / 2", "everyS / 3"),
+    "probabilities.mjs": ("key >>> 15", "key >>> 14"),
 }
 
 
 @without_node
 @pytest.mark.parametrize("name", EDITS)
 def test_a_formula_that_is_edited_on_one_side_is_found(name: str, tmp_path: Path) -> None:
-    for folder in ("planner/whatif", "planner/report/page"):
+    for folder in ("planner/whatif", "planner/whatif/pricing", "planner/report/page"):
         (tmp_path / folder).mkdir(parents=True)
         for file in (ROOT / folder).glob("*.mjs"):
             shutil.copy(file, tmp_path / folder)

@@ -238,10 +238,10 @@ def test_what_records_say_of_their_orders_is_so() -> None:
 def test_no_file_beside_their_own_knows_the_name_of_a_schedule() -> None:
     names = set(SCHEDULES)
     # The bare partition problem is a document of its own, with two shapes of memory.
-    own = {ROOT / "planner" / "solver" / "problem.py"}
+    own = {ROOT / "planner" / "solver" / "problem_document.py"}
     own |= {
         ROOT / "planner" / "schedules" / f"{name}.py"
-        for name in ("__init__", "record", "single", "looped", "folded")
+        for name in ("__init__", "schedule_record", "one_stage", "interleaved", "v_shaped")
     }
     texts = {
         file: file.read_text()

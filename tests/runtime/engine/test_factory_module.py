@@ -21,7 +21,7 @@ from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, Run, errors, train
 
 CPU = torch.device("cpu")
-FILE = str(Path(__file__).with_name("chains.py"))
+FILE = str(Path(__file__).parents[1] / "chains.py")
 W, V, S = chains.WIDTH, chains.VOCABULARY, cases.SEQ_LEN
 
 
@@ -99,8 +99,10 @@ def test_a_users_folder_comes_last_and_may_not_hide_ours(tmp_path: Path) -> None
     assert graph_of_factory(f"{tmp_path}/mine.py:factory", seq_len=4).parameters == 72
     assert sys.path == before
     (tmp_path / "planner.py").write_text("")
+    assert graph_of_factory(f"{tmp_path}/mine.py:factory", seq_len=4).parameters == 72
+    (tmp_path / "meshwright.py").write_text("")
 
-    with pytest.raises(DocumentError, match=r"planner\.py has the name of one of Meshwright's"):
+    with pytest.raises(DocumentError, match=r"meshwright\.py has the name of Meshwright's package"):
         graph_of_factory(f"{tmp_path}/mine.py:factory", seq_len=4)
     with pytest.raises(DocumentError, match="there is no file"):
         graph_of_factory(f"{tmp_path}/other.py:factory", seq_len=4)
