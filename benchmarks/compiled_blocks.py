@@ -40,7 +40,7 @@ from meshwright.planner.operators.operator_table import Setting
 from meshwright.runtime.core.mesh import WHOLE
 from meshwright.runtime.engine.language_model import adapter_of
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.models.initialize import materialize
+from meshwright.runtime.models.family_adapter import materialize
 from meshwright.runtime.techniques import activation_checkpointing as recompute
 from meshwright.runtime.techniques.activation_offload import _constants, _storage
 from meshwright.runtime.techniques.compile import Compiler

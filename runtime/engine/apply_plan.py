@@ -30,8 +30,12 @@ from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.torch_internals import act_around, share_memory
 from meshwright.runtime.engine.named_loss import ChunkedHead, head_of, token_loss
 from meshwright.runtime.engine.named_loss import in_chunks as module_in_chunks
-from meshwright.runtime.models.family_adapter import Adapter, parameter_names
-from meshwright.runtime.models.initialize import first_buffer, materialize
+from meshwright.runtime.models.family_adapter import (
+    Adapter,
+    first_buffer,
+    materialize,
+    parameter_names,
+)
 from meshwright.runtime.models.layer_outline import tree_of
 from meshwright.runtime.models.safetensors_weights import Weights
 from meshwright.runtime.parallel import expert_parallel as experts
