@@ -208,10 +208,11 @@ def start_afresh(folder: Path, rank: int) -> None:
     """Let launchers that run in this process start one of their ranks as a new program."""
     start = Zygote.start
     code = (
-        f"import sys; from pathlib import Path; from meshwright.runtime.launch import rank_main as rank\n"
+        f"import sys; from pathlib import Path; from meshwright.runtime.launch import rank_main\n"
+        f"from meshwright.runtime.run.rank_exit import leave\n"
         f"from benchmarks.survive_cost import note_steps\n"
         f"note_steps(Path({str(folder)!r}), 'afresh')\n"
-        f"rank.leave(rank.main(sys.argv[1:]))"
+        f"leave(rank_main.main(sys.argv[1:]))"
     )
 
     class Afresh(ForkedRank):

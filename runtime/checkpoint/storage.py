@@ -82,8 +82,8 @@ class TensorWriter(_OneFolder, StorageWriter):
             sums[name] = checksums.of_file(self._folder / name)
         chunks: list[WrittenChunk] = []
         if plan.items:
-            own = parts.file_of(self._rank)
-            sizes[own], sums[own], chunks = self._write_tensors(plan, planner)
+            file_name = parts.file_of(self._rank)
+            sizes[file_name], sums[file_name], chunks = self._write_tensors(plan, planner)
         part = WrittenPart(
             rank=self._rank, ranks=self._ranks, files=sizes, checksums=sums, chunks=tuple(chunks)
         )
@@ -185,8 +185,8 @@ class TensorReader(_OneFolder, StorageReader):
         """Verify this rank's share of the files."""
         joined = dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        own = sorted(self._verify)[rank::ranks]
-        problem = checksums.differing(self._folder, self._verify, own)
+        share = sorted(self._verify)[rank::ranks]
+        problem = checksums.differing(self._folder, self._verify, share)
         if problem is not None:
             raise LaunchError(problem)
         return plan

@@ -108,9 +108,9 @@ class TensorIndex:
             for chunk in tensor.chunks:
                 place = (chunk.start, chunk.start + chunk.length, name)
                 places.setdefault(chunk.file, []).append(place)
-        for file, found in places.items():
+        for file, chunks in places.items():
             end = 0
-            for start, stop, name in sorted(found):
+            for start, stop, name in sorted(chunks):
                 if start < end and start < stop:
                     raise ValueError(f"{_short(name)}: shares bytes of {file} with another tensor")
                 end = max(end, stop)
@@ -153,9 +153,9 @@ def read(folder: Path, *, sizes: Mapping[str, int], checksum: str) -> TensorInde
             "", f"is no index of tensors: {_short(error.message, 300)}", file=str(path)
         ) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise DocumentError(
-            "", f"is no index of tensors: {_short(said, 300)}", file=str(path)
+            "", f"is no index of tensors: {_short(reason, 300)}", file=str(path)
         ) from error
     return index
 
@@ -210,12 +210,12 @@ def _stored(name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chun
 
 
 def _fields(value: object, *names: str) -> list[Any]:
-    found = _dict(value)
-    if set(found) != set(names):
+    fields = _dict(value)
+    if set(fields) != set(names):
         raise ValueError(
-            f"has the keys {_short(', '.join(sorted(found)))} instead of {', '.join(names)}"
+            f"has the keys {_short(', '.join(sorted(fields)))} instead of {', '.join(names)}"
         )
-    return [found[name] for name in names]
+    return [fields[name] for name in names]
 
 
 def _dict(value: object) -> dict[Any, Any]:

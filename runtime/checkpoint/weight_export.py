@@ -161,7 +161,7 @@ def to_peft(saved: Path, output: Path) -> Exported:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(settings, encoding="utf-8")
         beside = _companions(source, done, plan.model.source, temporary)
-    files = ("adapter_model.safetensors", "adapter_config.json", *(one.name for one in beside))
+    files = ("adapter_model.safetensors", "adapter_config.json", *(file.name for file in beside))
     return Exported(
         checkpoint=source,
         step=done.step,

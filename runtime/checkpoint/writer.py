@@ -226,12 +226,12 @@ class Saver:
     def _is_first(self) -> bool:
         return not self._joined or dist.get_rank() == 0
 
-    def _of_rank_0(self, own: str | None) -> str | None:
+    def _of_rank_0(self, problem: str | None) -> str | None:
         """Return what rank 0 has."""
         if not self._joined:
-            return own
-        found: str | None = broadcast_json(own, source=0, group=self._group)
-        return found
+            return problem
+        agreed_problem: str | None = broadcast_json(problem, source=0, group=self._group)
+        return agreed_problem
 
     def _committed(
         self, temporary: Path, target: Path, done: Progress, written: Sequence[WrittenPart]

@@ -68,8 +68,8 @@ def seal_holds(text: str) -> bool:
     >>> seal_holds(sealed('{"step": 3}')), seal_holds(sealed('{"step": 3}').replace("3", "4", 1))
     (True, False)
     """
-    found = _SEAL.fullmatch(text)
-    return found is not None and of_bytes(found["body"].encode()) == found["checksum"]
+    match = _SEAL.fullmatch(text)
+    return match is not None and of_bytes(match["body"].encode()) == match["checksum"]
 
 
 def misplaced(folder: Path, sizes: Mapping[str, int], *, besides: str) -> str | None:
@@ -78,13 +78,13 @@ def misplaced(folder: Path, sizes: Mapping[str, int], *, besides: str) -> str | 
     `besides` is the file that has the list.
     """
     try:
-        found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
+        entries = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
     except OSError as error:
         return f"{folder}: cannot be read: {error.strerror}"
     for name in sizes:
-        if name not in found:
+        if name not in entries:
             return f"{folder / name}: is missing"
-    for name, seen in sorted(found.items()):
+    for name, seen in sorted(entries.items()):
         path = folder / name
         if name not in sizes and name != besides:
             return f"{path}: is none of the files that were written here"
@@ -103,13 +103,13 @@ def differing(
     def look(name: str) -> str | None:
         path = folder / name
         try:
-            found = of_file(path)
+            checksum = of_file(path)
         except OSError as error:
             return f"{path}: cannot be read: {error.strerror or error}"
-        if found == checksums[name]:
+        if checksum == checksums[name]:
             return None
         wrote = checksums[name]
-        return f"{path}: is damaged: its checksum is {found[:23]}, and {wrote[:23]} was written"
+        return f"{path}: is damaged: its checksum is {checksum[:23]}, and {wrote[:23]} was written"
 
     with ThreadPoolExecutor(max(1, threads)) as workers:
         return next((problem for problem in workers.map(look, names) if problem), None)

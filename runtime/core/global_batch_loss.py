@@ -55,8 +55,8 @@ def of_all_slices(tree: Any, place: Place, counts: Sequence[int] | None = None) 
             return leaf
         return torch.cat((leaf, leaf.new_zeros((most - len(leaf), *leaf.shape[1:]))))
 
-    own = [torch.arange(at * most, at * most + count) for at, count in enumerate(counts)]
-    rows = torch.cat(own)
+    positions = [torch.arange(at * most, at * most + count) for at, count in enumerate(counts)]
+    rows = torch.cat(positions)
     return tree_map(
         lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.ndim else leaf,
         _gathered(tree_map(padded, tree), place),
@@ -79,7 +79,7 @@ def _gathered(tree: Any, place: Place) -> Any:
 
 
 def gradients_by_output(
-    loss: whole_batch, outputs: Any, batch: Any, *, own: range, size: int, parts: int
+    loss: whole_batch, outputs: Any, batch: Any, *, samples: range, size: int, parts: int
 ) -> tuple[Counted, list[list[Tensor | None]]]:
     """Return what the loss says of the whole batch, and its gradient by the outputs of `own`.
 
@@ -92,11 +92,11 @@ def gradients_by_output(
     with torch.enable_grad():
         for leaf in floating:
             leaf.requires_grad_()
-        one = counted(loss(tree_unflatten(used, spec), batch), _samples(used))
-        found = torch.autograd.grad(one.total, floating, allow_unused=True)
+        loss_sum = counted(loss(tree_unflatten(used, spec), batch), _samples(used))
+        found = torch.autograd.grad(loss_sum.total, floating, allow_unused=True)
     by = {id(leaf): grad for leaf, grad in zip(floating, found, strict=True)}
     result = []
-    for first in range(own.start, own.stop, size):
+    for first in range(samples.start, samples.stop, size):
         grads: list[Tensor | None] = []
         for leaf in used:
             grad = by.get(id(leaf))
@@ -104,13 +104,13 @@ def gradients_by_output(
                 grad = part_of(grad, range(first, first + size)) if grad.ndim else grad / parts
             grads.append(grad)
         result.append(grads)
-    return Counted(one.total.detach(), one.count, one.metrics), result
+    return Counted(loss_sum.total.detach(), loss_sum.count, loss_sum.metrics), result
 
 
 def surrogate(outputs: Any, grads: list[Tensor | None]) -> Tensor:
     """Return a number whose gradient by the outputs is `grads`."""
     pairs = zip(tree_leaves(outputs), grads, strict=True)
-    products = [(made * grad).sum() for made, grad in pairs if grad is not None]
+    products = [(output * grad).sum() for output, grad in pairs if grad is not None]
     return torch.stack([product.float() for product in products]).sum()
 
 

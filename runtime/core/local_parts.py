@@ -68,6 +68,6 @@ def _show(module: nn.Module, names: tuple[str, ...]) -> None:
 def local_part(module: nn.Module, name: str) -> Tensor | None:
     """Return this rank's part of a parameter."""
     if name in module.__dict__:
-        found: Tensor | None = module.__dict__[name]
-        return found
+        hidden: Tensor | None = module.__dict__[name]
+        return hidden
     return to_local(module._parameters.get(name))

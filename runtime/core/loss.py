@@ -105,13 +105,13 @@ class Totals:
         self.metrics: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, one: Counted) -> None:
+    def add(self, micro_batch: Counted) -> None:
         """Add a micro-batch."""
-        self.values += self._pair(one.total, one.count)
-        for name, value in one.metrics.items():
-            pair = value if isinstance(value, tuple) else (value, one.count)
-            made = self._pair(*pair)
-            self.metrics[name] = self.metrics[name] + made if name in self.metrics else made
+        self.values += self._pair(micro_batch.total, micro_batch.count)
+        for name, value in micro_batch.metrics.items():
+            pair = value if isinstance(value, tuple) else (value, micro_batch.count)
+            total = self._pair(*pair)
+            self.metrics[name] = self.metrics[name] + total if name in self.metrics else total
 
     @torch.no_grad()
     def add_inner(self, value: Tensor) -> None:

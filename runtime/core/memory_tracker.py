@@ -168,9 +168,9 @@ class LiveMemory(TorchDispatchMode):
         It is taken out for its whole life, also for the time before this call.
         """
         for plain in _tensors_in(tensor):
-            known = self._alive.get(plain.untyped_storage()._cdata)
-            if known is not None:
-                self._left_out.add(id(known[0]))
+            allocation = self._alive.get(plain.untyped_storage()._cdata)
+            if allocation is not None:
+                self._left_out.add(id(allocation[0]))
 
     @property
     def peak_of_rest_bytes(self) -> int:

@@ -18,7 +18,7 @@ from meshwright.planner.documents.plan import Mesh as Degrees
 from meshwright.planner.errors import LaunchError
 
 # Groups cost sockets and memory for as long as the process lives, so equal meshes share them.
-_made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,15 +211,15 @@ class Place:
     def matrix_groups(self) -> dict[str, dist.ProcessGroup]:
         """Ranks that divide a matrix over ZeRO and this axis together: the tensor axis, experts."""
         assert self.mesh is not None
-        found = {}
+        groups = {}
         if self.degrees.tensor > 1:
             axes = ("data_shard", "context", "tensor")
             used = [n for n in self.mesh.mesh_dim_names or () if n in axes and self._degree(n) > 1]
-            found["tensor"] = self.mesh[tuple(used)]._flatten(f"matrix of {used}").get_group()
+            groups["tensor"] = self.mesh[tuple(used)]._flatten(f"matrix of {used}").get_group()
         if self.degrees.expert > 1:
             both = self.expert_mesh["expert_shard", "expert"]
-            found["expert"] = both._flatten("matrix of experts").get_group()
-        return found
+            groups["expert"] = both._flatten("matrix of experts").get_group()
+        return groups
 
     def _degree(self, axis: str) -> int:
         return int(getattr(self.degrees, axis))
@@ -320,10 +320,10 @@ def place_of(plan: Plan, device: torch.device) -> Place:
 
 
 def _kept(key: Any, make: Any) -> Any:
-    made = _made.setdefault(dist.group.WORLD, {})
-    if key not in made:
-        made[key] = make()
-    return made[key]
+    groups = _meshes.setdefault(dist.group.WORLD, {})
+    if key not in groups:
+        groups[key] = make()
+    return groups[key]
 
 
 def _expert_mesh(mesh: DeviceMesh, degrees: Degrees) -> DeviceMesh:

@@ -62,11 +62,11 @@ def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     >>> on_host(room((2, 3), torch.float32, torch.device("cpu"))), on_host(torch.empty(2, 3))
     (True, False)
     """
-    made = _room(shape, dtype, device)
-    busy = _latest.pop(_address(made), None)
+    tensor = _room(shape, dtype, device)
+    busy = _latest.pop(_address(tensor), None)
     if busy is not None:
         busy.synchronize()
-    return made
+    return tensor
 
 
 def _room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -166,15 +166,15 @@ def sum_at_home(parameter: Tensor) -> None:
 
 
 def _set_aside(parameter: Tensor) -> None:
-    made = parameter.grad
-    assert isinstance(made, DTensor)
+    grad = parameter.grad
+    assert isinstance(grad, DTensor)
     parameter.grad = None
     if id(parameter) not in _sums:
-        _sums[id(parameter)] = parameter, made  # FSDP waits for its copy when backward ends
+        _sums[id(parameter)] = parameter, grad  # FSDP waits for its copy when backward ends
         return
     _, total = _sums[id(parameter)]
     behind = torch.cuda.current_stream().record_event()
-    _arriving.append((behind, total.to_local(), made.to_local()))
+    _arriving.append((behind, total.to_local(), grad.to_local()))
     while _arriving and _arriving[0][0].query():
         _add_first()
 
@@ -284,8 +284,8 @@ class Arena:
 
     def _cut(self, size_bytes: int) -> Memory:
         """Return memory that was never used: the first that is large enough."""
-        found = (at for at, rest in enumerate(self._open) if rest.nbytes >= size_bytes)
-        at = next(found, len(self._open))
+        fitting = (at for at, rest in enumerate(self._open) if rest.nbytes >= size_bytes)
+        at = next(fitting, len(self._open))
         if at == len(self._open):
             self._open.append(self._segment(max(size_bytes, SEGMENT_BYTES)))
         rest = self._open[at]

@@ -97,14 +97,14 @@ class Conversations:
                 file=str(self.folder),
             )
         if first == 0 and "{% generation" in str(template).replace("{%-", "{%"):
-            made = self._tokenizer.apply_chat_template(
+            encoded = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+            return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
         return self._counted(*self._spans(messages, first, tools))
 
     def _spans(
@@ -140,11 +140,12 @@ class Conversations:
             raise _RowError(f"the chat template refuses it: {error}") from error
 
     def _counted(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         counts = [
-            any(begin <= first < end for begin, end in spans) for first, _ in made["offset_mapping"]
+            any(begin <= first < end for begin, end in spans)
+            for first, _ in encoded["offset_mapping"]
         ]
-        return list(made["input_ids"]), counts
+        return list(encoded["input_ids"]), counts
 
     def shown(self, tokens: Sequence[int], counts: Sequence[bool]) -> str:
         """Return a text in which what counts stands between [[ and ]]."""

@@ -175,24 +175,24 @@ def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
         raise DocumentError(
             "", "is neither a file nor a folder; give one of them", file=str(source)
         )
-    found = [path for path in _walk(source) if not suffixes or path.suffix in suffixes]
-    if not found:
+    paths = [path for path in _walk(source) if not suffixes or path.suffix in suffixes]
+    if not paths:
         kind = f"files that end in {', '.join(suffixes)}" if suffixes else "files"
         raise DocumentError(
             "", f"has no {kind} to train on; give a folder that has some", file=str(source)
         )
-    for path in found:
+    for path in paths:
         refuse_structured(path)
-    of_rows = [path for path in found if _has_rows(path)]
-    if of_rows and len(of_rows) < len(found):
-        other = next(path for path in found if path not in of_rows)
+    of_rows = [path for path in paths if _has_rows(path)]
+    if of_rows and len(of_rows) < len(paths):
+        other = next(path for path in paths if path not in of_rows)
         raise DocumentError(
             "",
             f"has rows ({of_rows[0].name}) and other files ({other.name}); name a folder of one "
             "kind, or one file",
             file=str(source),
         )
-    return Files(source=source, paths=tuple(found), single=False, rows=bool(of_rows))
+    return Files(source=source, paths=tuple(paths), single=False, rows=bool(of_rows))
 
 
 def _has_rows(path: Path) -> bool:
@@ -302,15 +302,15 @@ class Corpus:
 
     def read(self, begin: int, count: int) -> NDArray[Any]:
         """Return tokens of `stream`, all of them in the vocabulary."""
-        found = self.stream[begin : begin + count]
-        if len(found) and int(found.max()) >= self.vocabulary:
-            place = int(np.argmax(found >= self.vocabulary))
+        tokens = self.stream[begin : begin + count]
+        if len(tokens) and int(tokens.max()) >= self.vocabulary:
+            place = int(np.argmax(tokens >= self.vocabulary))
             raise LaunchError(
-                f"{self.folder / TOKENS}: token {begin + place} is {int(found[place])}, and the "
+                f"{self.folder / TOKENS}: token {begin + place} is {int(tokens[place])}, and the "
                 f"tokens that were written end at {self.vocabulary - 1}; the file is damaged: "
                 f"delete the folder {self.folder} to prepare the text again"
             )
-        return found
+        return tokens
 
     @cached_property
     def stream(self) -> NDArray[Any]:

@@ -102,8 +102,8 @@ class Loader:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(len(self._dataset), generator=generator)
-        own = slice(self._samples.start, self._samples.stop)
-        cut = order[:count].view(-1, self._global_batch)[:, own]
+        samples = slice(self._samples.start, self._samples.stop)
+        cut = order[:count].view(-1, self._global_batch)[:, samples]
         batches: list[list[int]] = cut.tolist()
         return batches
 

@@ -232,9 +232,9 @@ def _check_parameters(layers: Mapping[str, nn.Module], adapter: Adapter) -> None
         fresh = {id(p): p for p in layer.parameters() if id(p) not in seen}
         seen |= set(fresh)
         count = sum(
-            fresh[own].numel()
+            fresh[identity].numel()
             for full_name, module, attribute in parameter_names(name, layer)
-            if (own := id(module._parameters[attribute])) in fresh
+            if (identity := id(module._parameters[attribute])) in fresh
             and not (full_name in adapter.tied_names and name != EMBEDDING)
         )
         if count != planned[name].parameters:
@@ -430,7 +430,7 @@ def _packing(staged: Staged, at: int) -> activations.Packing | None:
         return None
     if staged.traffic is None:
         staged.traffic = HostTraffic(staged.device)
-    first, last = activations.row_ends(one.activations for one in staged.placed)[at]
+    first, last = activations.row_ends(layer.activations for layer in staged.placed)[at]
     choice, traffic = item.activations, staged.traffic
     return staged.module.packing(item.layer, choice, traffic, first=first, last=last)
 
@@ -513,8 +513,8 @@ def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:
     """Return the experts modules of a unit that data parallelism wraps by themselves."""
     if not _wraps_experts(staged.plan, staged.place):
         return []
-    found = experts.modules_of(staged.module.part(name)).values()
-    return [module for module in found if not isinstance(module, FSDPModule)]
+    modules = experts.modules_of(staged.module.part(name)).values()
+    return [module for module in modules if not isinstance(module, FSDPModule)]
 
 
 # --- the stage as a whole -------------------------------------------------------------------------
@@ -529,9 +529,9 @@ def _root(staged: Staged) -> None:
     root = cast(FSDPModule, module)
     units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
     if isinstance(of, Script):
-        for one in module.modules():
-            if isinstance(one, FSDPModule):
-                of.participation.watch(one)
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                of.participation.watch(child)
         module.order = BackwardOrder(root, units)
     elif plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
         layers = list(staged.layers.values())
@@ -541,14 +541,16 @@ def _root(staged: Staged) -> None:
 
 def _replicas(staged: Staged) -> None:
     """Name the parameters whose gradients replicas sums over copies: FSDP does not."""
-    unused = {id(one) for one in staged.unused}
+    unused = {id(parameter) for parameter in staged.unused}
     shared: Iterable[tuple[nn.Parameter, dist.ProcessGroup]] = ()
     if reduces_apart(staged.plan, staged.place):
         shared = replicated(staged.module, staged.plan, staged.place)
     elif staged.wrapped and isinstance(staged.of, Script):
         group = staged.place.replica_group
-        shared = [(one, group) for one in _whole(staged) if one.requires_grad]
-    staged.replicated = tuple((one, by) for one, by in shared if id(one) not in unused)
+        shared = [(parameter, group) for parameter in _whole(staged) if parameter.requires_grad]
+    staged.replicated = tuple(
+        (parameter, by) for parameter, by in shared if id(parameter) not in unused
+    )
 
 
 def _whole(staged: Staged) -> list[nn.Parameter]:

@@ -198,8 +198,8 @@ class Engine:
         It is made by all ranks of an initialised process group together, or by one process without
         a group.  Batches are what LanguageModel.batch takes.
         """
-        made = cls.__new__(cls)
-        made._begin(
+        engine = cls.__new__(cls)
+        engine._begin(
             model,
             loss=model.loss,
             example=model.example,
@@ -207,7 +207,7 @@ class Engine:
             compare_every=compare_every,
             device=device,
         )
-        return made
+        return engine
 
     def _begin(
         self,
@@ -244,12 +244,12 @@ class Engine:
             streamed=plan.offload == "optimizer",
             learning_rate=model.learning_rate,
         )
-        for one in self.optimizers:
-            one.zero_grad = functools.partial(self._zero_grad_of, one)  # type: ignore[method-assign]
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = functools.partial(self._zero_grad_of, optimizer)  # type: ignore[method-assign]
         self._whole: tuple[dict[Slot, Tensor], StepMeasurement] | None = None
         """Gradients that were asked for, made whole and scaled."""
         modules = [part.module for part in parts]
-        own = isinstance(model, OwnModel)  # a language model's layers have no BatchNorm
+        is_users_module = isinstance(model, OwnModel)  # a language model's layers have no BatchNorm
         self._passes = StepPasses(
             plan,
             self._place,
@@ -258,9 +258,11 @@ class Engine:
             example=example,
             loss=loss,
             gradients=self._optimizers,
-            statistics=RunningStatistics(modules, self._place, kind=batch_norm) if own else None,
+            statistics=RunningStatistics(modules, self._place, kind=batch_norm)
+            if is_users_module
+            else None,
             sums=model.sums,
-            compares=own,
+            compares=is_users_module,
             device=device,
         )
         self._frozen = [
@@ -302,7 +304,7 @@ class Engine:
         self.next_sample = 0
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
-        self._records = ScriptRecords.of_this_process() if own and self.leads else None
+        self._records = ScriptRecords.of_this_process() if is_users_module and self.leads else None
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
@@ -374,17 +376,17 @@ class Engine:
         as equal shares as there are.  Raises BatchError where another one has not as many samples
         as the plan's global batch.
         """
-        found, wanted = batches.samples_in(batch), self.plan.global_batch
-        own = self.plan.samples_of(self.slice_rank)
+        samples, wanted = batches.samples_in(batch), self.plan.global_batch
+        share = self.plan.samples_of(self.slice_rank)
         if ragged:
-            own = range(own.start * found // wanted, own.stop * found // wanted)
-        elif found != wanted:
+            share = range(share.start * samples // wanted, share.stop * samples // wanted)
+        elif samples != wanted:
             raise BatchError(
-                f"batch: has {found} samples, and the plan's global batch {wanted}; to train, drop "
-                "the last batch of an epoch if it is smaller (drop_last=True); for evaluate and "
-                "outputs give engine.slice(batch, ragged=True)"
+                f"batch: has {samples} samples, and the plan's global batch {wanted}; to train, "
+                "drop the last batch of an epoch if it is smaller (drop_last=True); for evaluate "
+                "and outputs give engine.slice(batch, ragged=True)"
             )
-        return batches.part_of(batch, own)
+        return batches.part_of(batch, share)
 
     def loader(
         self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
@@ -424,8 +426,8 @@ class Engine:
         before = self._passes.totals.values.clone()
         self._forward_backward(batch)
         self._optimizers.hide()
-        own = self._passes.of_all(self._passes.totals.values - before).tolist()
-        return StepResult(_mean(*own), own[1])
+        totals = self._passes.of_all(self._passes.totals.values - before).tolist()
+        return StepResult(_mean(*totals), totals[1])
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the mean loss by name, to look at or change.
@@ -496,9 +498,9 @@ class Engine:
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
-        made = Averaged(self._optimizers.slots, decay, self._drain)
-        self._state.averages.append(made)
-        return made
+        average = Averaged(self._optimizers.slots, decay, self._drain)
+        self._state.averages.append(average)
+        return average
 
     def end_when(self, out_of_time: Callable[[], bool]) -> None:
         """Let every rank's StepResult say so, after the same step, once this is true on rank 0."""
@@ -747,7 +749,7 @@ class Engine:
         """Refuse what torch's modules and wrappers have and an Engine has not."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise missing(name, [one for one in dir(type(self)) if not one.startswith("_")])
+        raise missing(name, [name for name in dir(type(self)) if not name.startswith("_")])
 
 
 def _mean(total: float, count: float) -> LossValue:

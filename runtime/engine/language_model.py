@@ -143,9 +143,9 @@ class LanguageModel:
         """Return that of the update behind `steps` others."""
         return learning_rate(self.plan.training, steps)
 
-    def loss(self, made: Any, batch: tuple[Tensor, ...]) -> Any:
+    def loss(self, outputs: Any, batch: tuple[Tensor, ...]) -> Any:
         """Return the sum of losses and what it counts; a loss in chunks is the head's."""
-        return next_token_loss(made, batch[1]) if self.plan.loss is None else made
+        return next_token_loss(outputs, batch[1]) if self.plan.loss is None else outputs
 
     def batch(self, given: Any) -> tuple[Tensor, ...]:
         """Return inputs and targets, and where documents begin, at this rank's positions.
@@ -170,12 +170,12 @@ class LanguageModel:
                 most = document_attention.most_documents(starts, self.plan.micro_batch)
                 self.adapter.most_documents = most
             starts = starts.to(self._device, non_blocking=True)
-        made: tuple[Tensor, ...] = (
+        batch: tuple[Tensor, ...] = (
             (inputs, targets) if starts is None else (inputs, targets, starts)
         )
         if self.plan.mesh.context > 1:
-            made = tuple(one[:, self._positions] for one in made)
-        return made
+            batch = tuple(leaf[:, self._positions] for leaf in batch)
+        return batch
 
     def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what a rank has beside what it trains, by name."""

@@ -76,14 +76,14 @@ def check_loss(
     cut = parts > 1 and not isinstance(loss, whole_batch)
     with untouched(module, recorder.inputs, loss), torch.enable_grad():
         torch.manual_seed(0)
-        own = copied(loss) if isinstance(loss, nn.Module) else loss
-        trial = _LossTrial(plan, module, recorder, batch, own)
+        loss_copy = copied(loss) if isinstance(loss, nn.Module) else loss
+        trial = _LossTrial(plan, module, recorder, batch, loss_copy)
         trial.refuse_own_parameters()
-        found = trial.compared() if cut else None
-        if cut and found is None:
+        reason = trial.compared() if cut else None
+        if cut and reason is None:
             trial.refuse_memory(parts)
         apart = parts > 1 and not by_micro_batch
-        other = trial.coupled_output() if apart and found is None else None
+        other = trial.coupled_output() if apart and reason is None else None
     if other is not None:
         raise RecordError(
             f"{type(module).__name__}: {other}, so that training would depend on how the plan cuts "
@@ -92,9 +92,9 @@ def check_loss(
             "into loss=meshwright.whole_batch(loss), or say Engine(by_micro_batch=True) if its "
             "micro-batch is meant"
         )
-    if found is not None:
+    if reason is not None:
         raise BatchError(
-            f"loss: {found}, so that training would depend on how the plan cuts the batch (into "
+            f"loss: {reason}, so that training would depend on how the plan cuts the batch (into "
             f"{parts} micro-batches here).{_whole_leaf(batch)} If samples belong together, write "
             "loss=meshwright.whole_batch(loss). Otherwise return a sum over samples and the count "
             'of what was summed, such as (F.cross_entropy(out, y, reduction="sum"), len(y))'
@@ -110,9 +110,9 @@ class _LossSums:
     @classmethod
     def of(cls, returned: Any, samples: int) -> _LossSums:
         """Read what a loss returned."""
-        one = counted(returned, samples)
-        values = {"sum": _number(one.total), "count": _number(one.count)}
-        for name, value in one.metrics.items():
+        loss_sum = counted(returned, samples)
+        values = {"sum": _number(loss_sum.total), "count": _number(loss_sum.count)}
+        for name, value in loss_sum.metrics.items():
             pair = value if isinstance(value, tuple) else (value, 0.0)
             values |= {f"metric '{name}'": _number(pair[0])}
             values |= {f"count of metric '{name}'": _number(pair[1])}
@@ -121,8 +121,8 @@ class _LossSums:
     def differs(self, parts: list[_LossSums], samples: int) -> str | None:
         """Say which number of the whole is not the sum of the parts'."""
         for name, whole in self.values.items():
-            found = [part.values.get(name, math.nan) for part in parts]
-            total, size = math.fsum(found), abs(whole) + math.fsum(map(abs, found))
+            values = [part.values.get(name, math.nan) for part in parts]
+            total, size = math.fsum(values), abs(whole) + math.fsum(map(abs, values))
             if math.isfinite(whole) and not abs(whole - total) <= CLOSE * size:
                 return (
                     f"its {name} over {samples} samples is {whole:.6g}, and over the same samples "
@@ -175,18 +175,20 @@ class _LossTrial:
         if not self._is_real():
             return
         few = few_samples(self._batch, SAMPLES)
-        made = tree_map(_fresh, self._made(few))
+        outputs = tree_map(_fresh, self._made(few))
         try:
-            one = counted(self._called(made, few), SAMPLES)
+            loss_sum = counted(self._called(outputs, few), SAMPLES)
         except _LossError:
             return  # what is wrong with it is said by `compared`, or by the first step
-        given = {id(leaf) for leaf in tree_leaves((made, few))}
-        own = next((leaf for leaf in _trained_by(one.total) if id(leaf) not in given), None)
-        if own is not None:
+        given = {id(leaf) for leaf in tree_leaves((outputs, few))}
+        parameter = next(
+            (leaf for leaf in _trained_by(loss_sum.total) if id(leaf) not in given), None
+        )
+        if parameter is not None:
             raise BatchError(
-                f"loss: trains a parameter of its own ({list(own.shape)}), and an Engine trains "
-                "those of its module. Make it part of the module, whose forward returns it to the "
-                "loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, write "
+                f"loss: trains a parameter of its own ({list(parameter.shape)}), and an Engine "
+                "trains those of its module. Make it part of the module, whose forward returns it to "
+                "the loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, write "
                 "requires_grad_(False)"
             )
 
@@ -195,21 +197,21 @@ class _LossTrial:
         if not self._is_real():
             return
         few = few_samples(self._batch, SAMPLES)
-        made = self._made(few)
+        outputs = self._made(few)
         before = Changes((self._loss,))
         if before.generators:
             return
-        found = []
+        reasons = []
         with untouched(self._loss):
             for _ in range(2):
                 seed_all(0)
                 try:
-                    returned = self._called(tree_map(_fresh, made), few)
+                    returned = self._called(tree_map(_fresh, outputs), few)
                 except _LossError:
                     return
-                found.append(_LossSums.of(returned, SAMPLES).values)
+                reasons.append(_LossSums.of(returned, SAMPLES).values)
             changed = before.changes()
-        if str(found[0]) != str(found[1]):
+        if str(reasons[0]) != str(reasons[1]):
             what = f" ('{min(changed)}' changes)" if changed else ""
             raise BatchError(
                 f"loss: says something else of the same samples when it is called again{what}, and "
@@ -235,9 +237,9 @@ class _LossTrial:
         drew = before.drew_torch() or not before.drew_as(PythonNumbers())
         if drew or inner_loss.times_asked() > asked:
             return None
-        parts = [self._made(one, drawing=False) for one in cut_by(batch, size)]
+        parts = [self._made(part, drawing=False) for part in cut_by(batch, size)]
         for leaf, *of_parts in zip(tree_leaves(whole), *map(tree_leaves, parts), strict=False):
-            if isinstance(leaf, Tensor) and all(isinstance(one, Tensor) for one in of_parts):
+            if isinstance(leaf, Tensor) and all(isinstance(part, Tensor) for part in of_parts):
                 apart = _apart(leaf, of_parts, size)
                 if apart > CLOSE_OUTPUTS:
                     return (
@@ -266,10 +268,10 @@ class _LossTrial:
         given = (*tree_leaves(self._batch), *self._module.parameters())
         return count <= MOST_CHECKED and has_data(given)
 
-    def _size(self, made: Any) -> int:
+    def _size(self, outputs: Any) -> int:
         """Return how many samples a part has: those of a micro-batch, or a divisor of it."""
         elements = sum(
-            leaf.numel() // SAMPLES for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
+            leaf.numel() // SAMPLES for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)
         )
         whole = self._plan.micro_batch
         most = max(1, min(MOST_SAMPLES, MOST_ELEMENTS // max(1, 2 * elements)))
@@ -280,7 +282,7 @@ class _LossTrial:
         """Return what a copy of the module makes, in eval mode where samples must not share."""
         module = copied(self._module)
         norms = [
-            one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)
+            norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)
         ]
         shares = norms or any(layer.draws for layer in self._recorder.first.layers)
         if shares and not drawing:
@@ -291,8 +293,8 @@ class _LossTrial:
                     norm.running_mean = like.new_zeros(norm.num_features)
                     norm.running_var = like.new_ones(norm.num_features)
         args, kwargs = arguments(self._recorder.inputs(own_tensors(batch)))
-        made = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
-        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, made)
+        outputs = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
+        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
     def _compared(self, outputs: _Outputs, size: int) -> str | None:
         samples = 2 * size
@@ -303,21 +305,21 @@ class _LossTrial:
             return None  # it draws random numbers
         halves = (range(size), range(size, samples))
         try:
-            parts = [self._sums(outputs, part_of(batch, own), own) for own in halves]
+            parts = [self._sums(outputs, part_of(batch, half), half) for half in halves]
         except _LossError as error:
             return f"it can be called on {samples} samples and not on {size} ({error})"
         return whole.differs(parts, samples)
 
-    def _sums(self, outputs: _Outputs, batch: Any, own: range) -> _LossSums:
-        made = outputs(batch, own)
+    def _sums(self, outputs: _Outputs, batch: Any, samples: range) -> _LossSums:
+        half = outputs(batch, samples)
         with untouched(self._loss):
-            returned = self._called(made, batch)
-        return _LossSums.of(returned, len(own))
+            returned = self._called(half, batch)
+        return _LossSums.of(returned, len(samples))
 
-    def _called(self, made: Any, batch: Any) -> Any:
+    def _called(self, outputs: Any, batch: Any) -> Any:
         """Call the loss."""
         try:
-            return self._loss(made, own_tensors(batch))
+            return self._loss(outputs, own_tensors(batch))
         except MeshwrightError:
             raise
         except Exception as error:
@@ -333,9 +335,9 @@ class _LossError(Exception):
     """What a loss raised on outputs that it may not be made for."""
 
 
-def _repeated(made: Any, samples: int, *, real: bool) -> list[_Outputs]:
+def _repeated(outputs: Any, samples: int, *, real: bool) -> list[_Outputs]:
     """Return outputs for `samples` samples in the ways that are tried, none alike another."""
-    leaves, spec = tree_flatten(made)
+    leaves, spec = tree_flatten(outputs)
 
     def tiled(change: Callable[[Tensor], Tensor]) -> _Outputs:
         whole = [_tiled(leaf, samples, change) for leaf in leaves]
@@ -354,12 +356,12 @@ def _full(leaf: Tensor) -> Tensor:
 def _tiled(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> Any:
     if not _is_sampled(leaf):
         return leaf
-    made = leaf.detach()[[at % SAMPLES for at in range(samples)]]
-    if not _is_float(made):
-        return made
-    made = change(made)
-    less = 1 - SHRINK * torch.arange(samples, dtype=made.dtype) / samples
-    return made * less.view(-1, *(1,) * (made.ndim - 1))
+    tile = leaf.detach()[[at % SAMPLES for at in range(samples)]]
+    if not _is_float(tile):
+        return tile
+    tile = change(tile)
+    less = 1 - SHRINK * torch.arange(samples, dtype=tile.dtype) / samples
+    return tile * less.view(-1, *(1,) * (tile.ndim - 1))
 
 
 def _fresh(leaf: Any) -> Any:
@@ -380,7 +382,7 @@ def _trained_by(total: Tensor) -> Iterator[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
-        waiting += [one for one, _ in node.next_functions]
+        waiting += [function for function, _ in node.next_functions]
 
 
 def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
@@ -395,7 +397,7 @@ def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
         beside = (*whole.shape[:dim], *whole.shape[dim + 1 :])
         if length != rows * count or not whole.numel():
             continue
-        if any(one.ndim != whole.ndim or one.shape[dim] != rows * size for one in parts):
+        if any(part.ndim != whole.ndim or part.shape[dim] != rows * size for part in parts):
             continue
         if beside != (*first[:dim], *first[dim + 1 :]):
             continue
@@ -412,10 +414,10 @@ def _whole_leaf(batch: Any) -> str:
     """Return in words which list of the batch is as long as its samples and is not cut, if any."""
     samples = samples_in(batch)
     leaves = batch if isinstance(batch, Mapping | tuple | list) else ()
-    for key, one in leaves.items() if isinstance(leaves, Mapping) else enumerate(leaves):
-        numbers = isinstance(one, list) and all(isinstance(x, int | float) for x in one)
-        if (numbers or hasattr(one, "__array_interface__")) and len(one) == samples:
-            kind = type(one).__name__
+    for key, leaf in leaves.items() if isinstance(leaves, Mapping) else enumerate(leaves):
+        numbers = isinstance(leaf, list) and all(isinstance(x, int | float) for x in leaf)
+        if (numbers or hasattr(leaf, "__array_interface__")) and len(leaf) == samples:
+            kind = type(leaf).__name__
             return f" The batch's [{key!r}] is a {kind}, which is not cut: make it a tensor."
     return ""
 

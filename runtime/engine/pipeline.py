@@ -122,19 +122,19 @@ class Pipeline:
         for number, (batch, target) in enumerate(pairs):
             x: Tensor | tuple[Tensor, ...] = batch
             for part in self._parts:
-                own = self._rank_of[part.stage]
+                rank = self._rank_of[part.stage]
                 before = self._rank_of.get(part.stage - 1)
                 after = self._rank_of.get(part.stage + 1)
-                if before is not None and before != own:
-                    x = tuple(self._received(one, before) for one in _tuple(part.inputs))
+                if before is not None and before != rank:
+                    x = tuple(self._received(declared, before) for declared in _tuple(part.inputs))
                 if part.select is not None:
                     part.select(number)
-                x = made = part.module(*_tuple(x))
+                x = output = part.module(*_tuple(x))
                 if after is None:
-                    losses.append(self._loss(made, target))
-                elif after != own:
-                    for one in _tuple(x):
-                        send = dist.isend(one.contiguous(), group=self._group, group_dst=after)
+                    losses.append(self._loss(output, target))
+                elif after != rank:
+                    for tensor in _tuple(x):
+                        send = dist.isend(tensor.contiguous(), group=self._group, group_dst=after)
                         assert send is not None
                         sends.append(send)
         for send in sends:
@@ -243,8 +243,8 @@ class _PipelineStage(PipelineStage):
         with _as_raised():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
-            for one, declared in zip(_tuple(output), self._declared_outputs, strict=True):
-                self._check_output(one, declared)
+            for tensor, declared in zip(_tuple(output), self._declared_outputs, strict=True):
+                self._check_output(tensor, declared)
         return output
 
     # torch 2.11 lets neighbours exchange a message first, over the communicator that batches use.

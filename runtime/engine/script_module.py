@@ -54,23 +54,23 @@ class OwnScript:
     """Digests of the file and of what it imported beside it."""
 
     @classmethod
-    def of_file(cls, source: str, known: Mapping[str, str] | None = None) -> OwnScript:
+    def of_file(cls, source: str, digests: Mapping[str, str] | None = None) -> OwnScript:
         """Import the file of `script.py:build`; with `known` digests, only what has them."""
-        files = UserFiles(source, known)
+        files = UserFiles(source, digests)
         file = in_users_file(source, files.load)
         name = source.rpartition(":")[2]
         given: dict[str, Any] = {
             one: getattr(file, one, None) for one in (name, "batch", "units", *_FUNCTIONS)
         }
-        for one in (name, "loss"):
-            if not callable(given[one]):
+        for required in (name, "loss"):
+            if not callable(given[required]):
                 raise DocumentError(
-                    "", f"has no function '{one}'; name one that it has", file=source
+                    "", f"has no function '{required}'; name one that it has", file=source
                 )
         if callable(given["batch"]):
             given["batch"] = in_users_file(source, given["batch"])
         return cls(
-            build=given.pop(name), source=source, files=dict(known or files.imported), **given
+            build=given.pop(name), source=source, files=dict(digests or files.imported), **given
         )
 
     @property

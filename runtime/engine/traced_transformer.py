@@ -125,7 +125,9 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % config.get_text_config().vocab_size
     tried = copied(module).eval()
-    first, second = (tried(**_inputs((one,))).logits[:, :-1] for one in (tokens, other))
+    first, second = (
+        tried(**_inputs((tokens_variant,))).logits[:, :-1] for tokens_variant in (tokens, other)
+    )
     if not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
         causal = "set is_decoder: true in its config.json, or " * hasattr(config, "is_decoder")
         raise LaunchError(

@@ -158,14 +158,14 @@ class OwnModel:
         """Refuse a module whose experts, loss or positions cannot be divided as the plan wants."""
         degree = plan.mesh.expert
         if degree > 1:
-            found = experts.modules_of(module)
-            if not found:
+            experts_modules = experts.modules_of(module)
+            if not experts_modules:
                 raise LaunchError(
                     f"mesh.expert: is {degree}, and no module of {type(module).__name__} has "
                     "gate_up_proj and down_proj of several experts; use ZeRO 3, which divides all"
                 )
-            for path, one in found.items():
-                experts.check(one, path, degree)
+            for path, module_of_experts in experts_modules.items():
+                experts.check(module_of_experts, path, degree)
         if plan.loss is not None:
             check_chunks(plan.loss, module, recorder, few, loss)
         if not self._sees_less(plan):
@@ -183,8 +183,8 @@ class OwnModel:
             held.enter_context(seeing(self._seen(batch)))
             if place.degree > 1 and node.draws:
                 length = positions_in(batch) * place.degree
-                own = place.positions(length)
-                held.enter_context(DividedDraws(node.name, self._draws, own, length))
+                positions = place.positions(length)
+                held.enter_context(DividedDraws(node.name, self._draws, positions, length))
             yield
 
     def _seen(self, batch: Any) -> SeenKeys:
@@ -202,7 +202,7 @@ class OwnModel:
         parts = tuple(
             script_stage(
                 plan,
-                own,
+                stage_names,
                 self.recorder,
                 self.place,
                 stage=stage,
@@ -212,7 +212,7 @@ class OwnModel:
                 loss=self.loss if isinstance(self.loss, token_loss) else None,
                 compiler=compiler,
             )
-            for stage, own in zip(
+            for stage, stage_names in zip(
                 numbers,
                 modules_of(plan, self.module, self.recorder, self.place, numbers),
                 strict=True,
@@ -234,21 +234,21 @@ class OwnModel:
         """Return what this rank trains; of a parameter that several stages read, each its copy."""
         degrees = self.place.degrees
         world = 1 if self.place.mesh is None else degrees.devices // degrees.pipeline
-        found: dict[str, Slot] = {}
+        slots: dict[str, Slot] = {}
         for part in parts:
             for path, parameter in part.module.named_parameters():
                 name = self.aliases.get(path, path)
                 if not parameter.requires_grad:
                     continue
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                if name in found:
-                    first = found[name]
+                if name in slots:
+                    first = slots[name]
                     if parameter is not first.parameter:
                         copies = (*first.copies_here, (parameter, local.detach()))
-                        found[name] = replace(first, copies_here=copies)
+                        slots[name] = replace(first, copies_here=copies)
                     continue
                 tied = self._holders.get(name)
-                found[name] = Slot(
+                slots[name] = Slot(
                     name=name,
                     parameter=parameter,
                     local=local.detach(),
@@ -259,7 +259,7 @@ class OwnModel:
                     tied=tied,
                     factor=part.factors.get(path, 1.0),
                 )
-        return tuple(found.values())
+        return tuple(slots.values())
 
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what is trained by its settings, equal on all ranks."""

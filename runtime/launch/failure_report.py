@@ -81,7 +81,7 @@ def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> R
     """Return the error that names the rank that the others wait for, and where they do."""
     first, *others = waiting
     lead = f"the run hangs after step {after_step}: {first.text}"
-    lead += "".join(f"; {one.text}" for one in others[:MOST_WAITING])
+    lead += "".join(f"; {rank.text}" for rank in others[:MOST_WAITING])
     return RanksHang(
         f"{lead}{way_on(ready)}. Stacks of all ranks are in {ready.output / 'flight'}",
         lead=lead,
@@ -162,8 +162,8 @@ def _out_of_memory(
     held = dict(failure.held) if failure is not None else {}
     total = failure.needed_bytes if failure is not None else memory.most_bytes
     needed = None
-    said = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in held.items() if size)
-    text = f"; held: {said}" if said else ""
+    sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in held.items() if size)
+    text = f"; held: {sizes}" if sizes else ""
     text += f"; needed {bytes_text(total)} at least" if total else ""
     if memory.prediction is not None and not on_host:
         stage = memory.prediction.stages[_stage_of(ready, ended.rank)]
@@ -254,10 +254,10 @@ def bad_end(
     )
 
 
-def _how(ready: Preflight, bad: BadEnd, said: str, *, after_step: int) -> tuple[str, bool]:
+def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tuple[str, bool]:
     """Return which rank ended the run and how, and whether it waited for others in vain."""
     ended, failure = bad.cause, bad.failure
-    waited = faults.hang(said)
+    waited = faults.hang(message)
     if waited is not None:
         late = faults.behind(ready.output, waited.group)
         others = ", ".join(f"rank {rank} began {count}" for rank, count in late.items())

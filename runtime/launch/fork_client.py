@@ -117,15 +117,15 @@ class Zygote:
             "inherits": list(inherits),
         }
         self._ranks.append(rank)
-        told = os.memfd_create("meshwright-rank")
+        request = os.memfd_create("meshwright-rank")
         try:
-            os.write(told, json.dumps(order).encode())
+            os.write(request, json.dumps(order).encode())
             with opened(log, within=log.parents[1]) as out:
-                descriptors = [told, out.fileno(), *inherits]
+                descriptors = [request, out.fileno(), *inherits]
                 with contextlib.suppress(BrokenPipeError):  # it is gone, which `look` finds
                     socket.send_fds(self._socket, [b"rank"], descriptors)
         finally:
-            os.close(told)
+            os.close(request)
         return rank
 
     def warm(self, environment: Mapping[str, str], *, log: Path) -> None:
@@ -143,13 +143,13 @@ class Zygote:
         """Take what the zygote tells; where it is gone, so are its ranks."""
         while self._socket is not None and select.select([self._socket], [], [], 0)[0]:
             try:
-                told = self._socket.recv(MOST_BYTES)
+                message = self._socket.recv(MOST_BYTES)
             except ConnectionResetError:
-                told = b""
-            if not told:
+                message = b""
+            if not message:
                 self.end()
                 return
-            news = json.loads(told)
+            news = json.loads(message)
             rank = self._ranks[news["number"]]
             rank.process = news.get("process", rank.process)
             rank.code = news.get("code")

@@ -52,8 +52,8 @@ def main() -> int:
             for rank, code in _ended(running):
                 connection.send(json.dumps({"number": rank, "code": code}).encode())
         if connection in readable:
-            told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 16)
-            if not told:
+            message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 16)
+            if not message:
                 return 0
             order, out, *inherits = descriptors
             with os.fdopen(order, "rb") as file:
@@ -86,13 +86,13 @@ def _import(modules: Sequence[str]) -> None:
 
 def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
     """Return the ranks that have ended, by number, with what Popen calls their return codes."""
-    found = []
+    ranks = []
     while running:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:
             break
-        found.append((running.pop(process), os.waitstatus_to_exitcode(status)))
-    return found
+        ranks.append((running.pop(process), os.waitstatus_to_exitcode(status)))
+    return ranks
 
 
 def _become(

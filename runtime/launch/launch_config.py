@@ -71,5 +71,5 @@ class Launch:
     @property
     def peak_step_s(self) -> float | None:
         """What a step would take with every device at its peak."""
-        found = self.prediction
-        return found.mfu * found.step_time_s or None if found else None
+        prediction = self.prediction
+        return prediction.mfu * prediction.step_time_s or None if prediction else None

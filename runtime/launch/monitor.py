@@ -50,10 +50,10 @@ class Pace:
                 self._most[rank] = most_bytes(places[place].process) or self._most.get(rank, 0)
         local = self._seen.paces()
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
-        for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
-            happened(self._ready, found)
-            if isinstance(found, Drift):
-                self._shown.say.print(f"warning: {found.text}")
+        for event in self._watch.look([record.step_s for record in news], paces, self._shown.step):
+            happened(self._ready, event)
+            if isinstance(event, Drift):
+                self._shown.say.print(f"warning: {event.text}")
 
 
 class Looks:

@@ -292,9 +292,9 @@ def first_cause(exits: Sequence[Exit], failures: Sequence[Failure]) -> tuple[Exi
     A rank that was killed says nothing and its peers complain of lost connections, so a signal
     comes before words, and other words before complaints about peers.
     """
-    said = {failure.rank: failure for failure in failures}
+    failure_of = {failure.rank: failure for failure in failures}
     for ended in exits:
-        if ended.code < 0 and ended.rank not in said:
+        if ended.code < 0 and ended.rank not in failure_of:
             return ended, None
     spoke = [failure for failure in failures if any(e.rank == failure.rank for e in exits)]
     for failure in sorted(spoke, key=lambda f: (blames_a_peer(f), f.at_unix_s)):
@@ -329,8 +329,8 @@ def log_end(log: Path) -> str:
     >>> log_end(Path("/nowhere/rank-00000.log"))
     ''
     """
-    said = last_lines(log)
-    return f". The end of {log}:{said}" if said else ""
+    text = last_lines(log)
+    return f". The end of {log}:{text}" if text else ""
 
 
 def last_lines(log: Path, count: int = 12) -> str:

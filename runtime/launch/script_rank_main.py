@@ -34,10 +34,10 @@ def main() -> int:
         if ended.code in (None, 0):
             return 0
         code = ended.code if isinstance(ended.code, int) else 1
-        said = "" if isinstance(ended.code, int) else str(ended.code)
-        if said:
-            print(said, file=sys.stderr)
-        tell("SystemExit", said, **_place())
+        message = "" if isinstance(ended.code, int) else str(ended.code)
+        if message:
+            print(message, file=sys.stderr)
+        tell("SystemExit", message, **_place())
         return code
     except HandedOver:
         _hand_over()

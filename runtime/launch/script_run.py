@@ -266,10 +266,10 @@ def _attempt(
 
 def _check_script(script: Path) -> None:
     try:
-        found = script.is_file()
+        is_file = script.is_file()
     except (OSError, ValueError):  # a name that no file can have
-        found = False
-    if not found:
+        is_file = False
+    if not is_file:
         raise LaunchError(f"{script}: is no file; name the script that trains")
     try:
         with warnings.catch_warnings():
@@ -297,8 +297,8 @@ def _steps_done(folder: Path) -> int:
 def _how(bad: BadEnd, folder: Path) -> str:
     ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "SystemExit":
-        said = f": {failure.message[:300]}" if failure.message else ""
-        how = f"exited with code {ended.code}{said}"
+        message = f": {failure.message[:300]}" if failure.message else ""
+        how = f"exited with code {ended.code}{message}"
     else:
         how = faults.how(ended.code, failure)
     done = _steps_done(folder)

@@ -313,7 +313,7 @@ class Loop:
 
     def _held_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank, by kind; on a GPU with what else its allocator has."""
-        sizes = {name: _local_bytes(one) for name, one in self.engine.state().items()}
+        sizes = {name: _local_bytes(tensor) for name, tensor in self.engine.state().items()}
         model = sum(size for name, size in sizes.items() if name.startswith("model."))
         held = {
             "parameters": model,
@@ -459,8 +459,8 @@ class Loop:
         else:
             batch = self._coming[1].result()
         if self._used is not None:
-            own = self.plan.samples_of(self.engine.slice_rank)
-            self._used.add(range(first + own.start, first + own.stop))
+            samples = self.plan.samples_of(self.engine.slice_rank)
+            self._used.add(range(first + samples.start, first + samples.stop))
         after = first + self.plan.global_batch
         reading = self._ahead.submit(self._own_batch, self.samples, after)
         self._coming = after, reading
@@ -526,7 +526,7 @@ class Loop:
         if is_nonsense:
             self.engine.refuse_drifted()  # damaged memory says more than what became of it
         if self._replays is not None:
-            self._replays.took(step, **_values(result), own=self.engine.own_values)
+            self._replays.took(step, **_values(result), gradient=self.engine.own_values)
             if self._replays.doubts(step):
                 again_from = self._done_again(step, self._replays)
         if is_nonsense:
@@ -544,7 +544,7 @@ class Loop:
         self._put_back(kept)
         for step in range(kept.step + 1, last + 1):
             result = self._step()
-            replays.compare(step, **_values(result), own=self.engine.own_values)
+            replays.compare(step, **_values(result), gradient=self.engine.own_values)
             self.steps_done = step
         self.steps_done = last - 1
         replays.came_again(last)

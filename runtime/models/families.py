@@ -138,9 +138,9 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
     if folder is not None:
         config = _read(folder, a)
         for name, figure in figures.items():
-            known = getattr(config, name, figure)
-            if known is not None and known != figure:
-                raise LaunchError(f"{folder}: {name} is {known}, and the plan's model has {figure}")
+            value = getattr(config, name, figure)
+            if value is not None and value != figure:
+                raise LaunchError(f"{folder}: {name} is {value}, and the plan's model has {figure}")
     else:
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
 

@@ -121,7 +121,7 @@ def materialize(
         parameter = module._parameters[attribute]
         assert parameter is not None
         if id(parameter) not in done:
-            made = _made(
+            values = _made(
                 name,
                 parameter,
                 adapter,
@@ -130,7 +130,7 @@ def materialize(
                 weights=weights,
                 keep=keeps.get(id(parameter)),
             )
-            done[id(parameter)] = done[id(made)] = made
+            done[id(parameter)] = done[id(values)] = values
         module._parameters[attribute] = done[id(parameter)]
 
 
@@ -166,9 +166,9 @@ def _made(
         if shard is not None:
             dim, index, parts = shard
             count = adapter.pieces(name) if dim == 1 else 1
-            own = part_of(local, dim, [local.shape[dim] // count] * count, index, parts)
+            part = part_of(local, dim, [local.shape[dim] // count] * count, index, parts)
             # Without a format, the only one of 8 experts would keep the stride between them.
-            local = own.clone(memory_format=torch.contiguous_format)
+            local = part.clone(memory_format=torch.contiguous_format)
     local = local.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(

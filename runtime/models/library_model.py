@@ -68,7 +68,7 @@ def build_library_model(
         settings = {"attn_implementation": _NAMED_ATTENTION}
     if weights is not None:
         refuse_irregular(weights)
-        made = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             weights,
             config=config,
             dtype=torch.float32,
@@ -78,6 +78,6 @@ def build_library_model(
             **settings,
         )
     else:
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **settings)
-    module: nn.Module = made.train()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **settings)
+    module: nn.Module = model.train()
     return module

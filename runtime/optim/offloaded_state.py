@@ -39,7 +39,7 @@ def steps_apart(new: Callable[[list[nn.Parameter]], Optimizer]) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(4, 2, 3, 3, generator=generator)
-    together, apart = ([nn.Parameter(one.clone()) for one in values] for _ in range(2))
+    together, apart = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
     with untouched(new), torch.compiler.set_stance("force_eager"):
         whole, streamed = new(together), new(apart)
         for both in grads:
@@ -61,17 +61,21 @@ class StreamedState:
 
     def step(self, users: Mapping[nn.Parameter, Optimizer]) -> None:
         """Update the parameters that have a gradient, each by its optimizer."""
-        grads = {one: one.grad for one in users if one.grad is not None and one.numel()}
+        grads = {
+            parameter: parameter.grad
+            for parameter in users
+            if parameter.grad is not None and parameter.numel()
+        }
         for parameter in users:
             parameter.grad = None
-        buckets = list(_buckets({one: users[one] for one in grads}))
+        buckets = list(_buckets({parameter: users[parameter] for parameter in grads}))
         coming = self._coming(*buckets[0]) if buckets else []
         going: list[_OnItsWay] = []
         for at, (optimizer, bucket) in enumerate(buckets):
             homes = {
-                (id(one.state), one.key): one.source
-                for one in coming
-                if host.on_host(one.source)  # what a checkpoint was read into may not be yet
+                (id(parameter.state), parameter.key): parameter.source
+                for parameter in coming
+                if host.on_host(parameter.source)  # what a checkpoint was read into may not be yet
             }
             for one in coming:
                 one.state[one.key] = one.copied.wait()
@@ -126,8 +130,8 @@ class _OnItsWay:
 
 
 def _arrive(going: Sequence[_OnItsWay]) -> None:
-    for one in going:
-        one.state[one.key] = one.copied.wait()
+    for parameter in going:
+        parameter.state[parameter.key] = parameter.copied.wait()
 
 
 def _buckets(

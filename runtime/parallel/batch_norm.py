@@ -79,14 +79,14 @@ class RunningStatistics:
             return type(norm).forward(norm, x)
         refuse_graph()
         norm._check_input_dim(x)
-        made, mean, variance = (
+        output, mean, variance = (
             synchronised_batch_norm(x, norm.weight, norm.bias, eps=norm.eps, groups=self._together)
             if self._together
             else _batch_norm(norm, x)
         )
         if norm.running_mean is not None and not in_backward():  # a recomputation sees nothing new
             self._seen[norm].append(torch.stack((mean, variance)))
-        return made
+        return output
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -95,15 +95,15 @@ class RunningStatistics:
         if not used:
             return
         # A norm that runs twice in a micro-batch has two rows of it.
-        own = [
+        statistics = [
             torch.stack(self._seen[norm]) for norm in used
         ]  # [norm][row, mean/variance, feature]
-        flat = torch.cat([rows.flatten() for rows in own])
-        sizes = [rows.numel() for rows in own]
+        flat = torch.cat([rows.flatten() for rows in statistics])
+        sizes = [rows.numel() for rows in statistics]
         every = [part.split(sizes) for part in self._of_all_slices(flat)]
         for at, norm in enumerate(used):
             assert norm.running_mean is not None and norm.running_var is not None
-            for mean, variance in torch.cat([parts[at].view_as(own[at]) for parts in every]):
+            for mean, variance in torch.cat([parts[at].view_as(statistics[at]) for parts in every]):
                 weight = norm.momentum
                 if norm.num_batches_tracked is not None:
                     norm.num_batches_tracked += 1
@@ -118,9 +118,9 @@ class RunningStatistics:
         for seen in self._seen.values():
             seen.clear()
 
-    def _of_all_slices(self, own: Tensor) -> tuple[Tensor, ...]:
+    def _of_all_slices(self, statistics: Tensor) -> tuple[Tensor, ...]:
         """Return what the data ranks have, in the order of their slices."""
-        rows = own[None]
+        rows = statistics[None]
         for group in self._slices:
             parts = [torch.empty_like(rows) for _ in range(group.size())]
             dist.all_gather(parts, rows.contiguous(), group=group)
@@ -140,10 +140,10 @@ def _batch_norm(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a norm makes of one micro-batch, and its mean and variance [feature]."""
     mean = torch.zeros(norm.num_features, device=x.device, dtype=torch.float32)
     variance = torch.zeros_like(mean)
-    made = functional.batch_norm(
+    output = functional.batch_norm(
         x, mean, variance, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps
     )
-    return made, mean, variance
+    return output, mean, variance
 
 
 def synchronised_batch_norm(
@@ -169,12 +169,12 @@ def synchronised_batch_norm(
         mean = first[:-1] / number
         centred = x.to(wide) - _along(mean, x)
         variance = _summed(centred.square().sum(dims), groups) / number
-    made = _Normalised.apply(x, mean, variance, number, eps, tuple(groups))
+    output = _Normalised.apply(x, mean, variance, number, eps, tuple(groups))
     if weight is not None:
-        made = made * _along(weight, x)
+        output = output * _along(weight, x)
     if bias is not None:
-        made = made + _along(bias, x)
-    return made.to(x.dtype), mean, variance * number / (number - 1.0)
+        output = output + _along(bias, x)
+    return output.to(x.dtype), mean, variance * number / (number - 1.0)
 
 
 class _Normalised(torch.autograd.Function):
@@ -200,8 +200,8 @@ class _Normalised(torch.autograd.Function):
         x, mean, scale, number = ctx.saved_tensors
         dims = [dim for dim in range(x.ndim) if dim != 1]
         normal = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
-        own = torch.stack((grad.sum(dims), (grad * normal).sum(dims)))
-        plain, weighed = _summed(own, ctx.groups) / number
+        sums = torch.stack((grad.sum(dims), (grad * normal).sum(dims)))
+        plain, weighed = _summed(sums, ctx.groups) / number
         result = grad - _along(plain, x) - normal * _along(weighed, x)
         return (result * _along(scale, x)).to(x.dtype), None, None, None, None, None
 
@@ -211,7 +211,7 @@ def _along(feature: Tensor, x: Tensor) -> Tensor:
     return feature.view(1, -1, *[1] * (x.ndim - 2))
 
 
-def _summed(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def _summed(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     for group in groups:
-        dist.all_reduce(own, group=group)
-    return own
+        dist.all_reduce(values, group=group)
+    return values

@@ -177,16 +177,21 @@ def _blocks(
     """Yield each chunk of this rank's queries, and which keys it sees: all, or causally."""
     length = query.shape[2] // 2
     for index, chunk in enumerate((rank, 2 * degree - 1 - rank)):
-        own = (slice(chunk * length, (chunk + 1) * length), True)
+        own_chunk = (slice(chunk * length, (chunk + 1) * length), True)
         earlier = (slice(0, chunk * length), False)
-        yield slice(index * length, (index + 1) * length), [own, earlier] if chunk else [own]
+        yield (
+            slice(index * length, (index + 1) * length),
+            [own_chunk, earlier] if chunk else [own_chunk],
+        )
 
 
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _merged(first: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return output and log-sum of attention over the keys of both."""
-    log_sum = torch.logaddexp(one[1], other[1])
-    parts = (part * torch.exp(part_sum - log_sum).unsqueeze(-1) for part, part_sum in (one, other))
-    return cast(Tensor, sum(parts)).to(one[0].dtype), log_sum
+    log_sum = torch.logaddexp(first[1], other[1])
+    parts = (
+        part * torch.exp(part_sum - log_sum).unsqueeze(-1) for part, part_sum in (first, other)
+    )
+    return cast(Tensor, sum(parts)).to(first[0].dtype), log_sum
 
 
 # The fused kernels by their own names: torch's front door hands out no log-sum.

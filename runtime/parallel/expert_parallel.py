@@ -92,9 +92,9 @@ def mix_by_all_to_all(
         there = Journey(route.arriving, route.leaving, group)
         coming = departed(chosen, there)
         meanwhile()
-        made = outputs(module, arrived(coming, there)[route.by_expert], route.rows)
+        outputs_here = outputs(module, arrived(coming, there)[route.by_expert], route.rows)
         back = Journey(route.leaving, route.arriving, group)
-        returned = arrived(departed(made[_inverse(route.by_expert)], back), back)
+        returned = arrived(departed(outputs_here[_inverse(route.by_expert)], back), back)
     weighted = returned * weights.flatten()[order].unsqueeze(-1)
     return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
 
@@ -124,7 +124,7 @@ def compute_shared_meanwhile(layer: nn.Module) -> None:
     """
     for path, routed in modules_of(layer).items():
         mixture = layer.get_submodule(path.rpartition(".")[0])
-        shared = next((found for n in _SHARED if (found := getattr(mixture, n, None))), None)
+        shared = next((module for n in _SHARED if (module := getattr(mixture, n, None))), None)
         if shared is not None and not (shared._forward_hooks or shared._forward_pre_hooks):
             shared_ahead = _Ahead(shared)
             mixture.register_forward_pre_hook(shared_ahead.begin)
@@ -165,9 +165,9 @@ class _Ahead:
     def _called(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._forward(x)
-        made, is_known = self._made, x is self._input
+        output, is_known = self._made, x is self._input
         self._input = self._made = None
-        return made if made is not None and is_known else self._forward(x)
+        return output if output is not None and is_known else self._forward(x)
 
 
 def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
@@ -185,7 +185,9 @@ def are_called_with(args: Sequence[Any]) -> bool:
     Modules with the same parameters may take something else: those of Llama 4 take tokens alone,
     sorted by expert.
     """
-    if len(args) < 2 or not all(isinstance(one, Tensor) and one.ndim == 2 for one in args[:2]):
+    if len(args) < 2 or not all(
+        isinstance(argument, Tensor) and argument.ndim == 2 for argument in args[:2]
+    ):
         return False
     hidden, index = args[:2]
     return len(index) == len(hidden) and not index.is_floating_point()
@@ -209,14 +211,14 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
     with untouched(module):
         tried = copied(module)
         try:
-            made = tried(hidden, index, weights)
+            output = tried(hidden, index, weights)
         except Exception as error:
             raise LaunchError(
                 f"mesh.expert: is {ranks}, and {path} does not take tokens, the experts that they "
                 f"choose and their weights ({type(error).__name__}); use 1"
             ) from error
     if not torch.allclose(
-        made, mix_by_all_to_all(module, hidden, index, weights), rtol=1e-4, atol=1e-5
+        output, mix_by_all_to_all(module, hidden, index, weights), rtol=1e-4, atol=1e-5
     ):
         raise LaunchError(
             f"mesh.expert: is {ranks}, and {path} is no sum of act_fn(gate) * up of its experts; "
@@ -280,11 +282,11 @@ class _Route:
     def of(cls, rows: Tensor, group: dist.ProcessGroup, *, sent: int) -> _Route:
         """Ask the other ranks; `rows` are the `sent` tokens that this rank has, by expert."""
         ranks = group.size()
-        own = rows.numel() // ranks
+        count = rows.numel() // ranks
         coming = exchanged_counts(rows, group)
-        both = torch.stack((rows, coming)).unflatten(1, (ranks, own))
+        both = torch.stack((rows, coming)).unflatten(1, (ranks, count))
         leaving, arriving = _by_rank(both.sum(2), sent)
-        experts = torch.arange(own, device=rows.device).repeat(ranks)
+        experts = torch.arange(count, device=rows.device).repeat(ranks)
         by_expert = experts.repeat_interleave(coming, output_size=sum(arriving)).argsort(
             stable=True
         )
@@ -396,8 +398,8 @@ def _biased_outputs(module: Any, x: Tensor, rows: Tensor) -> Tensor:
     owner = torch.arange(len(rows), device=x.device).repeat_interleave(rows, output_size=len(x))
     both = _product(x, module.gate_up_proj.transpose(1, 2), rows) + module.gate_up_proj_bias[owner]
     gated = module._apply_gate(both)
-    made = _product(gated, module.down_proj.transpose(1, 2), rows)
-    return made + module.down_proj_bias[owner]
+    output = _product(gated, module.down_proj.transpose(1, 2), rows)
+    return output + module.down_proj_bias[owner]
 
 
 def _product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
@@ -470,20 +472,20 @@ def mix_by_all_gather(
     The module has this rank's part of the experts, in the order of ranks, and `meanwhile` is
     called while tokens are on the way.
     """
-    each, own = index.shape[1], count_of(module)
+    each, count = index.shape[1], count_of(module)
     coming = _GatheredRows.apply(hidden, group)
     meanwhile()
     tokens, every = _Awaited.apply(coming), _at_once(weights, group)
-    expert = _at_once(index, group).flatten() - group.rank() * own
-    expert = torch.where((expert >= 0) & (expert < own), expert, own)
-    slots = len(tokens) * min(each, own)
+    expert = _at_once(index, group).flatten() - group.rank() * count
+    expert = torch.where((expert >= 0) & (expert < count), expert, count)
+    slots = len(tokens) * min(each, count)
     order = expert.argsort(stable=True)[:slots]
-    rows = expert.new_zeros(own + 1).scatter_add_(0, expert, torch.ones_like(expert))[:own]
+    rows = expert.new_zeros(count + 1).scatter_add_(0, expert, torch.ones_like(expert))[:count]
     filled = (torch.arange(slots, device=rows.device) < rows.sum()).unsqueeze(1)
     chosen = tokens[order // each].where(filled, 0)
     # Grouped products leave what is behind the last offset as it was in memory.
-    made = outputs(module, chosen, rows).where(filled, 0)
-    weighted = made * every.flatten()[order].unsqueeze(1)
+    results = outputs(module, chosen, rows).where(filled, 0)
+    weighted = results * every.flatten()[order].unsqueeze(1)
     whole = weighted.new_zeros(tokens.shape).index_add(0, order // each, weighted)
     # No view of another tensor: data parallelism hangs hooks on what a unit returns.
     return _SummedRows.apply(whole, group).to(hidden.dtype)
@@ -557,20 +559,20 @@ def mix_by_hierarchical_all_to_all(
     `inside` are those of this node, and `across` those that stand where this one does, of all
     nodes.  `meanwhile` is called while tokens are on the way to nodes.
     """
-    own = count_of(module)
-    near = own * inside.size()
+    count = count_of(module)
+    near = count * inside.size()
     to_nodes = _Copies.of(index // near, across, of=len(index), parts=across.size())
     going = to_nodes.journey()
     coming = departed(hidden[to_nodes.order], going)
     there, shares = to_nodes.sent(index), to_nodes.sent(weights)
     first = across.rank() * near
     of_node = torch.where((there >= first) & (there < first + near), there - first, near)
-    to_ranks = _Copies.of(of_node // own, inside, of=len(index), parts=group.size())
+    to_ranks = _Copies.of(of_node // count, inside, of=len(index), parts=group.size())
     meanwhile()
     tokens = to_ranks.sent(arrived(coming, going))
     there, shares = to_ranks.sent(of_node), to_ranks.sent(shares)
-    made = _sums(module, tokens, there - inside.rank() * own, shares, pairs=to_ranks.pairs)
-    handed = to_ranks.summed(made.to(hidden.dtype), len(of_node))
+    sums = _sums(module, tokens, there - inside.rank() * count, shares, pairs=to_ranks.pairs)
+    handed = to_ranks.summed(sums.to(hidden.dtype), len(of_node))
     return to_nodes.summed(handed, len(hidden))
 
 
@@ -579,11 +581,11 @@ def _sums(module: nn.Module, tokens: Tensor, chosen: Tensor, shares: Tensor, pai
 
     Of what they have `chosen` [row, choice] 0 to this rank's experts are its own, `pairs` in all.
     """
-    own, each = count_of(module), chosen.shape[1]
-    expert = torch.where((chosen >= 0) & (chosen < own), chosen, own).flatten()
+    count, each = count_of(module), chosen.shape[1]
+    expert = torch.where((chosen >= 0) & (chosen < count), chosen, count).flatten()
     order = _first(pairs, expert.argsort(stable=True))
-    made = outputs(module, tokens[order // each], rows_of_experts(expert, own + 1)[:own])
-    weighted = made * shares.flatten()[order].unsqueeze(1)
+    results = outputs(module, tokens[order // each], rows_of_experts(expert, count + 1)[:count])
+    weighted = results * shares.flatten()[order].unsqueeze(1)
     return _Added.apply(weighted, order // each, len(tokens))
 
 

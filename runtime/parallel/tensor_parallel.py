@@ -201,8 +201,8 @@ def table_rows(tokens: Tensor, weight: Tensor, rank: int, padding: int | None) -
     if padding is not None:
         padding -= rank * weight.shape[0]
         padding = padding if 0 <= padding < weight.shape[0] else None
-    found = functional.embedding(index.masked_fill(elsewhere, 0), weight, padding)
-    return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    rows = functional.embedding(index.masked_fill(elsewhere, 0), weight, padding)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh:

@@ -106,7 +106,7 @@ def take_parts(
     regions: Sequence[Region],
     rank: int,
     degree: int,
-    made: Callable[[Tensor, int], Tensor] = lambda local, _: local,
+    cut_part: Callable[[Tensor, int], Tensor] = lambda local, _: local,
 ) -> dict[str, tuple[int, ...]]:
     """Leave a unit a rank's parts of what is divided; return the matrices of each, by name.
 
@@ -121,7 +121,7 @@ def take_parts(
             if whole is None:
                 continue
             local = part_of(whole.detach(), dim, pieces, rank, degree).clone()
-            holder._parameters[attribute] = nn.Parameter(made(local, dim), whole.requires_grad)
+            holder._parameters[attribute] = nn.Parameter(cut_part(local, dim), whole.requires_grad)
             taken[name] = pieces
     return taken
 
@@ -165,13 +165,13 @@ def _columns(inner: Callable[[Tensor], Tensor], entry: AxisEntry) -> Callable[[T
 
 def _rows(module: nn.Module, entry: AxisEntry, across: Across, x: Tensor) -> Tensor:
     entry.left()
-    own: dict[str, Any] = module._parameters
-    bias = own["bias"]
+    parameters: dict[str, Any] = module._parameters
+    bias = parameters["bias"]
 
     def without_bias() -> Tensor:
         if isinstance(module, nn.Linear):
-            made = linear(module, x, module.weight)
-            return made + lora.added(module, x) if lora.is_adapted(module) else made
+            output = linear(module, x, module.weight)
+            return output + lora.added(module, x) if lora.is_adapted(module) else output
         assert isinstance(module, CONVOLUTIONS)
         return module._conv_forward(x, module.weight, None)
 
@@ -239,30 +239,30 @@ def _heads(
         shares = shares * part_of_dropout(shares, module.dropout, 1, across)
     # In memory [query, sample, feature], as torch has it: draws follow memory.
     mixed = (shares @ v).permute(2, 0, 1, 3).flatten(2)
-    made = across.sum(functional.linear(mixed, module.out_proj.weight))
+    output = across.sum(functional.linear(mixed, module.out_proj.weight))
     last = module.out_proj._parameters["bias"]
     if last is not None:
-        made = made + (last.to_local() if isinstance(last, DTensor) else last)
+        output = output + (last.to_local() if isinstance(last, DTensor) else last)
     weights_of_all = None
     if need_weights:
         weights_of_all = across.sum(shares.sum(1) / module.num_heads)
-    return (made.transpose(0, 1) if module.batch_first else made), weights_of_all
+    return (output.transpose(0, 1) if module.batch_first else output), weights_of_all
 
 
 def _mask(
     given: Tensor | None, padding: Tensor | None, q: Tensor, heads: int, across: Across
 ) -> Tensor | None:
     """Return what is added to scores [sample, own head, query, key]."""
-    found: Tensor | None = None
+    columns_sum: Tensor | None = None
     if given is not None:
         if given.ndim == 3:
             own = slice(across.rank * q.shape[1], (across.rank + 1) * q.shape[1])
             given = given.unflatten(0, (-1, heads))[:, own]
-        found = _added(given, q)
+        columns_sum = _added(given, q)
     if padding is not None:
         columns = _added(padding, q)[:, None, None, :]
-        found = columns if found is None else found + columns
-    return found
+        columns_sum = columns if columns_sum is None else columns_sum + columns
+    return columns_sum
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
@@ -279,8 +279,8 @@ def own_leaf(leaf: Any) -> Any:
     """Return a copy of a tensor with a gradient of its own, if any; else what it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    made = leaf.detach().clone()
-    return made.requires_grad_(leaf.requires_grad)
+    copy = leaf.detach().clone()
+    return copy.requires_grad_(leaf.requires_grad)
 
 
 @dataclass(slots=True)
@@ -336,9 +336,9 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
     order = list(inputs)
     before = {path: _nearest(fn, outputs) for path, fn in inputs.items()}
     behind: dict[str, set[str]] = {path: set() for path in order}
-    for path, found in before.items():
-        for one in found:
-            behind[one].add(path)
+    for path, functions in before.items():
+        for function in functions:
+            behind[function].add(path)
     for result in made:
         for path in _nearest(result.grad_fn, outputs):
             behind[path].add("")
@@ -347,7 +347,7 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
 
 def _nearest(fn: Any, outputs: Mapping[Any, str]) -> set[str]:
     """Return the products whose outputs a tensor is made of, with no other product between."""
-    found: set[str] = set()
+    paths: set[str] = set()
     seen: set[Any] = set()
     waiting = [fn]
     while waiting:
@@ -356,7 +356,7 @@ def _nearest(fn: Any, outputs: Mapping[Any, str]) -> set[str]:
             continue
         seen.add(node)
         if node in outputs:
-            found.add(outputs[node])
+            paths.add(outputs[node])
             continue
         waiting += [following for following, _ in node.next_functions]
-    return found
+    return paths

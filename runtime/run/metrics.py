@@ -44,14 +44,14 @@ class Metrics:
     def write(self, record: StepRecord) -> None:
         """Add a step."""
         self.happened(StepDone(at_unix_s=time.time(), record=record, predicted_s=self._predicted_s))
-        for one in (*self._before, record):
-            run.append_record(one, self._lines)
+        for step_record in (*self._before, record):
+            run.append_record(step_record, self._lines)
         self._before = ()
         figures = {name: getattr(record, name) for name in SCALARS}
-        known = {name: value for name, value in figures.items() if value is not None}
+        values = {name: value for name, value in figures.items() if value is not None}
         for logger in self._loggers:
             with run.never_fatal(type(logger).__name__, Exception):
-                logger.log(record.step, known)
+                logger.log(record.step, values)
 
     def happened(self, event: Event) -> None:
         """Add what is no step."""

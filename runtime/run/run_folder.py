@@ -195,13 +195,13 @@ def write_json(part: Part, path: Path) -> None:
 
 def read_failures(output: Path, ranks: int) -> list[Failure]:
     """Return why ranks stopped, the earliest first."""
-    found = []
+    records = []
     for rank in range(ranks):
         try:
-            found.append(Failure.model_validate_json(read_text(failure_file(output, rank))))
+            records.append(Failure.model_validate_json(read_text(failure_file(output, rank))))
         except (DocumentError, ValueError):
             continue
-    return sorted(found, key=lambda failure: failure.at_unix_s)
+    return sorted(records, key=lambda failure: failure.at_unix_s)
 
 
 def append_record(record: StepRecord | Event, path: Path) -> None:
@@ -281,8 +281,8 @@ def expected_of(output: Path) -> Expected | None:
 
 def steps_of_events(output: Path, *, after: int, until: int) -> list[StepRecord]:
     """Return the steps behind one and until another, each as it was done last."""
-    found = {event.record.step: event.record for event in events(output) if event.event == "step"}
-    return [found[step] for step in sorted(found) if after < step <= until]
+    records = {event.record.step: event.record for event in events(output) if event.event == "step"}
+    return [records[step] for step in sorted(records) if after < step <= until]
 
 
 def events(output: Path) -> Iterator[Event]:

@@ -174,8 +174,8 @@ class Tensorwise:
         rows = x.flatten(0, -2)
         if not _fits(rows, weight):
             return functional.linear(x, _widened(weight, scale, x.dtype), bias)
-        made = _product(rows, FORWARD, weight, FORWARD, scale).unflatten(0, x.shape[:-1])
-        return made if bias is None else made + bias
+        product = _product(rows, FORWARD, weight, FORWARD, scale).unflatten(0, x.shape[:-1])
+        return product if bias is None else product + bias
 
     @staticmethod
     def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -183,8 +183,8 @@ class Tensorwise:
         rows = grad.flatten(0, -2)
         if not _fits(rows, weight):
             return grad @ _widened(weight, scale, grad.dtype)
-        made = _product(rows, BACKWARD, weight.t(), FORWARD, scale)
-        return made.unflatten(0, grad.shape[:-1])
+        product = _product(rows, BACKWARD, weight.t(), FORWARD, scale)
+        return product.unflatten(0, grad.shape[:-1])
 
     @staticmethod
     def of_weight(x: Tensor, grad: Tensor) -> Tensor:
@@ -201,8 +201,8 @@ class Rowwise:
     @classmethod
     def output(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return x W^T + b."""
-        made = cls._product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-        return made if bias is None else made + bias
+        product = cls._product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return product if bias is None else product + bias
 
     @classmethod
     def of_input(cls, grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -215,16 +215,16 @@ class Rowwise:
         return cls._product(grad.flatten(0, -2).t(), x.flatten(0, -2).t())
 
     @staticmethod
-    def _product(one: Tensor, other: Tensor) -> Tensor:
-        return _by_rows(one, other)
+    def _product(left: Tensor, other: Tensor) -> Tensor:
+        return _by_rows(left, other)
 
 
 class Blocks(Rowwise):
     """The three products of a Linear, one scale for BLOCK neighbours that are summed."""
 
     @staticmethod
-    def _product(one: Tensor, other: Tensor) -> Tensor:
-        return _by_blocks(one, other)
+    def _product(left: Tensor, other: Tensor) -> Tensor:
+        return _by_blocks(left, other)
 
 
 def fits(shape: torch.Size) -> bool:
@@ -241,7 +241,7 @@ def _widened(weight: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
 
 
 def _product(
-    one: Tensor,
+    left: Tensor,
     kind: torch.dtype,
     other: Tensor,
     other_kind: torch.dtype,
@@ -251,45 +251,45 @@ def _product(
 
     With a scale the other comes in 8 bits.
     """
-    a, a_scale = rounded(one, kind)
+    a, a_scale = rounded(left, kind)
     b, b_scale = (other, other_scale) if other_scale is not None else rounded(other, other_kind)
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
         scale_a=a_scale,
         scale_b=b_scale,
-        out_dtype=one.dtype,
+        out_dtype=left.dtype,
     )
 
 
-def _by_rows(one: Tensor, other: Tensor) -> Tensor:
+def _by_rows(left: Tensor, other: Tensor) -> Tensor:
     """Return one [m, k] times other [n, k] transposed, in the type of the first."""
-    if not _fits(one, other):
-        return one @ other.t()
-    (a, a_scale), (b, b_scale) = rows_rounded(one, FORWARD), rows_rounded(other, FORWARD)
+    if not _fits(left, other):
+        return left @ other.t()
+    (a, a_scale), (b, b_scale) = rows_rounded(left, FORWARD), rows_rounded(other, FORWARD)
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
         scale_a=a_scale,
         scale_b=b_scale.t().contiguous(),
-        out_dtype=one.dtype,
+        out_dtype=left.dtype,
     )
 
 
-def _by_blocks(one: Tensor, other: Tensor) -> Tensor:
+def _by_blocks(left: Tensor, other: Tensor) -> Tensor:
     """Return one [m, k] times other [n, k] transposed, in the type of the first."""
-    if not _fits(one, other) or one.shape[1] % BLOCK:
-        return one @ other.t()
-    (a, a_exponents), (b, b_exponents) = blocks_rounded(one), blocks_rounded(other)
-    if not multiplies_blocks(one.device):
+    if not _fits(left, other) or left.shape[1] % BLOCK:
+        return left @ other.t()
+    (a, a_exponents), (b, b_exponents) = blocks_rounded(left), blocks_rounded(other)
+    if not multiplies_blocks(left.device):
         a_wide, b_wide = _unblocked(a, a_exponents), _unblocked(b, b_exponents)
-        return (a_wide @ b_wide.t()).to(one.dtype)
+        return (a_wide @ b_wide.t()).to(left.dtype)
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
         scale_a=swizzled(_e8m0(a_exponents)),
         scale_b=swizzled(_e8m0(b_exponents)),
-        out_dtype=one.dtype,
+        out_dtype=left.dtype,
     )
 
 

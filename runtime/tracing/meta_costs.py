@@ -52,20 +52,23 @@ def traced_call(
     that autograd saves.
     """
     saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
-    known = {_key(tensor) for tensor in owned}
+    owned_keys = {_key(tensor) for tensor in owned}
     flops, forward = FlopCounterMode(display=False), _Allocations()
     with _saved_tensors(saved, saving), flops, forward:
         outputs = call()
-        handed_on = {_key(one): one.untyped_storage().nbytes() for one in outputs}
+        handed_on = {_key(output): output.untyped_storage().nbytes() for output in outputs}
         if loss is not None:
             outputs = (loss(*outputs),)
     # Of those that are there at once, no two storages have one address.
-    stored = {_key(one.tensor): one.tensor.untyped_storage().nbytes() for one in saved}
-    needing = [one for one in outputs if one.requires_grad]
+    stored = {
+        _key(tensor_saved.tensor): tensor_saved.tensor.untyped_storage().nbytes()
+        for tensor_saved in saved
+    }
+    needing = [output for output in outputs if output.requires_grad]
     backward_transient = _backward_peak(needing, owned) if needing else 0
     figures = LayerTrace(
         forward_flops=float(flops.get_total_flops()),
-        stored_bytes=sum(size for key, size in stored.items() if key not in known),
+        stored_bytes=sum(size for key, size in stored.items() if key not in owned_keys),
         transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
         output_bytes=sum(handed_on.values()),
     )
@@ -153,9 +156,9 @@ def _saved_tensors(
 
     def pack(tensor: Tensor) -> _SavedTensor:
         saving()
-        one = _SavedTensor(tensor)
-        saved.add(one)
-        return one
+        saved_tensor = _SavedTensor(tensor)
+        saved.add(saved_tensor)
+        return saved_tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
         yield
@@ -200,13 +203,13 @@ class _LayerIdentity:
 
     def of(self, layer: RecordedLayer) -> Hashable:
         recording = self._recording
-        own = [at for at in range(layer.first, layer.last) if at not in recording.derived]
+        nodes = [at for at in range(layer.first, layer.last) if at not in recording.derived]
         is_last = layer.last == len(recording.nodes)
-        read = {value for at in own for value in values_of(recording.nodes[at].leaves)}
+        read = {value for at in nodes for value in values_of(recording.nodes[at].leaves)}
         if is_last:
             read |= values_of(recording.result)
         received = self._values(recording.live(layer.first))
-        called = [recording.nodes[at] for at in (*recording.needed(read), *own)]
+        called = [recording.nodes[at] for at in (*recording.needed(read), *nodes)]
         calls = tuple(self._call(node) for node in called)
         result = recording.result if is_last else ()
         return received, calls, self._values(recording.live(layer.last)), self._leaves(result)
@@ -242,7 +245,7 @@ class _LayerIdentity:
         return self._number(path), parts
 
     def _tensors(self, held: dict[str, Any]) -> Hashable:
-        return tuple((name, self._tensor(one)) for name, one in held.items())
+        return tuple((name, self._tensor(tensor)) for name, tensor in held.items())
 
     def _tensor(self, held: Any) -> Hashable:
         if not isinstance(held, Tensor):
@@ -264,5 +267,5 @@ class _LayerIdentity:
             case _:
                 return type(leaf), word_of(leaf)
 
-    def _number(self, one: Any) -> int:
-        return self._numbers.setdefault(one, len(self._numbers))
+    def _number(self, tensor: Any) -> int:
+        return self._numbers.setdefault(tensor, len(self._numbers))

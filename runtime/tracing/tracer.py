@@ -155,7 +155,7 @@ class Recorder:
         """Return what the forward does with a batch of these shapes."""
         key = (key_of(batch), training)
         before = self._made.count
-        made = self._made.get(key, lambda: self._recorded(batch, training=training))
+        recording = self._made.get(key, lambda: self._recorded(batch, training=training))
         if before < self._made.count == MOST_RECORDINGS:
             warnings.warn(
                 f"{MOST_RECORDINGS} kinds of batches so far, and each is recorded anew: pad "
@@ -163,7 +163,7 @@ class Recorder:
                 "without dims",
                 stacklevel=2,
             )
-        return made
+        return recording
 
     def follow(self, module: nn.Module) -> None:
         """Look at what `module` has beside its units from now on, whenever `renew` is called.
@@ -187,9 +187,9 @@ class Recorder:
         begin_s = time.perf_counter()
         built = self._module if self._real is None else self._real
         for name in self.opened:
-            own = vars(built.get_submodule(name))
+            attributes = vars(built.get_submodule(name))
             for key, value in _plain(self._followed.get_submodule(name)).items():
-                own[key] = value
+                attributes[key] = value
         self._made = Recent[Recording](MOST_RECORDINGS)
         self.renewals += 1
         self._surroundings = self._surroundings_of(self._followed)
@@ -260,10 +260,10 @@ class Recorder:
         # In fp32 nothing is cast: parameters of other types are computed with as they are.
         cast = floating and isinstance(tensor, nn.Parameter) and self._dtype != torch.float32
         dtype = self._dtype if cast else tensor.dtype
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+        tensor_copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+            return nn.Parameter(tensor_copy, requires_grad=tensor.requires_grad)
+        return tensor_copy
 
     def _recorded(self, batch: Any, *, training: bool) -> Recording:
         if self._ours:
@@ -319,18 +319,18 @@ def _default_inputs(module: nn.Module) -> Inputs:
 def _opened(module: nn.Module, units: Sequence[str] | None) -> frozenset[str]:
     """Return the paths of the modules whose forward is looked into; all others are units."""
     if units is None:
-        found = set(units_of(module))
+        paths = set(units_of(module))
     else:
-        known = dict(module.named_modules())
+        modules = dict(module.named_modules())
         for name in units:
-            if name not in known:
+            if name not in modules:
                 raise RecordError(f"units: there is no module '{name}' in {type(module).__name__}")
-        found = set(units)
+        paths = set(units)
     opened = {""}
-    for name in found:
+    for name in paths:
         parts = name.split(".")
         opened |= {".".join(parts[:at]) for at in range(1, len(parts))}
-    return frozenset(opened - found)
+    return frozenset(opened - paths)
 
 
 def units_of(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -356,7 +356,8 @@ def _is_list(module: nn.Module) -> bool:
 def has_data(tensors: Iterable[Any]) -> bool:
     """Tell whether all tensors among these have values."""
     return not any(
-        isinstance(one, Tensor) and (one.is_meta or isinstance(one, FakeTensor)) for one in tensors
+        isinstance(tensor, Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor))
+        for tensor in tensors
     )
 
 
@@ -426,12 +427,12 @@ def _grouped_products() -> Iterator[None]:
 @contextlib.contextmanager
 def _listed_by_modes() -> Iterator[None]:
     """Let modes see `tolist` of a tensor without data, which torch takes apart before them."""
-    known = FakeTensor.tolist
+    tolist = FakeTensor.tolist
     FakeTensor.tolist = lambda self: handle_torch_function(Tensor.tolist, (self,), self)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FakeTensor.tolist = known  # type: ignore[method-assign]
+        FakeTensor.tolist = tolist  # type: ignore[method-assign]
 
 
 class _Sizes:
@@ -480,6 +481,6 @@ def _even_products(
     tokens = torch.arange(len(hidden_states), device=hidden_states.device)
     tokens = tokens.repeat_interleave(top_k_index.shape[-1])
     gate, up = functional.linear(hidden_states[tokens], self.gate_up_proj[0]).chunk(2, dim=-1)
-    made = functional.linear(self.act_fn(gate) * up, self.down_proj[0])
-    made = made * top_k_weights.reshape(-1, 1)
-    return torch.zeros_like(hidden_states).index_add(0, tokens, made.to(hidden_states.dtype))
+    output = functional.linear(self.act_fn(gate) * up, self.down_proj[0])
+    output = output * top_k_weights.reshape(-1, 1)
+    return torch.zeros_like(hidden_states).index_add(0, tokens, output.to(hidden_states.dtype))
