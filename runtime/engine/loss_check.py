@@ -187,9 +187,9 @@ class _LossTrial:
         if parameter is not None:
             raise BatchError(
                 f"loss: trains a parameter of its own ({list(parameter.shape)}), and an Engine "
-                "trains those of its module. Make it part of the module, whose forward returns it to "
-                "the loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, write "
-                "requires_grad_(False)"
+                "trains those of its module. Make it part of the module, whose forward returns it "
+                "to the loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, "
+                "write requires_grad_(False)"
             )
 
     def refuse_memory(self, parts: int) -> None:
