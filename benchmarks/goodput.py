@@ -231,7 +231,7 @@ class Run:
                         written_s=written_s,
                     )
                 )
-            schedule.stepped(self._done, seconds, None)
+            schedule.after_step(self._done, seconds, None)
         return None
 
     def _tell(self, event: Event) -> None:

@@ -195,7 +195,7 @@ def test_a_part_has_no_more_bytes_than_its_tensors_need(tmp_path: Path) -> None:
     folder = tmp_path / ".step-000003.run.parts"
     folder.mkdir()
     (tmp_path / ".step-000003.run").mkdir()
-    text = checksums.sealed('{"chunks": [' + "[]," * 2_000_000 + "[]]}")
+    text = checksums.with_seal('{"chunks": [' + "[]," * 2_000_000 + "[]]}")
     (folder / "part-00000.json").write_text(text)
 
     with pytest.raises(

@@ -208,7 +208,7 @@ def problem(checkpoint: Path) -> str | None:
         return f"{checkpoint / META}: is of step {done.step}"
     if INDEX not in done.files:
         return f"{checkpoint}: has no index of its tensors"
-    wrong = checksums.misplaced(checkpoint, done.files, besides=META)
+    wrong = checksums.misplaced_file(checkpoint, done.files, besides=META)
     if wrong is None:
         small = [name for name in (INDEX, PLAN, MODEL, CONFIG) if name in done.files]
         wrong = checksums.differing(checkpoint, done.checksums, small)
@@ -246,7 +246,7 @@ def progress(checkpoint: Path) -> Progress:
     """Return how far a checkpoint has come."""
     path = checkpoint / META
     try:
-        with checksums.opened(path) as file:
+        with checksums.open_regular(path) as file:
             text = file.read(MAX_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(error, path) from error
@@ -316,7 +316,7 @@ def let_count(temporary: Path, target: Path) -> None:
 
 
 def _meta(done: Progress) -> str:
-    return checksums.sealed(json.dumps(done.model_dump(mode="json", exclude_none=True)))
+    return checksums.with_seal(json.dumps(done.model_dump(mode="json", exclude_none=True)))
 
 
 def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = False) -> None:

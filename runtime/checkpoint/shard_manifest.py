@@ -75,7 +75,7 @@ def record_of(folder: Path, rank: int) -> Path:
 def write(part: WrittenPart, folder: Path) -> None:
     """Record a part of which all files are on the disk; the record is there too afterwards."""
     path = record_of(folder, part.rank)
-    write_text(checksums.sealed(part.model_dump_json(exclude_none=True)), path)
+    write_text(checksums.with_seal(part.model_dump_json(exclude_none=True)), path)
     to_disk(path)
 
 

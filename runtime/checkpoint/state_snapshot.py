@@ -32,10 +32,10 @@ class Box:
     shape: tuple[int, ...]
 
 
-def within(box: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def intersection(box: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where the part that two boxes share begins, and its shape, of which some dim may be 0.
 
-    >>> within(Box((8,), (2,), (4,)), Box((8,), (4,), (4,)))
+    >>> intersection(Box((8,), (2,), (4,)), Box((8,), (4,), (4,)))
     ((4,), (2,))
     """
     pairs = list(zip(box.offset, other.offset, box.shape, other.shape, strict=True))
@@ -80,7 +80,7 @@ class Snapshot:
         return sum(box.values.numel() * box.values.element_size() for box in self.parts.values())
 
 
-def taken(
+def take_snapshot(
     state: Mapping[str, Tensor], *, step: int, next_sample: int, copied: bool = True
 ) -> Snapshot:
     """Return copies of a rank's state on the host.
@@ -126,11 +126,11 @@ def _copies(
     covered = 0
     taken: set[Box] = set()
     for part in parts:
-        begin, size = within(local_box, Box(shape, part.offset, tuple(part.values.shape)))
+        begin, size = intersection(local_box, Box(shape, part.offset, tuple(part.values.shape)))
         box = Box(shape, begin, size)
         if box in taken or not math.prod(size):
             continue  # a replica, or a part of others
-        if any(math.prod(within(box, other)[1]) for other in taken):
+        if any(math.prod(intersection(box, other)[1]) for other in taken):
             raise LaunchError(f"{name}: parts of the snapshots overlap; give those of one plan")
         taken.add(box)
         covered += math.prod(size)

@@ -203,7 +203,7 @@ class TensorReader(_OneFolder, StorageReader):
             chunk = self._chunks[at]
             by_file.setdefault(chunk.file, []).append((chunk, item))
         for name, wanted in by_file.items():
-            with checksums.opened(self._folder / name) as file:
+            with checksums.open_regular(self._folder / name) as file:
                 for chunk, item in sorted(wanted, key=lambda pair: pair[0].start):
                     stored = self._index.tensors[item.storage_index.fqn]
                     tensor = self._read(file, chunk, _DTYPES[stored.dtype])

@@ -126,7 +126,7 @@ def list_bytes(path: Path, described: Path) -> bytes:
     What a list of tensors takes in memory stays below what the tensors take.  ValueError for more.
     """
     most = SMALL_BYTES + sum(checksums.sizes(described).values()) // SHARE
-    with checksums.opened(path) as file:
+    with checksums.open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(
@@ -198,11 +198,13 @@ def _from_json(data: Any) -> TensorIndex:
                     shape=sizes,
                 )
             )
-        tensors[name] = _stored(name, dtype, _counts(shape), read)
+        tensors[name] = _stored_tensor(name, dtype, _counts(shape), read)
     return TensorIndex(tensors=tensors)
 
 
-def _stored(name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> StoredTensor:
+def _stored_tensor(
+    name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]
+) -> StoredTensor:
     try:
         return StoredTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
     except ValueError as error:

@@ -18,7 +18,7 @@ GENERATION = "generation_config.json"
 NAMES = (*TOKENIZER, GENERATION)
 
 
-def found(*folders: Path | str | None) -> dict[str, Path]:
+def tokenizer_files(*folders: Path | str | None) -> dict[str, Path]:
     """Return the files by name: those of a tokenizer from the first folder that has one.
 
     A file stands for its folder, as the config.json of a plan's model does.

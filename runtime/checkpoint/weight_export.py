@@ -60,7 +60,7 @@ def to_huggingface(
     `saved` is a checkpoint, or a folder of them whose newest counts.  The tokenizer, its chat
     template and the generation config come along where they are known.
     """
-    source, done = found(saved)
+    source, done = verified_checkpoint(saved)
     model = read(ModelGraph, source / MODEL)
     if not (source / CONFIG).is_file():
         raise LaunchError(
@@ -139,7 +139,7 @@ def to_peft(saved: Path, output: Path) -> Exported:
 
     from meshwright.runtime.techniques import lora  # noqa: PLC0415 - needs torch
 
-    source, done = found(saved)
+    source, done = verified_checkpoint(saved)
     plan = read(Plan, source / PLAN)
     if plan.training.lora is None or not (source / CONFIG).is_file():
         raise LaunchError(
@@ -172,7 +172,7 @@ def to_peft(saved: Path, output: Path) -> Exported:
     )
 
 
-def found(saved: Path) -> tuple[Path, Progress]:
+def verified_checkpoint(saved: Path) -> tuple[Path, Progress]:
     """Return the checkpoint that is meant, and how far it has come; refuse one that is damaged."""
     steps = checkpoint.all_steps(saved)
     named = (saved / checkpoint.META).exists() or saved in checkpoint.all_steps(saved.parent)
@@ -261,7 +261,7 @@ def _config_of(source: Path) -> dict[str, Any]:
 def _companions(source: Path, done: Progress, model: str | None, folder: Path) -> list[Path]:
     """Copy what stands beside the weights: as it was saved, else as the model's folder has it."""
     saved = {name: source / name for name in companions.NAMES if name in done.files}
-    others = saved or companions.found(model)
+    others = saved or companions.tokenizer_files(model)
     return [Path(shutil.copyfile(file, folder / name)) for name, file in others.items()]
 
 

@@ -38,7 +38,7 @@ from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
 from meshwright.runtime.checkpoint.shard_manifest import WrittenPart
 from meshwright.runtime.checkpoint.storage import TensorWriter
-from meshwright.runtime.core.object_collectives import agreed, broadcast_json
+from meshwright.runtime.core.object_collectives import raise_on_all, broadcast_json
 from meshwright.runtime.run.locks_and_signals import alone_in
 from meshwright.runtime.run.metrics import Metrics
 from meshwright.runtime.run.run_folder import RankOrders
@@ -106,13 +106,16 @@ class Saver:
         self._clear_failed()
         self._begun_step = done.step
         begin = time.perf_counter()
-        with agreed(self._group):
+        with raise_on_all(self._group):
             _check_finite(state, done.step)
             copied = self._stager.stage(dict(state))
         blocked = SaveSeconds(step=done.step, blocked_s=time.perf_counter() - begin)
         # A daemon, since a rank that fails must not wait for a disk.
         self._thread = threading.Thread(
-            target=self._behind, args=(copied, done, blocked), name="saving", daemon=True
+            target=self._write_in_background,
+            args=(copied, done, blocked),
+            name="saving",
+            daemon=True,
         )
         self._thread.start()
 
@@ -132,7 +135,7 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def failed(self, *, waits: bool) -> tuple[int, str] | None:
+    def take_failure(self, *, waits: bool) -> tuple[int, str] | None:
         """Return the step of a save behind training that failed, and why, once.
 
         If it does not wait, only of one that has ended.
@@ -164,7 +167,9 @@ class Saver:
         self.saved = self._write(state, done, beside)
         return self.saved
 
-    def _behind(self, copied: Mapping[str, Tensor], done: Progress, blocked: SaveSeconds) -> None:
+    def _write_in_background(
+        self, copied: Mapping[str, Tensor], done: Progress, blocked: SaveSeconds
+    ) -> None:
         if self._device is not None:
             # A thread begins on device 0, and would open a context there.
             torch.cuda.set_device(self._device)
@@ -186,7 +191,7 @@ class Saver:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self._joined else (0, 1)
         held = contextlib.ExitStack()
 
-        def beside() -> list[str]:
+        def other_folders() -> list[str]:
             for name, content in files.items():
                 with opened(temporary / name, within=temporary) as file:
                     file.write(content)
@@ -204,14 +209,12 @@ class Saver:
             )
             return [*names, *files]
 
-        writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=beside)
+        writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=other_folders)
         try:
-            with held, contextlib.nullcontext() if self._joined else _alone():
+            with held, contextlib.nullcontext() if self._joined else _without_group():
                 dcp.save(dict(state), storage_writer=writer, process_group=self._group)
                 # Here every rank has written its part.
-                own = (
-                    self._committed(temporary, target, done, writer.written) if rank == 0 else None
-                )
+                own = self._commit(temporary, target, done, writer.written) if rank == 0 else None
                 problem = self._of_rank_0(own)
         except (Exception, CheckpointException) as error:
             self._failed = temporary
@@ -233,7 +236,7 @@ class Saver:
         agreed_problem: str | None = broadcast_json(problem, source=0, group=self._group)
         return agreed_problem
 
-    def _committed(
+    def _commit(
         self, temporary: Path, target: Path, done: Progress, written: Sequence[WrittenPart]
     ) -> str | None:
         """Commit a checkpoint; return what was wrong, if anything was."""
@@ -247,7 +250,7 @@ class Saver:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _without_group() -> Iterator[None]:
     """Let a process without a group write alone, as it should."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -295,7 +298,7 @@ class SaveSchedule:
             return step % self._every == 0
         return step - self._last >= self._every
 
-    def stepped(self, step: int, step_s: Sequence[float], metrics: Metrics | None) -> None:
+    def after_step(self, step: int, step_s: Sequence[float], metrics: Metrics | None) -> None:
         """Compute the interval after the first steps; all ranks call it after each."""
         if step == self._first + MEASURED_AFTER:
             self._measure(step_s, metrics)
@@ -303,10 +306,10 @@ class SaveSchedule:
     def saves(self, step: int, step_s: Sequence[float], metrics: Metrics | None) -> None:
         """Compute the interval when a step is about to be saved; all ranks call it."""
         self._last = step
-        self.tell(metrics)
+        self.report_last_save(metrics)
         self._measure(step_s, metrics)
 
-    def tell(self, metrics: Metrics | None) -> None:
+    def report_last_save(self, metrics: Metrics | None) -> None:
         """Write down what the last complete save took, once."""
         took = self._saver.took
         if metrics is None or took is None or took is self._told:

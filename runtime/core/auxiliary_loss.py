@@ -56,7 +56,7 @@ class BatchSums:
         self._found: dict[tuple[str, int], Tensor] = {}
         self._place, self._asked = "", 0
 
-    def at(self, place: str) -> None:
+    def begin_call(self, place: str) -> None:
         """Begin a call of a unit or a function."""
         self._place, self._asked = place, 0
 
@@ -129,7 +129,7 @@ def running(losses: InnerLosses | None) -> Iterator[None]:
 def begin(place: str) -> None:
     """Say which unit, or function between units, is called next."""
     if _running is not None and _running.sums is not None:
-        _running.sums.at(place)
+        _running.sums.begin_call(place)
 
 
 def times_asked() -> int:

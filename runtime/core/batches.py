@@ -81,18 +81,18 @@ def cut_by(batch: Any, size: int) -> list[Any]:
     return [part_of(batch, range(at, min(at + size, samples))) for at in range(0, samples, size)]
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def join_samples(parts: Sequence[Any]) -> Any:
     """Put micro-batches of equal structure together along their samples.
 
-    >>> joined([(torch.ones(1), "a"), (torch.zeros(1), "a")])
+    >>> join_samples([(torch.ones(1), "a"), (torch.zeros(1), "a")])
     (tensor([1., 0.]), 'a')
     """
 
-    def whole(*leaves: Any) -> Any:
+    def join_leaves(*leaves: Any) -> Any:
         first = leaves[0]
         return torch.cat(leaves) if isinstance(first, Tensor) and first.ndim else first
 
-    return tree_map(whole, parts[0], *parts[1:])
+    return tree_map(join_leaves, parts[0], *parts[1:])
 
 
 def check_samples(outputs: Any, batch: Any) -> None:

@@ -28,11 +28,11 @@ def of_bytes(data: bytes) -> str:
 
 def of_file(path: Path) -> str:
     """Return the checksum of a file."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def opened(path: Path) -> BufferedReader:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading; OSError if it is anything else."""
     try:
         # Without O_NONBLOCK a pipe waits for a writer.
@@ -52,10 +52,10 @@ def sizes(folder: Path) -> dict[str, int]:
     return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
 
 
-def sealed(text: str) -> str:
+def with_seal(text: str) -> str:
     """Return a JSON object's text with the checksum of all that stands before it as its last key.
 
-    >>> sealed('{"step": 3}')[:32]
+    >>> with_seal('{"step": 3}')[:32]
     '{"step": 3, "checksum": "sha256:'
     """
     body = text.rstrip().removesuffix("}")
@@ -65,14 +65,14 @@ def sealed(text: str) -> str:
 def seal_holds(text: str) -> bool:
     """Whether a sealed text is as it was written, to the byte.
 
-    >>> seal_holds(sealed('{"step": 3}')), seal_holds(sealed('{"step": 3}').replace("3", "4", 1))
+    >>> seal_holds(with_seal('{"step": 3}')), seal_holds(with_seal('{"step": 3}').replace("3", "4", 1))
     (True, False)
     """
     match = _SEAL.fullmatch(text)
     return match is not None and of_bytes(match["body"].encode()) == match["checksum"]
 
 
-def misplaced(folder: Path, sizes: Mapping[str, int], *, besides: str) -> str | None:
+def misplaced_file(folder: Path, sizes: Mapping[str, int], *, besides: str) -> str | None:
     """Return which file is missing, added, of another size or no file at all.
 
     `besides` is the file that has the list.

@@ -58,7 +58,7 @@ class Counted:
     """Sums like `total`, or pairs of a sum and a count of its own."""
 
 
-def counted(returned: Any, samples: int) -> Counted:
+def loss_sum_of(returned: Any, samples: int) -> Counted:
     """Read what a loss function returned: sum and count, with or without metrics, or one mean.
 
     A mean is taken as one over `samples` that count alike.
@@ -160,7 +160,7 @@ class LossScale:
         self.scale = torch.tensor(INITIAL, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
-    def applied(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return what backward begins at."""
         return loss * self.scale if self.active else loss
 

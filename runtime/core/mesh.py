@@ -133,7 +133,7 @@ class Place:
             replicating=self.axis("data_replicate"),
             sharding=self._together("data_shard", "context"),
             sharded=True,
-            near=self._near,
+            near=self._neighbour_mesh,
         )
 
     @property
@@ -142,7 +142,7 @@ class Place:
 
         Experts take neighbouring ranks, of the tensor, context and data_shard axes together.
         """
-        return _kept(
+        return _cached(
             ("experts", self.degrees),
             lambda: _expert_mesh(self.mesh, self.degrees),  # type: ignore[arg-type]
         )
@@ -152,7 +152,7 @@ class Place:
 
         They are those that stand where this one does, one of each part, and those of its own part.
         """
-        mesh = _kept(
+        mesh = _cached(
             ("relays", self.degrees, ranks),
             lambda: _cut(self.expert_mesh, "expert", ranks, ("across", "inside")),
         )
@@ -176,7 +176,7 @@ class Place:
         return DataRanks(replicating=whole, sharding=mesh["alone"], sharded=False)
 
     @property
-    def _near(self) -> DeviceMesh | None:
+    def _neighbour_mesh(self) -> DeviceMesh | None:
         """Return the ranks that ZeRO divides over as [group, rank]; all call it together.
 
         FSDP would make such groups anew for each module.
@@ -185,7 +185,9 @@ class Place:
         if mesh is None or ranks is None or ranks == 1:
             return None
         names = ("apart", "near")
-        both = _kept(("near", self.degrees, ranks), lambda: _cut(mesh, "data_shard", ranks, names))
+        both = _cached(
+            ("near", self.degrees, ranks), lambda: _cut(mesh, "data_shard", ranks, names)
+        )
         return both[names]
 
     def _together(self, data: Axis, other: Axis) -> DeviceMesh:
@@ -236,7 +238,7 @@ class Place:
 
         All engines share them: none may leave a message under way between its steps.
         """
-        second = _kept(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]
+        second = _cached(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]
         return self.axis("pipeline").get_group(), second[dist.get_rank()]
 
     def groups_in_flight(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -251,7 +253,7 @@ class Place:
     def ends(self) -> dist.ProcessGroup | None:
         """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
         assert self.mesh is not None
-        pairs: dict[int, dist.ProcessGroup] = _kept(
+        pairs: dict[int, dist.ProcessGroup] = _cached(
             ("ends", self.degrees), lambda: _end_groups(self.mesh)
         )
         return pairs.get(dist.get_rank())
@@ -305,7 +307,7 @@ def place_of(plan: Plan, device: torch.device) -> Place:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     outermost_first = tuple(reversed(degrees.order))
     sizes = tuple(getattr(degrees, axis) for axis in outermost_first)
-    mesh = _kept(
+    mesh = _cached(
         (device.type, outermost_first, sizes),
         lambda: init_device_mesh(device.type, sizes, mesh_dim_names=outermost_first),
     )
@@ -319,7 +321,7 @@ def place_of(plan: Plan, device: torch.device) -> Place:
     return place
 
 
-def _kept(key: Any, make: Any) -> Any:
+def _cached(key: Any, make: Any) -> Any:
     groups = _meshes.setdefault(dist.group.WORLD, {})
     if key not in groups:
         groups[key] = make()

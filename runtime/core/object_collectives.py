@@ -26,22 +26,22 @@ MAX_BYTES = 2**28
 
 def all_gather_json(data: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what each rank of the group gave, by rank; all of them call it."""
-    message = _encoded(data)
+    message = _encode(data)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
-    counts = [_checked(size, rank) for rank, size in enumerate(sizes)]
+    counts = [_checked_size(size, rank) for rank, size in enumerate(sizes)]
     padded = torch.zeros(max(counts), dtype=torch.uint8)
     padded[: message.numel()] = message
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
     return [
-        _decoded(text[:count], rank)
+        _decode(text[:count], rank)
         for rank, (text, count) in enumerate(zip(received, counts, strict=True))
     ]
 
 
 @contextlib.contextmanager
-def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Do something on each rank of a group, and raise on all where it fails on any.
 
     All of them call it, and nothing inside may wait for others.  What comes behind may: no rank
@@ -54,7 +54,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as error:  # of the user's own code, too
         failed = error
     if dist.is_initialized():
-        every = all_gather_json(None if failed is None else _said(failed), group=group)
+        every = all_gather_json(None if failed is None else _error_text(failed), group=group)
         problem = next(
             ((rank, message) for rank, message in enumerate(every) if message is not None), None
         )
@@ -64,21 +64,21 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise failed
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
 
 
 def broadcast_json(data: Any, *, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Return what rank `source` (of all ranks) gave; all ranks of the group call it."""
     sends = dist.get_rank() == source
-    message = _encoded(data) if sends else torch.empty(0, dtype=torch.uint8)
+    message = _encode(data) if sends else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([message.numel()])
     dist.broadcast(size, src=source, group=group)
-    count = _checked(size, source)
+    count = _checked_size(size, source)
     if not sends:
         message = torch.empty(count, dtype=torch.uint8)
     dist.broadcast(message, src=source, group=group)
-    return _decoded(message, source)
+    return _decode(message, source)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor] | None, *, source: int, group: Any) -> list[Tensor]:
@@ -104,11 +104,11 @@ def broadcast_tensors(tensors: Sequence[Tensor] | None, *, source: int, group: A
     return result
 
 
-def _encoded(data: Any) -> Tensor:
+def _encode(data: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
 
 
-def _checked(size: Tensor, rank: int) -> int:
+def _checked_size(size: Tensor, rank: int) -> int:
     """Return a message's size; every rank sees the same, so all refuse it together."""
     count = int(size)
     if not 0 < count <= MAX_BYTES:
@@ -118,7 +118,7 @@ def _checked(size: Tensor, rank: int) -> int:
     return count
 
 
-def _decoded(message: Tensor, rank: int) -> Any:
+def _decode(message: Tensor, rank: int) -> Any:
     try:
         return json.loads(message.numpy().tobytes())
     except (ValueError, RecursionError) as error:

@@ -134,17 +134,17 @@ class Copied:
 def to_host(tensor: Tensor) -> Copied:
     """Start to copy a contiguous tensor into new host memory."""
     home = _room(tensor.shape, tensor.dtype, tensor.device)
-    return _copied(tensor, home, tensor.device, "to host")
+    return _start_copy(tensor, home, tensor.device, "to host")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Copied:
     """Start to copy a tensor from host memory into new memory of the device."""
-    return _copied(tensor, torch.empty_like(tensor, device=device), device, "to device")
+    return _start_copy(tensor, torch.empty_like(tensor, device=device), device, "to device")
 
 
 def back_to_host(tensor: Tensor, home: Tensor) -> Copied:
     """Start to copy a tensor of the device over its copy on the host."""
-    return _copied(tensor, home, tensor.device, "to host")
+    return _start_copy(tensor, home, tensor.device, "to host")
 
 
 # --- gradients that arrive ------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def sum_at_home(parameter: Tensor) -> None:
 
     FSDP2 copies a gradient into pinned memory beside computation only where there is none yet, and
     else into pageable memory while the host waits: 2.0 instead of 51 GB/s on an H100.  So a
-    gradient is set aside as soon as it is on its way, and `summed` gives the sums back.
+    gradient is set aside as soon as it is on its way, and `sum_gradients` gives the sums back.
     """
     parameter.register_post_accumulate_grad_hook(_set_aside)
 
@@ -186,7 +186,7 @@ def _add_first() -> None:
 
 
 @torch.no_grad()
-def summed() -> None:
+def sum_gradients() -> None:
     """Wait for all gradients that arrive, and give each parameter the sum of its own."""
     while _arriving:
         _add_first()
@@ -204,7 +204,7 @@ def forget_sums() -> None:
 Way = Literal["to host", "to device"]
 
 
-def _copied(source: Tensor, target: Tensor, device: torch.device, way: Way) -> Copied:
+def _start_copy(source: Tensor, target: Tensor, device: torch.device, way: Way) -> Copied:
     """Start a copy behind all that the current stream was asked for.
 
     It waits for the last copy from or into its host memory too, whatever that was for.

@@ -51,7 +51,7 @@ TABLES = ("_parameters", "_buffers")
 """Of a module, what is copied with it."""
 
 
-def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def deepcopy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy of a module; its tensors may have no data.
 
     Raises RecordError where something in it cannot be copied.
@@ -79,7 +79,7 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 @contextlib.contextmanager
-def untouched(*roots: Any) -> Iterator[None]:
+def restore_side_effects(*roots: Any) -> Iterator[None]:
     """Put random numbers, and what objects and functions refer to, back as they were.
 
     Parameters and buffers of the first, if it is a module, are left alone: its copy is run.
@@ -285,7 +285,7 @@ class _ReachableObjects:
         for key, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            if _filled(cell):
+            if _has_contents(cell):
                 yield from self._place(
                     key, functools.partial(getattr, cell, "cell_contents", None), _cell(cell)
                 )
@@ -337,15 +337,17 @@ class _ReachableObjects:
         if _is_library(cls.__module__):
             return
 
-        def own() -> dict[str, Any]:
+        def own_attributes() -> dict[str, Any]:
             return {
                 key: value
                 for key, value in vars(cls).items()
                 if not (key.startswith("__") and key.endswith("__")) and key != "_abc_impl"
             }
 
-        self._note(cls.__name__, own, functools.partial(_fill_class, cls, own))
-        for key, value in own().items():
+        self._note(
+            cls.__name__, own_attributes, functools.partial(_fill_class, cls, own_attributes)
+        )
+        for key, value in own_attributes().items():
             if isinstance(value, ITERATORS):
                 self._iterator(f"{cls.__name__}.{key}", value, functools.partial(setattr, cls, key))
             else:
@@ -490,7 +492,7 @@ def _slots(cls: type) -> Iterator[str]:
         )
 
 
-def _filled(cell: types.CellType) -> bool:
+def _has_contents(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:

@@ -314,13 +314,13 @@ def staying_near(mesh: DeviceMesh | None) -> Iterator[None]:
     """
     plain = _fully_shard._get_post_forward_mesh_info
 
-    def near(reshard: bool | int, mesh_info: Any) -> Any:
+    def mesh_of_neighbours(reshard: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard, bool):
             return plain(reshard, mesh_info)
         assert mesh is not None
         return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
-    _fully_shard._get_post_forward_mesh_info = near  # type: ignore[assignment]
+    _fully_shard._get_post_forward_mesh_info = mesh_of_neighbours  # type: ignore[assignment]
     try:
         yield
     finally:

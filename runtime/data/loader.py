@@ -74,11 +74,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """Return where it stands: batches that were handed out, not those that were read ahead."""
-        return {"epoch": self.epoch, "batches": self._done, **self._of()}
+        return {"epoch": self.epoch, "batches": self._done, **self._sampler_state()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there.  Raises LaunchError where the order would be another."""
-        for name, value in self._of().items():
+        for name, value in self._sampler_state().items():
             if state[name] != value:
                 raise LaunchError(
                     f"loader: {name} is {value}, and was {state[name]} when it was saved, which "
@@ -87,7 +87,7 @@ class Loader:
                 )
         self.epoch, self._done = state["epoch"], state["batches"]
 
-    def _of(self) -> dict[str, int]:
+    def _sampler_state(self) -> dict[str, int]:
         return {
             "samples": len(self._dataset),
             "global_batch": self._global_batch,

@@ -1,6 +1,6 @@
 """Everything that a plan does to one stage, in the order in which it is done.
 
-`transformed` is that order; each function behind it is one technique, and does nothing where the
+`apply_plan` is that order; each function behind it is one technique, and does nothing where the
 plan does not ask for it.  A stage of a language model has the rules of its family (styles, first
 values, names); one of a user's own module has the styles that were given or derived, and has
 values already.
@@ -137,14 +137,14 @@ class Staged:
     """Weights that are gathered in 8 bits, where the plan says so."""
 
     @property
-    def placed(self) -> tuple[PlacedLayer, ...]:
+    def placed_layers(self) -> tuple[PlacedLayer, ...]:
         """The plan's layers of this stage."""
         return self.plan.stages[self.stage].layers
 
     @property
     def layers(self) -> dict[str, nn.Module]:
         """The layers of a language model, which are units, by name and in order."""
-        return {item.layer: self.module.part(item.layer) for item in self.placed}
+        return {item.layer: self.module.part(item.layer) for item in self.placed_layers}
 
     @property
     def units(self) -> dict[str, nn.Module]:
@@ -166,7 +166,7 @@ class Staged:
     @property
     def chunks_loss(self) -> bool:
         """Whether the head of this stage returns its loss, made in chunks."""
-        return self.plan.loss is not None and HEAD in (item.layer for item in self.placed)
+        return self.plan.loss is not None and HEAD in (item.layer for item in self.placed_layers)
 
     def keeps_gradients(self, item: PlacedLayer) -> bool:
         """Tell whether a layer is a head that keeps gradients, or recomputes by itself."""
@@ -198,7 +198,7 @@ def language_stage(
     adapter.tie(layers)
     _check_parameters(layers, adapter)
     module = RecordedStage(tree_of(layers), recorder, *plan.span_of_stage(stage))
-    return transformed(
+    return apply_plan(
         Staged(
             plan=plan,
             stage=stage,
@@ -244,7 +244,7 @@ def _check_parameters(layers: Mapping[str, nn.Module], adapter: Adapter) -> None
             )
 
 
-def transformed(staged: Staged) -> Staged:
+def apply_plan(staged: Staged) -> Staged:
     """Apply a plan to a stage, each technique where the plan asks for it.
 
     Positions of context parallelism are divided in its batch.
@@ -265,7 +265,7 @@ def transformed(staged: Staged) -> Staged:
         if asked:
             technique(staged)
     done: dict[int, nn.Parameter] = {}
-    for at, item in enumerate(staged.placed):
+    for at, item in enumerate(staged.placed_layers):
         packing: activations.Packing | None = None
         if described:
             _first_values(staged, item, done)  # whole for one layer at a time
@@ -425,12 +425,12 @@ def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Paramete
 
 def _packing(staged: Staged, at: int) -> activations.Packing | None:
     """Return what becomes of a layer's stored tensors, if they do not stay."""
-    item = staged.placed[at]
+    item = staged.placed_layers[at]
     if staged.keeps_gradients(item):
         return None
     if staged.traffic is None:
         staged.traffic = HostTraffic(staged.device)
-    first, last = activations.row_ends(layer.activations for layer in staged.placed)[at]
+    first, last = activations.row_ends(layer.activations for layer in staged.placed_layers)[at]
     choice, traffic = item.activations, staged.traffic
     return staged.module.packing(item.layer, choice, traffic, first=first, last=last)
 
@@ -451,7 +451,7 @@ def _compilation(staged: Staged, at: int) -> None:
 
     Units of a script that draw stay eager: their numbers follow the sample.
     """
-    compiler, of, name = staged.compiler, staged.of, staged.placed[at].layer
+    compiler, of, name = staged.compiler, staged.of, staged.placed_layers[at].layer
     assert compiler is not None
     if isinstance(of, LanguageRules):
         if staged.compiles(name):
@@ -504,7 +504,9 @@ def _data(staged: Staged, at: int) -> None:
         if unit is not None and not isinstance(unit, FSDPModule):
             _make_contiguous(unit)
             unit.register_forward_hook(no_view)
-            over_data(unit, plan, place.data, device, root=False, besides=_whole(staged))
+            over_data(
+                unit, plan, place.data, device, root=False, besides=unsharded_parameters(staged)
+            )
             if staged.narrow is not None:
                 staged.narrow.take(unit)
 
@@ -525,7 +527,9 @@ def _root(staged: Staged) -> None:
     plan, place, module, of = staged.plan, staged.place, staged.module, staged.of
     _make_contiguous(module)
     module.register_forward_hook(no_view)
-    over_data(module, plan, place.data, staged.device, root=True, besides=_whole(staged))
+    over_data(
+        module, plan, place.data, staged.device, root=True, besides=unsharded_parameters(staged)
+    )
     root = cast(FSDPModule, module)
     units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
     if isinstance(of, Script):
@@ -547,13 +551,17 @@ def _replicas(staged: Staged) -> None:
         shared = replicated(staged.module, staged.plan, staged.place)
     elif staged.wrapped and isinstance(staged.of, Script):
         group = staged.place.replica_group
-        shared = [(parameter, group) for parameter in _whole(staged) if parameter.requires_grad]
+        shared = [
+            (parameter, group)
+            for parameter in unsharded_parameters(staged)
+            if parameter.requires_grad
+        ]
     staged.replicated = tuple(
         (parameter, by) for parameter, by in shared if id(parameter) not in unused
     )
 
 
-def _whole(staged: Staged) -> list[nn.Parameter]:
+def unsharded_parameters(staged: Staged) -> list[nn.Parameter]:
     """Return what FSDP leaves whole: what has no dim, and what no gradient ever moves."""
     scalars = [parameter for parameter in staged.module.parameters() if not parameter.ndim]
     return [*scalars, *staged.unused]

@@ -8,7 +8,7 @@ Every rank runs the same script and calls the same methods in the same order.  W
 losses and weights are those of one process with the same micro-batches, to rounding.
 
 `meshwright launch` is such a loop too (runtime.launch.training_loop): of its model the adapter's
-layers are recorded as shapes (`Engine.of`).
+layers are recorded as shapes (`Engine.of_language_model`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import BatchError, LaunchError
 from meshwright.planner.schedules import schedule_of
-from meshwright.runtime.checkpoint.state_snapshot import Snapshot, taken
+from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
@@ -52,7 +52,7 @@ from meshwright.runtime.engine.setup import (
 from meshwright.runtime.engine.step_passes import StepPasses
 from meshwright.runtime.engine.user_code import refuse_while_imported
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.engine.user_stage import hooked, refuse_hooks
+from meshwright.runtime.engine.user_stage import hook_counts, refuse_hooks
 from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
@@ -185,7 +185,7 @@ class Engine:
         )
 
     @classmethod
-    def of(
+    def of_language_model(
         cls,
         model: LanguageModel | TokenModel,
         *,
@@ -271,7 +271,7 @@ class Engine:
             for name, parameter in part.module.named_parameters()
             if not parameter.requires_grad
         ]
-        self._hooks = hooked(self._parameters())
+        self._hooks = hook_counts(self._parameters())
         """Our own, of gradients."""
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
@@ -288,17 +288,17 @@ class Engine:
             self._late = LateUpdates(pipeline, self._optimizers, clip_norm, self._average)
         self._optimizers.participation = model.participation
         self._optimizers.tracks_unused = track_unused
-        self._optimizers.agree(lambda: model.beside(parts), every=compare_every)
+        self._optimizers.agree(lambda: model.untrained_tensors(parts), every=compare_every)
         self._state = ScriptState(
             plan,
             self._place,
             self._optimizers,
-            beside=lambda: model.saved(parts),
+            beside=lambda: model.saved_untrained_tensors(parts),
             aliases=model.aliases,
             order=model.order,
             device=device,
         )
-        self.own_values = self._passes.own
+        self.own_values = self._passes.local_gradient_values
         """Sum and count of the last step's loss on this rank alone; behind them, once it is
         measured, the square of the norm of its gradient before the sum over ranks."""
         self.next_sample = 0
@@ -536,7 +536,9 @@ class Engine:
         never drains.
         """
         self._refuse_within_step("snapshot")
-        return taken(self.state(), step=self.steps, next_sample=self.next_sample, copied=copied)
+        return take_snapshot(
+            self.state(), step=self.steps, next_sample=self.next_sample, copied=copied
+        )
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from parts of the state of the ranks of any plan after one step.
@@ -615,7 +617,7 @@ class Engine:
         All ranks ask together.  `build().load_state_dict(...)` takes them, ties included.
         """
         self._drain()
-        return self._state.whole("model")
+        return self._state.whole_tensors("model")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters and buffers the values of these whole tensors, by name.
@@ -624,7 +626,7 @@ class Engine:
         shape is another, or the module has no such name.
         """
         self._drain()
-        self._state.take(state)
+        self._state.load_whole(state)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -666,7 +668,7 @@ class Engine:
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
-        self.own_values = self._passes.own
+        self.own_values = self._passes.local_gradient_values
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
         if self._optimizers.settles:
@@ -674,7 +676,7 @@ class Engine:
         self._optimizers.scaled(grads, measured, clip_norm)
         return grads, measured
 
-    def _updated(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> StepResult:
+    def _update(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> StepResult:
         metrics = self._passes.metrics()
         self._optimizers.apply(grads, measured)
         loss, norm, count, drift, ending = measured.report.tolist()

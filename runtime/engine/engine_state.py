@@ -30,7 +30,7 @@ from meshwright.runtime.checkpoint.state_snapshot import Snapshot, put_back
 from meshwright.runtime.checkpoint.writer import Saver
 from meshwright.runtime.core import checksums
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.object_collectives import agreed, all_gather_json, broadcast_json
+from meshwright.runtime.core.object_collectives import raise_on_all, all_gather_json, broadcast_json
 from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 
@@ -103,13 +103,13 @@ class ScriptState:
         if self._optimizers.agreement is not None:
             self._optimizers.agreement.refuse_drifted()
         beside = {}
-        with agreed():
+        with raise_on_all():
             if self._place.stage == 0 and self._place.along("tensor") == 0:
                 plain_extras = {
                     name: _plain(f"extra '{name}'", value.state_dict())
                     for name, value in extra.items()
                 }
-                beside[_own_file(self._place.data_rank)] = _pickled(
+                beside[_own_file(self._place.data_rank)] = _pickle(
                     {
                         "groups": _plain("the optimizer's groups", self._optimizers.settings()),
                         "extra": plain_extras,
@@ -131,7 +131,7 @@ class ScriptState:
         place = checkpoint_in(folder)
         if place is None:
             raise LaunchError(f"{folder}: has no complete checkpoint; engine.resume() starts anew")
-        with agreed():
+        with raise_on_all():
             stored = set(checkpoint.stored_names(place))
             rank_state = own_state(place, self._place.data_rank)
             absent = next((name for name in extra if name not in rank_state["extra"]), None)
@@ -147,8 +147,8 @@ class ScriptState:
             self._optimizers.expect(stored)
             state = {name: value for name, value in self.tensors().items() if name in stored}
         checkpoint.load(place, state)
-        with agreed():
-            self._loaded(state)
+        with raise_on_all():
+            self._after_load(state)
             self._optimizers.take_settings(rank_state["groups"])
             for name, one in extra.items():
                 one.load_state_dict(rank_state["extra"][name])
@@ -160,15 +160,15 @@ class ScriptState:
         with self._optimizers.expected(stored):
             state = self.tensors()
             put_back(state, snapshots)
-        self._loaded(state)
+        self._after_load(state)
 
-    def _loaded(self, state: Mapping[str, Tensor]) -> None:
+    def _after_load(self, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it."""
         self._optimizers.loaded(state)
         for at, average in enumerate(self.averages):
             average.loaded(f"ema{at or ''}", state)
 
-    def whole(self, kind: str) -> dict[str, Tensor]:
+    def whole_tensors(self, kind: str) -> dict[str, Tensor]:
         """Return whole tensors of one kind on the CPU of every rank, by name; all ranks call it.
 
         They are in the order of the module on each rank, whatever part it has.
@@ -201,7 +201,7 @@ class ScriptState:
         return dict(sorted(parts.items(), key=lambda one: (self._order.get(one[0], last), one[0])))
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> None:
+    def load_whole(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters and buffers the values of these whole tensors, by name."""
         tensors = self.tensors()
         held = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
@@ -241,15 +241,15 @@ def checkpoint_in(folder: Path) -> Path | None:
     LaunchError, on all ranks, where the newest is damaged.
     """
     place: str | None = None
-    with agreed():
+    with raise_on_all():
         if not dist.is_initialized() or dist.get_rank() == 0:
-            place = _in(folder)
+            place = _user_file(folder)
     if dist.is_initialized():
         place = broadcast_json(place, source=0)
     return None if place is None else Path(place)
 
 
-def _in(folder: Path) -> str | None:
+def _user_file(folder: Path) -> str | None:
     if (folder / checkpoint.META).exists():
         wrong = checkpoint.problem(folder)
         if wrong is not None:
@@ -263,7 +263,7 @@ def _in(folder: Path) -> str | None:
 def _plain(name: str, state: Any) -> Any:
     """Return state of the script's own; refuse what could be written and never be read."""
     try:
-        _unpickled(io.BytesIO(_pickled(state)))
+        _unpickle(io.BytesIO(_pickle(state)))
     except Exception as error:  # state of the user's own may fail in any way
         raise LaunchError(
             f"{name}: cannot be saved as plain data: {checkpoint.short(error)}; let "
@@ -272,13 +272,13 @@ def _plain(name: str, state: Any) -> Any:
     return state
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _unpickled(file: BinaryIO) -> Any:
+def _unpickle(file: BinaryIO) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -288,8 +288,8 @@ def own_state(place: Path, slice_rank: int) -> dict[str, Any]:
     if not path.exists():
         path = place / _own_file(0)
     try:
-        with checksums.opened(path) as file:
-            state: dict[str, Any] = _unpickled(file)
+        with checksums.open_regular(path) as file:
+            state: dict[str, Any] = _unpickle(file)
     except Exception as error:  # a damaged pickle ends in any error
         raise LaunchError(
             f"{path}: cannot be read as plain data: {checkpoint.short(error)}"

@@ -177,7 +177,7 @@ class LanguageModel:
             batch = tuple(leaf[:, self._positions] for leaf in batch)
         return batch
 
-    def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+    def untrained_tensors(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what a rank has beside what it trains, by name."""
         held: dict[str, Tensor] = {}
         for part in parts:
@@ -187,7 +187,7 @@ class LanguageModel:
                     held[name] = parameter
         return held
 
-    def saved(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+    def saved_untrained_tensors(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what of that a checkpoint has: with adapters nothing, since none of it changes."""
         if self.plan.training.lora is not None:
             return {}
@@ -249,7 +249,7 @@ def adapter_of(
     context: Context = WHOLE,
     documents: bool = False,
 ) -> Adapter:
-    """Return the adapter for a model that `supported` has nothing against.
+    """Return the adapter for a model that `unsupported_reason` has nothing against.
 
     `dtype` is the type of activations.  `weights` is a folder whose config.json, if it has one,
     gives the settings that ModelGraph's figures leave open.  `context` says which positions of a

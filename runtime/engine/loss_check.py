@@ -23,15 +23,15 @@ from meshwright.planner.errors import BatchError, MeshwrightError, RecordError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.batches import cut_by, part_of, samples_in
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.loss import counted, plain
+from meshwright.runtime.core.loss import loss_sum_of, plain
 from meshwright.runtime.core.side_effects import (
     MOST_CHECKED,
     Changes,
     PythonNumbers,
     RandomNumbers,
-    copied,
+    deepcopy_module,
     seed_all,
-    untouched,
+    restore_side_effects,
 )
 from meshwright.runtime.engine.module_graph import SAMPLES, Loss, few_samples
 from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Value
@@ -74,12 +74,12 @@ def check_loss(
     """
     parts = plan.mesh.data_shard * plan.mesh.data_replicate * plan.micro_batches
     cut = parts > 1 and not isinstance(loss, whole_batch)
-    with untouched(module, recorder.inputs, loss), torch.enable_grad():
+    with restore_side_effects(module, recorder.inputs, loss), torch.enable_grad():
         torch.manual_seed(0)
-        loss_copy = copied(loss) if isinstance(loss, nn.Module) else loss
+        loss_copy = deepcopy_module(loss) if isinstance(loss, nn.Module) else loss
         trial = _LossTrial(plan, module, recorder, batch, loss_copy)
         trial.refuse_own_parameters()
-        reason = trial.compared() if cut else None
+        reason = trial.difference() if cut else None
         if cut and reason is None:
             trial.refuse_memory(parts)
         apart = parts > 1 and not by_micro_batch
@@ -110,7 +110,7 @@ class _LossSums:
     @classmethod
     def of(cls, returned: Any, samples: int) -> _LossSums:
         """Read what a loss returned."""
-        loss_sum = counted(returned, samples)
+        loss_sum = loss_sum_of(returned, samples)
         values = {"sum": _number(loss_sum.total), "count": _number(loss_sum.count)}
         for name, value in loss_sum.metrics.items():
             pair = value if isinstance(value, tuple) else (value, 0.0)
@@ -143,29 +143,31 @@ class _LossTrial:
         self._batch = batch
         self._loss = loss
 
-    def compared(self) -> str | None:
+    def difference(self) -> str | None:
         """Return what of the whole is not the sum of its parts, if anything."""
         if not has_data(tree_leaves(self._batch)):
             return None
         real = self._is_real()
         few = few_samples(self._batch, SAMPLES)
-        made = self._made(few) if real else _recorded(self._recorder.first, few)
+        made = self._outputs_of(few) if real else _recorded_outputs(self._recorder.first, few)
         loose = [leaf for leaf in tree_leaves(made) if _is_float(leaf) and not _is_sampled(leaf)]
         size = self._size(made)
         if real and loose:
-            return self._compared(lambda batch, _: self._made(batch, drawing=False), size)
-        kinds = [*_repeated(made, 2 * size, real=real), *([lambda *_: made] if real else [])]
+            return self._difference_at(
+                lambda batch, _: self._outputs_of(batch, drawing=False), size
+            )
+        kinds = [*_repeat_outputs(made, 2 * size, real=real), *([lambda *_: made] if real else [])]
         for at, outputs in enumerate(kinds):
             last = real and at == len(kinds) - 1
             try:
                 if not last:
-                    return self._compared(outputs, size)
+                    return self._difference_at(outputs, size)
                 self._sums(outputs, few, range(SAMPLES))
             except _LossError as error:
                 if last:
                     raise BatchError(
-                        f"loss: fails with the module's outputs ({_said(made)}) and the batch "
-                        f"({_said(self._batch)}): {error}; it is loss(outputs, batch), and takes "
+                        f"loss: fails with the module's outputs ({_structure_text(made)}) and the batch "
+                        f"({_structure_text(self._batch)}): {error}; it is loss(outputs, batch), and takes "
                         "its targets out of the batch"
                     ) from error.__cause__
         return None
@@ -175,11 +177,11 @@ class _LossTrial:
         if not self._is_real():
             return
         few = few_samples(self._batch, SAMPLES)
-        outputs = tree_map(_fresh, self._made(few))
+        outputs = tree_map(_fresh, self._outputs_of(few))
         try:
-            loss_sum = counted(self._called(outputs, few), SAMPLES)
+            loss_sum = loss_sum_of(self._call_loss(outputs, few), SAMPLES)
         except _LossError:
-            return  # what is wrong with it is said by `compared`, or by the first step
+            return  # what is wrong with it is said by `difference`, or by the first step
         given = {id(leaf) for leaf in tree_leaves((outputs, few))}
         parameter = next(
             (leaf for leaf in _trained_by(loss_sum.total) if id(leaf) not in given), None
@@ -197,16 +199,16 @@ class _LossTrial:
         if not self._is_real():
             return
         few = few_samples(self._batch, SAMPLES)
-        outputs = self._made(few)
+        outputs = self._outputs_of(few)
         before = Changes((self._loss,))
         if before.generators:
             return
         reasons = []
-        with untouched(self._loss):
+        with restore_side_effects(self._loss):
             for _ in range(2):
                 seed_all(0)
                 try:
-                    returned = self._called(tree_map(_fresh, outputs), few)
+                    returned = self._call_loss(tree_map(_fresh, outputs), few)
                 except _LossError:
                     return
                 reasons.append(_LossSums.of(returned, SAMPLES).values)
@@ -233,14 +235,14 @@ class _LossTrial:
         batch = few_samples(self._batch, size * count)
         seed_all(0)
         before, asked = RandomNumbers(), inner_loss.times_asked()
-        whole = self._made(batch, drawing=False)
+        whole = self._outputs_of(batch, drawing=False)
         drew = before.drew_torch() or not before.drew_as(PythonNumbers())
         if drew or inner_loss.times_asked() > asked:
             return None
-        parts = [self._made(part, drawing=False) for part in cut_by(batch, size)]
+        parts = [self._outputs_of(part, drawing=False) for part in cut_by(batch, size)]
         for leaf, *of_parts in zip(tree_leaves(whole), *map(tree_leaves, parts), strict=False):
             if isinstance(leaf, Tensor) and all(isinstance(part, Tensor) for part in of_parts):
-                apart = _apart(leaf, of_parts, size)
+                apart = _distance(leaf, of_parts, size)
                 if apart > CLOSE_OUTPUTS:
                     return (
                         "what it makes of a sample depends on the other samples of the batch (by "
@@ -278,9 +280,9 @@ class _LossTrial:
         found = max(size for size in range(1, most + 1) if whole % size == 0)
         return found if found > 1 or whole * elements * 2 > MOST_ELEMENTS else whole
 
-    def _made(self, batch: Any, *, drawing: bool = True) -> Any:
+    def _outputs_of(self, batch: Any, *, drawing: bool = True) -> Any:
         """Return what a copy of the module makes, in eval mode where samples must not share."""
-        module = copied(self._module)
+        module = deepcopy_module(self._module)
         norms = [
             norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)
         ]
@@ -296,7 +298,7 @@ class _LossTrial:
         outputs = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
-    def _compared(self, outputs: _Outputs, size: int) -> str | None:
+    def _difference_at(self, outputs: _Outputs, size: int) -> str | None:
         samples = 2 * size
         batch = few_samples(self._batch, samples)
         whole = self._sums(outputs, batch, range(samples))
@@ -312,11 +314,11 @@ class _LossTrial:
 
     def _sums(self, outputs: _Outputs, batch: Any, samples: range) -> _LossSums:
         half = outputs(batch, samples)
-        with untouched(self._loss):
-            returned = self._called(half, batch)
+        with restore_side_effects(self._loss):
+            returned = self._call_loss(half, batch)
         return _LossSums.of(returned, len(samples))
 
-    def _called(self, outputs: Any, batch: Any) -> Any:
+    def _call_loss(self, outputs: Any, batch: Any) -> Any:
         """Call the loss."""
         try:
             return self._loss(outputs, own_tensors(batch))
@@ -335,17 +337,17 @@ class _LossError(Exception):
     """What a loss raised on outputs that it may not be made for."""
 
 
-def _repeated(outputs: Any, samples: int, *, real: bool) -> list[_Outputs]:
+def _repeat_outputs(outputs: Any, samples: int, *, real: bool) -> list[_Outputs]:
     """Return outputs for `samples` samples in the ways that are tried, none alike another."""
     leaves, spec = tree_flatten(outputs)
 
-    def tiled(change: Callable[[Tensor], Tensor]) -> _Outputs:
-        whole = [_tiled(leaf, samples, change) for leaf in leaves]
+    def tile(change: Callable[[Tensor], Tensor]) -> _Outputs:
+        whole = [_tile_leaf(leaf, samples, change) for leaf in leaves]
         return lambda _, own: part_of(tree_unflatten([_fresh(x) for x in whole], spec), own)
 
     if real:
-        return [tiled(_full), tiled(lambda leaf: leaf)]
-    return [tiled(torch.randn_like), tiled(torch.rand_like), tiled(lambda x: -torch.rand_like(x))]
+        return [tile(_full), tile(lambda leaf: leaf)]
+    return [tile(torch.randn_like), tile(torch.rand_like), tile(lambda x: -torch.rand_like(x))]
 
 
 def _full(leaf: Tensor) -> Tensor:
@@ -353,7 +355,7 @@ def _full(leaf: Tensor) -> Tensor:
     return leaf.float() if leaf.element_size() < 4 else leaf
 
 
-def _tiled(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> Any:
+def _tile_leaf(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> Any:
     if not _is_sampled(leaf):
         return leaf
     tile = leaf.detach()[[at % SAMPLES for at in range(samples)]]
@@ -385,7 +387,7 @@ def _trained_by(total: Tensor) -> Iterator[Tensor]:
         waiting += [function for function, _ in node.next_functions]
 
 
-def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
+def _distance(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
     """Return how far an output of samples lies from those of parts of `size`, over its size.
 
     A dim may have several rows for each sample, one after the other or view by view.  0 where no
@@ -422,11 +424,11 @@ def _whole_leaf(batch: Any) -> str:
     return ""
 
 
-def _recorded(recording: Recording, few: Any) -> Any:
+def _recorded_outputs(recording: Recording, few: Any) -> Any:
     """Return outputs of the shapes of a recording, without a run of the module."""
     given = tree_leaves(few)
 
-    def made(leaf: Any) -> Any:
+    def with_values(leaf: Any) -> Any:
         match leaf:
             case Value(at):
                 value = recording.values[at]
@@ -438,7 +440,7 @@ def _recorded(recording: Recording, few: Any) -> Any:
             case _:
                 return leaf
 
-    return tree_unflatten([made(leaf) for leaf in recording.result], recording.result_spec)
+    return tree_unflatten([with_values(leaf) for leaf in recording.result], recording.result_spec)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -453,7 +455,7 @@ def _number(value: Any) -> float:
     return float(plain(value) if isinstance(value, Tensor) else value)
 
 
-def _said(tree: Any) -> str:
+def _structure_text(tree: Any) -> str:
     """Return what a pytree is made of: `a tuple of Tensor [8, 4], Tensor [8]`."""
     leaves = [
         f"{type(leaf).__name__} {list(leaf.shape)}" if isinstance(leaf, Tensor)

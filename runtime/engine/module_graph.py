@@ -33,8 +33,14 @@ from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.units import name_of
 from meshwright.planner.errors import BatchError, LaunchError, PlanError, RecordError
 from meshwright.runtime.core.batches import samples_in
-from meshwright.runtime.core.loss import counted
-from meshwright.runtime.core.side_effects import Changes, PythonNumbers, copied, seed_all, untouched
+from meshwright.runtime.core.loss import loss_sum_of
+from meshwright.runtime.core.side_effects import (
+    Changes,
+    PythonNumbers,
+    deepcopy_module,
+    seed_all,
+    restore_side_effects,
+)
 from meshwright.runtime.engine.named_loss import check_chunks, head_of, token_loss
 from meshwright.runtime.optim.sharded_optimizer import (
     Factory,
@@ -87,7 +93,7 @@ def script_model(
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
     """
-    with untouched(module, inputs, loss, optimizer, groups):
+    with restore_side_effects(module, inputs, loss, optimizer, groups):
         few = few_samples(batch, SAMPLES)
         return _graph_of(
             module,
@@ -125,7 +131,7 @@ def _graph_of(
     )
     traced = _figures(recorder, few, loss, kinds)
     shared = [layer.shares for layer in traced]
-    figures = [_halved(layer.trace) for layer in traced]
+    figures = [_halve(layer.trace) for layer in traced]
     if branches:  # what a layer passes on of others is theirs
         figures = [
             trace.model_copy(update={"output_bytes": size // SAMPLES})
@@ -137,7 +143,7 @@ def _graph_of(
         else frozenset()
     )
     styles = DerivedStyles(module, recorder, tried) if degrees else None
-    divided = _divided(module, recorder, few, loss, degrees, styles, gathered, kinds, traced)
+    divided = _divided_layers(module, recorder, few, loss, degrees, styles, gathered, kinds, traced)
     if branches:
         divided = [
             parts and tuple(_handing_on(part, trace.output_bytes) for part in parts)
@@ -224,7 +230,7 @@ def _logits(
         rows=recording.values[values[0][1]].shape.numel() // head.out_features // SAMPLES,
         width=head.in_features,
         outputs=head.out_features,
-        trace=_halved(last.without_loss),
+        trace=_halve(last.without_loss),
     )
 
 
@@ -285,16 +291,16 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
         return frozenset()
     # One unit is replayed as the module itself.
     backward = recorder.refused is None
-    with untouched(module, recorder.inputs), torch.enable_grad():
-        twin = copied(module)
-        once = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few), backward=backward)
-        changed = _changed(recorder, module.named_parameters(), twin.named_parameters())
-        buffers = _changed(recorder, module.named_buffers(), twin.named_buffers())
-        again = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few))
+    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+        twin = deepcopy_module(module)
+        once = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few), backward=backward)
+        changed = _changed_names(recorder, module.named_parameters(), twin.named_parameters())
+        buffers = _changed_names(recorder, module.named_buffers(), twin.named_buffers())
+        again = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few))
     if not once.makes_as(again):  # statistics that no training forward reads are none of these
         changed |= buffers
-    with untouched(module, recorder.inputs), torch.enable_grad():
-        other = copied(module)
+    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+        other = deepcopy_module(module)
         stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
         replayed = _ForwardTrial.of(
             other, lambda: stage(micro=MicroBatch(own_tensors(few))), backward=backward
@@ -319,7 +325,7 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
     return again.changes | changed
 
 
-def _changed(
+def _changed_names(
     recorder: Recorder, before: Iterable[tuple[str, Tensor]], now: Iterable[tuple[str, Tensor]]
 ) -> set[str]:
     """Return the names of tensors that have other values now."""
@@ -327,7 +333,7 @@ def _changed(
     return {
         recorder.aliases.get(name, name)
         for name, then in before
-        if name in here and not _same(then, here[name])
+        if name in here and not _equal(then, here[name])
     }
 
 
@@ -359,17 +365,17 @@ def changes_by_samples(
 ) -> bool:
     """Whether what a forward changes depends on its samples or draws, as all but tensors may."""
     other = tree_map(_of_first_sample, few)
-    if all(map(_same, tree_leaves(few), tree_leaves(other))):
+    if all(map(_equal, tree_leaves(few), tree_leaves(other))):
         return True
     rounds: list[dict[str, Tensor]] = []
     for seed, batch in enumerate((few, other)):
-        with untouched(module, recorder.inputs), torch.enable_grad():
-            twin = copied(module)
+        with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+            twin = deepcopy_module(module)
             seed_all(seed)
-            _called(twin, recorder, batch)
+            _forward_of(twin, recorder, batch)
         rounds.append({**dict(twin.named_parameters()), **dict(twin.named_buffers())})
     return not all(
-        name in rounds[0] and _same(*(values[name] for values in rounds)) for name in changing
+        name in rounds[0] and _equal(*(values[name] for values in rounds)) for name in changing
     )
 
 
@@ -381,7 +387,7 @@ def _of_first_sample(leaf: Any) -> Any:
     return samples / 2 if leaf.is_floating_point() else samples.clone()
 
 
-def _called(module: nn.Module, recorder: Recorder, few: Any) -> Any:
+def _forward_of(module: nn.Module, recorder: Recorder, few: Any) -> Any:
     args, kwargs = arguments(recorder.inputs(own_tensors(few)))
     return module(*args, **kwargs)
 
@@ -414,7 +420,7 @@ class _ForwardTrial:
         """Tell whether both made the same, and drew as many random numbers of Python's own."""
         return (
             len(self.leaves) == len(other.leaves)
-            and all(map(_same, self.leaves, other.leaves))
+            and all(map(_equal, self.leaves, other.leaves))
             and self.numbers.drew_as(other.numbers)
         )
 
@@ -456,7 +462,7 @@ def _pattern(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), device=like.device).cos().to(like.dtype).view(like.shape)
 
 
-def _same(first: Any, other: Any) -> bool:
+def _equal(first: Any, other: Any) -> bool:
     if not (isinstance(first, Tensor) and isinstance(other, Tensor)):
         return bool(first == other)
     if first.shape != other.shape:
@@ -641,12 +647,12 @@ def _figures_of(
         nonlocal sums
         results.append(stage(*given, micro=MicroBatch(batch)))
         if across is not None:
-            sums = across.counted()
+            sums = across.take_sums()
         return tuple(leaf for leaf in tree_leaves(results[0]) if isinstance(leaf, Tensor))
 
     def total(*_: Tensor) -> Tensor:
         assert loss is not None
-        return counted(loss(results[0], batch), SAMPLES).total
+        return loss_sum_of(loss(results[0], batch), SAMPLES).total
 
     trace, passed = traced_call(
         call,
@@ -675,7 +681,7 @@ def _count(module: nn.Module, names: Iterable[str]) -> int:
 # --- over a tensor axis --------------------------------------------------------------------------
 
 
-def _divided(
+def _divided_layers(
     module: nn.Module,
     recorder: Recorder,
     batch: Any,
@@ -747,7 +753,7 @@ def _divided_layer(
             for (_, whole, gathered), size in zip(sizes, here, strict=True)
             if gathered and size < whole
         ),
-        trace=_halved(trace),
+        trace=_halve(trace),
         sums_bytes=tuple(size // SAMPLES for size in sums.again),
         last_sum_bytes=sums.last // SAMPLES,
         copies_bytes=tuple(size // SAMPLES for size in sums.copies),
@@ -795,7 +801,7 @@ class _Counting:
         """Count a tensor that is saved for backward."""
         self.saved += 1
 
-    def counted(self) -> _TensorSums:
+    def take_sums(self) -> _TensorSums:
         """Return what was counted since the last time."""
         sizes = [size for size, _ in self.sums]
         stops = bool(self.sums) and self.saved == self.sums[-1][1]
@@ -818,7 +824,7 @@ class _CopiedGradient(torch.autograd.Function):
         return grad.clone()
 
 
-def _halved(figures: LayerTrace) -> LayerTrace:
+def _halve(figures: LayerTrace) -> LayerTrace:
     return LayerTrace(
         forward_flops=figures.forward_flops / SAMPLES,
         stored_bytes=figures.stored_bytes // SAMPLES,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.loss import IGNORED
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.models.family_adapter import next_token_loss
 from meshwright.runtime.parallel.attention_api import SeenKeys, seeing, seen_now
 from meshwright.runtime.techniques import lora
@@ -125,8 +125,8 @@ def check_chunks(
         raise LaunchError(f"loss: is in chunks, and {name} has an adapter; leave it out")
     if not can_be_tried(module, few):
         return
-    with untouched(module, recorder.inputs, loss):
-        twin = copied(module).eval()
+    with restore_side_effects(module, recorder.inputs, loss):
+        twin = deepcopy_module(module).eval()
         args, kwargs = arguments(recorder.inputs(few))
         whole = loss(twin(*args, **kwargs), few)[0]
         head = twin.get_submodule(name)

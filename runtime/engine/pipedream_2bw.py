@@ -75,7 +75,7 @@ class StalePipeline(RecordedPipeline):
         device: torch.device,
         loss: Callable[[Any, MicroBatch], Tensor],
     ) -> None:
-        """`own` is the one stage of this rank, by its number.
+        """`stages` has the one stage of this rank, by its number.
 
         `groups` are of the same ranks: one for activations, one for gradients.
 
@@ -152,7 +152,7 @@ class StalePipeline(RecordedPipeline):
         """Run a micro-batch forward; return its loss, if this is the last stage."""
         self.versions.use(max(0, step - 1))
         taken = [
-            self._received(like, self._part.stage - 1).requires_grad_(like.requires_grad)
+            self._receive(like, self._part.stage - 1).requires_grad_(like.requires_grad)
             for like in (self._part.inputs if self._part.stage else ())
         ]
         self._module.select(micro_batch)

@@ -126,7 +126,7 @@ class Pipeline:
                 before = self._rank_of.get(part.stage - 1)
                 after = self._rank_of.get(part.stage + 1)
                 if before is not None and before != rank:
-                    x = tuple(self._received(declared, before) for declared in _tuple(part.inputs))
+                    x = tuple(self._receive(declared, before) for declared in _tuple(part.inputs))
                 if part.select is not None:
                     part.select(number)
                 x = output = part.module(*_tuple(x))
@@ -141,7 +141,7 @@ class Pipeline:
             send.wait()
         return losses
 
-    def _received(self, declared: Tensor, source: int) -> Tensor:
+    def _receive(self, declared: Tensor, source: int) -> Tensor:
         """Wait for a tensor like a declared one from another rank of the pipeline."""
         buffer = torch.empty(declared.shape, dtype=declared.dtype, device=self._device)
         dist.recv(buffer, group=self._group, group_src=source)
@@ -214,7 +214,7 @@ class _PipelineStage(PipelineStage):
             self._allocate(self.args_recv_info[fwd_chunk_id], self._declared_inputs)
         receives = super().get_fwd_recv_ops(fwd_chunk_id)
         self._coming_activations[fwd_chunk_id] = [
-            _started(receive, receive.group) for receive in receives
+            _start(receive, receive.group) for receive in receives
         ]
         return []
 
@@ -226,7 +226,7 @@ class _PipelineStage(PipelineStage):
             self._allocate(tuple(i for i, _ in coming), tuple(like for _, like in coming))
         receives = super().get_bwd_recv_ops(bwd_chunk_id)
         self._coming_gradients[bwd_chunk_id] = [
-            _started(receive, self._gradient_group) for receive in receives
+            _start(receive, self._gradient_group) for receive in receives
         ]
         return []
 
@@ -310,13 +310,13 @@ class _PipelineStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         sends = super().get_fwd_send_ops(fwd_chunk_id)
         if sends:
-            self.sent_activations[fwd_chunk_id] = [_started(send, send.group) for send in sends]
+            self.sent_activations[fwd_chunk_id] = [_start(send, send.group) for send in sends]
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         sends = super().get_bwd_send_ops(bwd_chunk_id)
         if sends:
-            self.sent_gradients.append([_started(send, self._gradient_group) for send in sends])
+            self.sent_gradients.append([_start(send, self._gradient_group) for send in sends])
         while len(self.sent_gradients) > GRADIENTS_ON_THE_WAY:
             for work in self.sent_gradients.popleft():
                 work.wait()
@@ -360,7 +360,7 @@ def _tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
-def _started(message: dist.P2POp, group: dist.ProcessGroup | None) -> dist.Work:
+def _start(message: dist.P2POp, group: dist.ProcessGroup | None) -> dist.Work:
     sends = message.op is dist.isend
     work: dist.Work = message.op(
         message.tensor.contiguous() if sends else message.tensor,
@@ -426,16 +426,16 @@ class RecordedPipeline(Pipeline):
 
     def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run one step on all micro-batches; return their losses on the last stage."""
-        with self._given(micro_batches) as numbers:
+        with self._first_inputs(micro_batches) as numbers:
             return self.run(numbers, numbers)
 
     def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run all micro-batches forward only; return their losses on the last stage."""
-        with self._given(micro_batches) as numbers:
+        with self._first_inputs(micro_batches) as numbers:
             return self.evaluate(numbers, numbers)
 
     @contextlib.contextmanager
-    def _given(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
+    def _first_inputs(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
         for stage in self._recorded:
             stage.micro_batches = tuple(micro_batches)
         yield self._numbers[: len(micro_batches)]

@@ -28,7 +28,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.core.batches import samples_in
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.side_effects import untouched
+from meshwright.runtime.core.side_effects import restore_side_effects
 from meshwright.runtime.engine.module_graph import DEGREES, batch_leaves, script_model
 from meshwright.runtime.engine.setup import built, check_functions
 from meshwright.runtime.engine.user_code import UserFiles, in_users_file
@@ -93,7 +93,7 @@ class OwnScript:
         """Return the module's layers and what each costs; nothing is computed."""
         if self.batch is None:
             raise DocumentError("batch", "is missing; give an example of a global batch")
-        with untouched(self.build):
+        with restore_side_effects(self.build):
             graph: ModelGraph = script_model(
                 built(self.build, {}),
                 self.batch,

@@ -33,7 +33,7 @@ from meshwright.runtime.core.global_batch_loss import (
     surrogate,
     whole_batch,
 )
-from meshwright.runtime.core.loss import Totals, counted
+from meshwright.runtime.core.loss import Totals, loss_sum_of
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
@@ -239,7 +239,7 @@ class StepPasses:
     def train(self, micros: Sequence[MicroBatch]) -> None:
         """Add the gradients of all micro-batches, and note their losses."""
         host.forget_sums()
-        sums = self._summed(micros)
+        sums = self._sum_over_batch(micros)
         if isinstance(self._loss, whole_batch):
             with running(InnerLosses(_forget, None, sums)):
                 self._whole_gradients(self._loss, micros)
@@ -259,7 +259,7 @@ class StepPasses:
                 "loss: has no gradient in any micro-batch of this rank: it depends on nothing that "
                 "is trained. Make it of the module's outputs, without detach(), no_grad() or item()"
             )
-        host.summed()
+        host.sum_gradients()
         if self._replicas is not None:
             self._replicas.finish()
         if self._statistics is not None:
@@ -268,7 +268,7 @@ class StepPasses:
     def evaluate(self, micros: Sequence[MicroBatch]) -> None:
         """Note the losses of all micro-batches of `cut_any` in eval mode, and learn nothing."""
         with self._mode(training=False):
-            inner = InnerLosses(self._note_inner, None, self._summed(micros))
+            inner = InnerLosses(self._note_inner, None, self._sum_over_batch(micros))
             with running(inner):
                 if isinstance(self._loss, whole_batch):
                     self._whole_gradients(self._loss, micros)
@@ -291,7 +291,7 @@ class StepPasses:
     def outputs(self, micros: Sequence[MicroBatch], *, training: bool) -> Any:
         """Return what the module makes of `cut_any`, on every rank, without gradients."""
         with self._mode(training=training):
-            inner = InnerLosses(_forget, None, self._summed(micros))
+            inner = InnerLosses(_forget, None, self._sum_over_batch(micros))
             with running(inner):
                 outputs = self._outputs(micros)
         if self._plan.mesh.pipeline > 1:
@@ -312,7 +312,7 @@ class StepPasses:
                 tree_unflatten([leaf.to(self._device) for leaf in sent[at : at + each]], spec)
                 for at in range(0, len(sent), each)
             ]
-        whole = self._at_all_positions(batches.joined(outputs), micros)
+        whole = self._at_all_positions(batches.join_samples(outputs), micros)
         return whole if micros else batches.part_of(whole, range(0))
 
     def _at_all_positions(self, outputs: Any, micros: Sequence[MicroBatch]) -> Any:
@@ -331,7 +331,7 @@ class StepPasses:
         )
 
     @torch.no_grad()
-    def _summed(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
+    def _sum_over_batch(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
         """Return what the module sums over the batch, by a forward of all micro-batches."""
         if not self._sums:
             return None
@@ -423,17 +423,17 @@ class StepPasses:
         made = self._outputs(micros)
         if not made:
             return
-        own = batches.joined([micro.batch for micro in micros])
+        own = batches.join_samples([micro.batch for micro in micros])
         outputs, batch = (
             of_all_slices(self._at_all_positions(tree, micros), place, self._counts)
-            for tree in (batches.joined(made), own)
+            for tree in (batches.join_samples(made), own)
         )
         # All have the same.
         notes = place.data_rank == place.along("tensor") == place.context.rank == 0
         if not torch.is_grad_enabled():
             if notes:
                 samples = sum(self._counts) if self._counts else plan.global_batch
-                self.totals.add(counted(loss(outputs, batch), samples))
+                self.totals.add(loss_sum_of(loss(outputs, batch), samples))
             return
         loss_sum, grads = gradients_by_output(
             loss,
@@ -468,7 +468,7 @@ class StepPasses:
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
         samples = batches.samples_in(micro.batch)
-        loss_sum = counted(self._loss(outputs, micro.batch), samples)
+        loss_sum = loss_sum_of(self._loss(outputs, micro.batch), samples)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
             (self.totals if self._surveyed is None else self._surveyed).add(loss_sum)
         return self._start_of(loss_sum.total)
@@ -487,15 +487,15 @@ class StepPasses:
 
     def _backward_of(self, total: Tensor) -> Tensor:
         """Return what backward of a sum of losses begins at."""
-        return self._gradients.scale.applied(total / (self._gradients.divisor * self._divided))
+        return self._gradients.scale.scale_loss(total / (self._gradients.divisor * self._divided))
 
     def measure_own_gradient(self) -> None:
-        """Let `own` have the square of this rank's gradient from the next step on."""
+        """Let `local_gradient_values` have the square of this rank's gradient from the next step on."""
         if self._replicas is not None:
             self._replicas.measures_own = True
 
     @property
-    def own(self) -> Tensor:
+    def local_gradient_values(self) -> Tensor:
         """What the last step gave on this rank alone: see Engine.own_values."""
         square = None if self._replicas is None else self._replicas.own_square
         totals = self.totals.values.clone()

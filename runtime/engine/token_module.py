@@ -130,7 +130,7 @@ class TokenModel(OwnModel):
         )
         self.counts = plan.seq_len
 
-    def _tried(self, few: Any) -> Any:
+    def _trial_batch(self, few: Any) -> Any:
         return tuple(leaf[:, :TRIED_POSITIONS] for leaf in few)
 
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
@@ -160,7 +160,7 @@ class TokenModel(OwnModel):
     def _sees_less(self, plan: Plan) -> bool:
         return super()._sees_less(plan) or self._documents
 
-    def _seen(self, batch: Any) -> SeenKeys:
+    def _seen_keys(self, batch: Any) -> SeenKeys:
         starts = batch[3] if self._documents else None
         return SeenKeys(context=self.place.context, starts=starts, batch=batch)
 

@@ -21,7 +21,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.units import name_of
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.side_effects import copied
+from meshwright.runtime.core.side_effects import deepcopy_module
 from meshwright.runtime.engine.named_loss import token_loss
 from meshwright.runtime.engine.setup import built
 from meshwright.runtime.engine.token_module import TokenModel, graph_on_tokens, recording_of
@@ -124,7 +124,7 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
         return
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % config.get_text_config().vocab_size
-    tried = copied(module).eval()
+    tried = deepcopy_module(module).eval()
     first, second = (
         tried(**_inputs((tokens_variant,))).logits[:, :-1] for tokens_variant in (tokens, other)
     )
@@ -145,7 +145,7 @@ def _refuse_other_attention(module: nn.Module, config: Any, batch: tuple[Tensor,
     """
     if not can_be_tried(module):
         return
-    tried: Any = copied(module).eval()
+    tried: Any = deepcopy_module(module).eval()
     given = _inputs(tuple(leaf[:1] for leaf in batch))
     ours = tried(**given).logits
     tried.set_attn_implementation("eager")

@@ -20,7 +20,7 @@ from meshwright.planner.frameworks.native_limits import layer_obstacle, obstacle
 from meshwright.planner.schedules import PLAIN, schedule_of
 
 
-def supported(plan: Plan, model: ModelGraph) -> str | None:
+def unsupported_reason(plan: Plan, model: ModelGraph) -> str | None:
     """Return why this plan cannot be executed for this model, or None if it can."""
     return next(_obstacles(plan, model), None)
 

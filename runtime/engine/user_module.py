@@ -144,7 +144,7 @@ class OwnModel:
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
         self._device = device
-        self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
+        self._styles = styles_by_name(plan, module, recorder, tensor, self._trial_batch(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
         self.loss = loss
@@ -180,18 +180,18 @@ class OwnModel:
         """Let a node of a micro-batch see and draw what this rank's positions do."""
         place = self.place.context
         with ExitStack() as held:
-            held.enter_context(seeing(self._seen(batch)))
+            held.enter_context(seeing(self._seen_keys(batch)))
             if place.degree > 1 and node.draws:
                 length = positions_in(batch) * place.degree
                 positions = place.positions(length)
                 held.enter_context(DividedDraws(node.name, self._draws, positions, length))
             yield
 
-    def _seen(self, batch: Any) -> SeenKeys:
+    def _seen_keys(self, batch: Any) -> SeenKeys:
         """Return what attention sees in a micro-batch."""
         return SeenKeys(context=self.place.context, batch=batch)
 
-    def _tried(self, few: Any) -> Any:
+    def _trial_batch(self, few: Any) -> Any:
         """Return the batch of trials, for the tensor axis, of what is divided there."""
         return few
 
@@ -269,11 +269,11 @@ class OwnModel:
         """Return what a user's step is given, at this rank's positions."""
         return divided(given, self.place.context)
 
-    def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+    def untrained_tensors(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what a rank has beside what it trains, by name."""
         return frozen_and_buffers([part.module for part in parts])
 
-    saved = beside
+    saved_untrained_tensors = untrained_tensors
     """What of that a checkpoint has."""
 
     def learning_rate(self, steps: int) -> float | None:

@@ -20,7 +20,7 @@ from meshwright.planner.frameworks.native_limits import script_obstacle
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.seeds import seed_of
-from meshwright.runtime.engine.apply_plan import Script, Staged, is_block, transformed
+from meshwright.runtime.engine.apply_plan import Script, Staged, is_block, apply_plan
 from meshwright.runtime.engine.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
@@ -51,11 +51,11 @@ def refuse_plan(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool = 
 
     `by_plan` says that the optimizer is that of the plan's `training`.
     """
-    for text in _refused(plan, module, loss, by_plan=by_plan):
+    for text in _refusals(plan, module, loss, by_plan=by_plan):
         raise LaunchError(text)
 
 
-def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
+def _refusals(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
     """Yield why each field of a plan is refused, and what to do instead.
 
     Fields of the layout are claimed in planner.frameworks.executed_fields; those beside it are
@@ -70,7 +70,7 @@ def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> I
             f"document_len: is {plan.document_len}, {not_by_engine}; say it to "
             "meshwright.attention(..., starts=...), or by masks, and leave it out"
         )
-    # What is by the plan was asked for by `supported`.
+    # What is by the plan was asked for by `unsupported_reason`.
     obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)
     if obstacle is not None:
         yield str(obstacle)
@@ -204,7 +204,7 @@ def refuse_hooks(
     Those that data parallelism puts in their place have none, and a gradient that a hook sees is
     that of a part of a batch.
     """
-    for name, count in hooked(parameters).items():
+    for name, count in hook_counts(parameters).items():
         if count > ours.get(name, 0):
             raise LaunchError(
                 f"{name}: has a gradient hook, which sees gradients of parts of the batch or is "
@@ -213,7 +213,7 @@ def refuse_hooks(
             )
 
 
-def hooked(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+def hook_counts(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
     """Return how many gradient hooks parameters have, by name, of those that have some."""
     return {
         name: count
@@ -320,7 +320,7 @@ def script_stage(
     if wraps and recorder.refused is not None:
         # What runs between units is not known, and ranks may run other units: gathered whole.
         made.units = {}
-    return transformed(
+    return apply_plan(
         Staged(
             plan=plan,
             stage=stage,

@@ -146,7 +146,7 @@ def recorder(folder: Path) -> dict[str, str]:
     }
 
 
-def behind(folder: Path, group: str) -> dict[int, int]:
+def fewest_collectives(folder: Path, group: str) -> dict[int, int]:
     """Return how many collectives of a group each rank began that began the fewest.
 
     Read from the flight recorder's files; empty where there are none, or all began as many.
@@ -156,7 +156,7 @@ def behind(folder: Path, group: str) -> dict[int, int]:
         number = file.name.removeprefix("rank-")
         with contextlib.suppress(Exception):  # a file that is no record says nothing
             data = read_bytes(file, most=MAX_BYTES)
-            status: Mapping[str, Any] = _recorded(data)["pg_status"]
+            status: Mapping[str, Any] = _unpickle_record(data)["pg_status"]
             begun[int(number)] = int(status[group]["last_enqueued_collective"])
     if len(set(begun.values())) < 2:
         return {}
@@ -173,7 +173,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"names {module}.{name}")
 
 
-def _recorded(data: bytes) -> dict[str, Any]:
+def _unpickle_record(data: bytes) -> dict[str, Any]:
 
     data_read = _PlainUnpickler(io.BytesIO(data)).load()
     if not isinstance(data_read, dict):

@@ -71,7 +71,7 @@ class RankLost(RankFailed):
     """A rank ended as if its device were gone: killed from outside, or by its driver."""
 
 
-def happened(ready: Preflight, event: Event) -> None:
+def log_event(ready: Preflight, event: Event) -> None:
     """Write down what happened, on the node that leads."""
     if ready.ranks.leads:
         run.append_record(event, run.events_file(ready.output))
@@ -102,7 +102,7 @@ def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> No
     end = error.end if isinstance(error, RankFailed) else None
     cause = end.cause if end else "program"
     rank = end.rank if end else None
-    happened(ready, incident(cause, str(error), after_step=after_step, rank=rank))
+    log_event(ready, incident(cause, str(error), after_step=after_step, rank=rank))
 
 
 def keep_evidence(ready: Preflight) -> None:
@@ -259,7 +259,7 @@ def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tup
     ended, failure = bad.cause, bad.failure
     waited = faults.hang(message)
     if waited is not None:
-        late = faults.behind(ready.output, waited.group)
+        late = faults.fewest_collectives(ready.output, waited.group)
         others = ", ".join(f"rank {rank} began {count}" for rank, count in late.items())
         how = f"{waited.text} after step {after_step}"
         return (f"{how}; {others}" if others else how), True

@@ -57,7 +57,7 @@ class ForkedRank:
         """Its process; 0 before it runs."""
         return self.process
 
-    def tell(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to it and the processes that it started."""
         if self.process:
             os.killpg(self.process, number)

@@ -49,7 +49,7 @@ def main() -> int:
         readable, _, _ = select.select(watched, [], [])
         if ended in readable:
             os.read(ended, MOST_BYTES)
-            for rank, code in _ended(running):
+            for rank, code in _ended_ranks(running):
                 connection.send(json.dumps({"number": rank, "code": code}).encode())
         if connection in readable:
             message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 16)
@@ -84,7 +84,7 @@ def _import(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
+def _ended_ranks(running: dict[int, int]) -> list[tuple[int, int]]:
     """Return the ranks that have ended, by number, with what Popen calls their return codes."""
     ranks = []
     while running:

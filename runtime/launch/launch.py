@@ -32,7 +32,7 @@ from meshwright.runtime.launch.failure_report import (
     RankFailed,
     RanksHang,
     bad_end,
-    happened,
+    log_event,
     incident,
     way_on,
     write_incident,
@@ -42,7 +42,7 @@ from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.monitor import Looks, Pace
 from meshwright.runtime.launch.preflight import Preflight, preflight
 from meshwright.runtime.launch.rank_config import write_orders
-from meshwright.runtime.launch.rank_processes import supervised
+from meshwright.runtime.launch.rank_processes import supervise
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import BEACONS, beacons
 from meshwright.runtime.run import preemption as notice
@@ -113,8 +113,8 @@ def launch(asked: Launch) -> RunReport | None:
             if asked.expect is not None and ready.ranks.leads:
                 _expect(ready, asked.expect, say, announced=asked.survive)
             if asked.before is not None:
-                happened(ready, asked.before)
-            happened(ready, _attempt(ready, orders))
+                log_event(ready, asked.before)
+            log_event(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
             shared |= _of_survival(ready, asked)
             looks = Looks(ready, shown, asked)
@@ -173,7 +173,7 @@ def _expect(
     if ready.run.steps <= done:
         return
     expected = expect(ready.run.steps - done)
-    happened(ready, expected)
+    log_event(ready, expected)
     if expected.seconds["steps"] > SAID_S or (announced and expected.is_of_training):
         say.print(f"goodput predicted {expected_text(expected)}")
 
@@ -197,11 +197,11 @@ def _noticing(ready: Preflight, shown: ProgressLine) -> Iterator[dict[str, str]]
         return
     shared = notice.environment(ready.output)
 
-    def noticed(number: int) -> None:
+    def on_notice(number: int) -> None:
         shown.say.print(notice.leave_notice(ready.output, number))
-        happened(ready, incident("notice", notice.name_of(number), after_step=shown.step))
+        log_event(ready, incident("notice", notice.name_of(number), after_step=shown.step))
 
-    with signals_interrupt(noticed):
+    with signals_interrupt(on_notice):
         yield shared
 
 
@@ -232,7 +232,7 @@ def _supervise(
             looks.pace = Pace(ready, shown, seen, asked.prediction, most)
         shown.follow(run.metrics_file(ready.output))
         try:
-            bad = supervised(
+            bad = supervise(
                 ready.command,
                 list(ready.ranks.devices),
                 lambda rank, port: {**ready.ranks.environment(rank, port=port), **recorded},
@@ -290,7 +290,7 @@ def _report(
     ranks = [RankRecord.model_validate(all_records[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
     ended = ranks[0].stopped
-    happened(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
+    log_event(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
     if ended == "grow":
         raise EndsToGrow(f"{_GROWS}, that of step {done}", lead=_GROWS, output=ready.output)
     report = summarise(

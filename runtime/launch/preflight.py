@@ -28,7 +28,7 @@ from meshwright.planner.schedules import PLAIN, schedule_of
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.data import corpus as data
 from meshwright.runtime.data.corpus import Files
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.models import config_fields as library_fields
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.run_folder import Device, orders_file
@@ -176,7 +176,7 @@ def preflight(
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
     warnings = check_devices(plan, chosen, local_ranks)
-    reason = supported(plan, model)
+    reason = unsupported_reason(plan, model)
     if reason:
         raise LaunchError(f"{plan_path}: {reason}")
     if run.data is None:

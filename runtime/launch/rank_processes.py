@@ -3,7 +3,7 @@
 The first rank that ends badly ends all.  A rank never outlives the launcher: it asks the kernel to
 be killed with its parent, and the launcher kills what still runs whenever it leaves.
 
-`supervised` is the whole of it, for one node of several: what launches a plan and what measures a
+`supervise` is the whole of it, for one node of several: what launches a plan and what measures a
 machine both go through it.  What rank 0 prints goes to the launcher's own console too.
 """
 
@@ -163,13 +163,13 @@ class RunningRanks:
     def end(self, *, grace_s: float) -> None:
         """End what still runs: ask first, kill after the grace."""
         try:
-            self._tell(signal.SIGTERM)
+            self._send_signal(signal.SIGTERM)
             deadline = time.monotonic() + grace_s
             while self._look() and time.monotonic() < deadline:
                 self._await_end()
         finally:
             # Reached also when a second Ctrl-C cuts the grace short.
-            self._tell(signal.SIGKILL)
+            self._send_signal(signal.SIGKILL)
             for process in self._processes:
                 process.wait()
             for descriptor in self._descriptors:
@@ -206,13 +206,13 @@ class RunningRanks:
     def _bad(self) -> list[Exit]:
         return [seen for seen in self._exits.values() if seen.code != 0]
 
-    def _tell(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         """Send a signal to each rank that runs, and to the processes that it started."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     if isinstance(process, ForkedRank):
-                        process.tell(number)
+                        process.send_signal(number)
                     else:
                         os.killpg(process.pid, number)
 
@@ -226,7 +226,7 @@ class BadEnd:
     failure: Failure | None
 
 
-def supervised(
+def supervise(
     command: Sequence[str],
     ranks: Sequence[int],
     environment: Callable[[int, str], Mapping[str, str]],

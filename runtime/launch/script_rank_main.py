@@ -42,7 +42,7 @@ def main() -> int:
     except HandedOver:
         _hand_over()
     except BaseException as error:
-        _say(error, script)
+        _report_error(error, script)
         return 1
     return 0
 
@@ -58,7 +58,7 @@ def _place() -> dict[str, Any]:
     return {"rank": int(os.environ["RANK"]), "output": Path(os.environ[OUTPUT_VARIABLE])}
 
 
-def _say(error: BaseException, script: str) -> None:
+def _report_error(error: BaseException, script: str) -> None:
     """Print where the script failed, and tell the launcher."""
     from meshwright.planner.system.safe_files import opened  # noqa: PLC0415
     from meshwright.runtime.launch.rank_processes import blames_a_peer  # noqa: PLC0415

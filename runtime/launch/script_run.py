@@ -32,7 +32,7 @@ from meshwright.runtime.launch.preflight import (
     cuda_devices,
     ranks_of_node,
 )
-from meshwright.runtime.launch.rank_processes import BadEnd, log_end, supervised
+from meshwright.runtime.launch.rank_processes import BadEnd, log_end, supervise
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.environment import OUTPUT_VARIABLE, PLAN_VARIABLE
@@ -162,11 +162,11 @@ def run_script(
     started = _Started(plan, plan_path, script, tuple(arguments), folder, ranks)
     progress = _ScriptProgress(run.metrics_file(folder), say)
 
-    def noticed(number: int) -> None:
+    def on_notice(number: int) -> None:
         progress.ends_s = time.monotonic() + notice.GRACE_S
         say(notice.leave_notice(folder, number))
 
-    with alone_in(folder), signals_interrupt(noticed):
+    with alone_in(folder), signals_interrupt(on_notice):
         if leads:
             write(plan, run.plan_file(folder))
             run.metrics_file(folder).unlink(missing_ok=True)
@@ -222,7 +222,7 @@ def _attempt(
         for name in ("logs", "ranks"):
             folder_within(folder, name, emptied_of="rank-*")
         try:
-            bad = supervised(
+            bad = supervise(
                 [
                     sys.executable,
                     "-u",

@@ -41,7 +41,7 @@ from meshwright.runtime.data.corpus import Corpus, CorpusSamples
 from meshwright.runtime.data.packing import PackedSamples, samples_of
 from meshwright.runtime.engine.engine import Engine, StepResult
 from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
 from meshwright.runtime.resilience.heartbeat import Beacon, own_seconds
@@ -82,7 +82,9 @@ def token_engine(
     """
     described = trained_model(plan, model, device=device, weights=weights, documents=documents)
     clip_norm = plan.training.clip_norm
-    return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
+    return Engine.of_language_model(
+        described, clip_norm=clip_norm, compare_every=compare_every, device=device
+    )
 
 
 def trained_model(
@@ -99,7 +101,7 @@ def trained_model(
     `place` is this rank's if it is not that of all ranks in the plan.
     """
     plan.check_model(model)
-    reason = supported(plan, model)
+    reason = unsupported_reason(plan, model)
     if reason:
         raise LaunchError(reason)
     how: dict[str, Any] = {
@@ -228,7 +230,9 @@ class Loop:
                 run=orders.token,
                 config=engine.configuration(),
                 keep=orders.keep_checkpoints,
-                companions=companions.found(orders.tokenizer, orders.weights, plan.model.source),
+                companions=companions.tokenizer_files(
+                    orders.tokenizer, orders.weights, plan.model.source
+                ),
             )
             if orders.checkpoint
             else None
@@ -338,7 +342,9 @@ class Loop:
         while ends is None and self.steps_done < self.orders.steps:
             step = self.steps_done + 1
             begin = time.perf_counter()
-            result = self._step() if step != watched else peak.of(self._step, self.engine.state())
+            result = (
+                self._step() if step != watched else peak.watch(self._step, self.engine.state())
+            )
             step_s.append(time.perf_counter() - begin)
             self._check(step, result)
             self.steps_done = step
@@ -366,14 +372,14 @@ class Loop:
                     self._saver.begin(state, self._progress(loss))
                     if ends is None and step < self.orders.steps and _ends_to_grow():
                         ends = "grow"
-                schedule.stepped(step, step_s, metrics)
+                schedule.after_step(step, step_s, metrics)
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)
         self._beacon.tell(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
         saved = self._last_saved()
         if schedule is not None:
-            schedule.tell(metrics)
+            schedule.report_last_save(metrics)
         if metrics is not None:
             metrics.close()
         return RankRecord(
@@ -416,7 +422,7 @@ class Loop:
                 saver.finish()
             saver.check()
             return
-        failed = saver.failed(waits=waits)
+        failed = saver.take_failure(waits=waits)
         if failed is not None and metrics is not None:
             step, why = failed
             metrics.happened(SaveFailed(at_unix_s=time.time(), step=step, why=why[:MOST_WHY]))
@@ -468,13 +474,13 @@ class Loop:
 
     def _step(self) -> StepResult:
         if not self._beacon.is_seen:
-            return self._stepped(self._next_batch())
+            return self._take_step(self._next_batch())
         self._beacon.tell(self.steps_done + 1, "batch")
         begin_s = time.perf_counter()
         batch = self._next_batch()
         self._beacon.tell(self.steps_done + 1, "step")
         data_s, before_s = time.perf_counter() - begin_s, self._own_s()
-        result = self._stepped(batch)
+        result = self._take_step(batch)
         self._beacon.stepped(
             data_s=data_s,
             work_s=self._own_s() - before_s,
@@ -486,7 +492,7 @@ class Loop:
         """Seconds of this rank's own work; 0 where a device does it, which says nothing of that."""
         return own_seconds() if self.orders.device == "cpu" else 0.0
 
-    def _stepped(self, batch: tuple[Tensor, ...]) -> StepResult:
+    def _take_step(self, batch: tuple[Tensor, ...]) -> StepResult:
         # A step's random numbers depend on nothing before it, so none need to be saved.
         seed = step_seed(
             self.plan.training.seed,
@@ -636,7 +642,7 @@ class _Peak:
         self._bytes: int | None = None
         self._counting = False
 
-    def of(self, step: Callable[[], StepResult], held: Mapping[str, Tensor]) -> StepResult:
+    def watch(self, step: Callable[[], StepResult], held: Mapping[str, Tensor]) -> StepResult:
         """Take the step and watch it; `held` are weights and optimizer state."""
         if self._blind:
             return step()

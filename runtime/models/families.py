@@ -10,7 +10,7 @@ from meshwright.planner.architectures.parameters import block_kinds, slides
 from meshwright.planner.documents.document import refuse_irregular
 from meshwright.planner.documents.model import Architecture, Experts
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.models.config_fields import DRAWS, unexecuted
+from meshwright.runtime.models.config_fields import DRAWS, unexecuted_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ def _read(folder: Path, a: Architecture) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its checks of fields raise several kinds
         raise LaunchError(f"{folder}: transformers refuses the config.json: {error}") from error
-    refused = next(unexecuted(config, _types(a)), None)
+    refused = next(unexecuted_fields(config, _types(a)), None)
     if refused:
         raise LaunchError(f"{folder}: {refused}")
     return config

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.planner.errors import OptimizerError
 from meshwright.runtime.core import pinned_memory as host
-from meshwright.runtime.core.side_effects import untouched
+from meshwright.runtime.core.side_effects import restore_side_effects
 
 BUCKET_BYTES = 64 * 2**20
 """Of state, which is what a bucket moves."""
@@ -40,7 +40,7 @@ def steps_apart(new: Callable[[list[nn.Parameter]], Optimizer]) -> bool:
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(4, 2, 3, 3, generator=generator)
     together, apart = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    with untouched(new), torch.compiler.set_stance("force_eager"):
+    with restore_side_effects(new), torch.compiler.set_stance("force_eager"):
         whole, streamed = new(together), new(apart)
         for both in grads:
             for parameter, grad in zip(together, both, strict=True):

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.planner.errors import OptimizerError
 from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.side_effects import untouched
+from meshwright.runtime.core.side_effects import restore_side_effects
 from meshwright.runtime.core.torch_api_hints import PendingGradient, refuse_step
 from meshwright.runtime.core.torch_internals import compute_local_shape_and_global_offset
 from meshwright.runtime.optim.gradients import (
@@ -162,7 +162,7 @@ def couples_parameters(group: ParameterGroup) -> bool:
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(1 + PROBE_STEPS, 2, 3, 3, generator=generator)
     together, apart = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    with untouched(group.factory), torch.compiler.set_stance("force_eager"):
+    with restore_side_effects(group.factory), torch.compiler.set_stance("force_eager"):
         drawn = torch.get_rng_state()
         optimizers = [
             _of_group(group, parameters)
@@ -187,7 +187,7 @@ def _probed(
     rows: slice,
 ) -> tuple[Tensor, bool]:
     """Return some rows after a few steps, and whether the state has their shape or is numbers."""
-    with untouched(factory), torch.compiler.set_stance("force_eager"):
+    with restore_side_effects(factory), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         parameter = nn.Parameter(first[rows].clone())
         optimizer = made(factory, [{"params": [parameter], **settings}])
@@ -216,7 +216,7 @@ def state_bytes(group: ParameterGroup, shapes: Iterable[torch.Size]) -> float:
     def of(shape: torch.Size) -> int:
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
-        with untouched(group.factory), torch.compiler.set_stance("force_eager"):
+        with restore_side_effects(group.factory), torch.compiler.set_stance("force_eager"):
             optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
             optimizer.step()
         kept = optimizer.state[parameter].values()
@@ -580,7 +580,7 @@ class TorchOptimizers(Gradients):
                     continue
                 copy = nn.Parameter(torch.zeros_like(part.plain))
                 copy.grad = torch.zeros_like(copy)
-                with untouched(group.factory):
+                with restore_side_effects(group.factory):
                     thrown = made(group.factory, [{"params": [copy], **group.settings}])
                     thrown.step()
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])

@@ -20,8 +20,8 @@ from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.auxiliary_loss import BatchSums, InnerLosses, running
 from meshwright.runtime.core.batches import samples_in
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.loss import counted
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.loss import loss_sum_of
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.attention_api import (
     SeenKeys,
     noted,
@@ -51,8 +51,8 @@ def check_positions(
     length = positions_in(batch)
     if not has_data((*tree_leaves(batch), *module.parameters())):
         return
-    with untouched(module, recorder.inputs, loss), noted() as calls:
-        tried = copied(module).eval()
+    with restore_side_effects(module, recorder.inputs, loss), noted() as calls:
+        tried = deepcopy_module(module).eval()
 
         def made(given: Any) -> Any:
             args, kwargs = arguments(recorder.inputs(given))
@@ -96,8 +96,8 @@ def check_parts(
     """
     if not has_data((*tree_leaves(batch), *module.parameters())):
         return {}
-    with untouched(module, recorder.inputs, loss):
-        loss_copy = copied(loss) if isinstance(loss, nn.Module) else loss
+    with restore_side_effects(module, recorder.inputs, loss):
+        loss_copy = deepcopy_module(loss) if isinstance(loss, nn.Module) else loss
         return _PartsTrial(module, recorder, batch, loss_copy, why).dims()
 
 
@@ -122,7 +122,9 @@ class _PartsTrial:
         self._halves = (every[::2], every[1::2])
         self._parts = [self._part_of(batch, half) for half in self._halves]
         self._draws = any(node.draws for node in recorder.first.nodes)
-        self._stage = RecordedStage(copied(module), recorder, 0, len(recorder.first.layers)).train()
+        self._stage = RecordedStage(
+            deepcopy_module(module), recorder, 0, len(recorder.first.layers)
+        ).train()
         for part in self._stage.modules():
             if isinstance(part, _BatchNorm):
                 part.forward = functools.partial(self._unchanged, part)  # type: ignore[method-assign]
@@ -229,7 +231,7 @@ class _PartsTrial:
             )
 
     def _said(self, outputs: Any, batch: Any) -> tuple[float, float]:
-        loss_sum = counted(self._loss(outputs, own_tensors(batch)), samples_in(batch))
+        loss_sum = loss_sum_of(self._loss(outputs, own_tensors(batch)), samples_in(batch))
         return float(loss_sum.total), float(loss_sum.count)
 
 

@@ -56,7 +56,7 @@ from torch.nn import functional
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.collectives import gather
 from meshwright.runtime.core.local_parts import on_local_parts
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_parallel import distribute
 
 HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
@@ -208,8 +208,8 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
     hidden = torch.randn(2 * count, cast(Tensor, module.down_proj).shape[1])
     index = torch.stack([torch.randperm(count)[:2] for _ in hidden])
     weights = torch.rand(index.shape)
-    with untouched(module):
-        tried = copied(module)
+    with restore_side_effects(module):
+        tried = deepcopy_module(module)
         try:
             output = tried(hidden, index, weights)
         except Exception as error:

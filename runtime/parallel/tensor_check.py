@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.planner.errors import MeshwrightError
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_collectives import Across
 from meshwright.runtime.parallel.tensor_regions import (
     CONVOLUTIONS,
@@ -230,7 +230,7 @@ class DivisionTrial:
 
     def divided(self, degree: int) -> DividedUnit:
         """Return how the unit is divided over `degree` ranks."""
-        with untouched(self._user_unit), torch.enable_grad(), _one_thread():
+        with restore_side_effects(self._user_unit), torch.enable_grad(), _one_thread():
             torch.manual_seed(0)
             try:
                 candidates = self._candidates()
@@ -367,7 +367,7 @@ class DivisionTrial:
         unit, given, _ = self._ready
         plain = _run(unit, given, None, training=training)
         watch = _AxisWatch()
-        twin = copied(unit)
+        twin = deepcopy_module(unit)
         whole_shapes = _dropped_shapes(twin)
         division.apply(twin, watch)
         whole = _run(twin, given, watch, training=training)
@@ -375,7 +375,7 @@ class DivisionTrial:
         try:
             parts = []
             for rank in range(division.degree):
-                twin = copied(unit)
+                twin = deepcopy_module(unit)
                 take_parts(twin, division.regions, rank, division.degree)
                 shapes = _dropped_shapes(twin)
                 division.apply(twin, part := _TrialRank(rank, division.degree, watch))
@@ -517,12 +517,12 @@ def _with_random_numbers(unit: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(values)
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
-    return copied(unit, memo)
+    return deepcopy_module(unit, memo)
 
 
 def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialRun:
     """Run a unit, and backward from random gradients that every run has alike."""
-    unit = unit.train(training) if across is not None else copied(unit).train(training)
+    unit = unit.train(training) if across is not None else deepcopy_module(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
     try:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.planner.errors import RecordError
 from meshwright.runtime.core.local_parts import on_local_parts
-from meshwright.runtime.core.side_effects import copied
+from meshwright.runtime.core.side_effects import deepcopy_module
 from meshwright.runtime.parallel.tensor_collectives import Across, AxisEntry, part_of_dropout
 from meshwright.runtime.parallel.tensor_parallel import table_rows
 from meshwright.runtime.techniques import lora
@@ -110,7 +110,7 @@ def take_parts(
 ) -> dict[str, tuple[int, ...]]:
     """Leave a unit a rank's parts of what is divided; return the matrices of each, by name.
 
-    A part along a dim is stored as `made(part, dim)`.
+    A part along a dim is stored as `cut_part(part, dim)`.
     """
     taken = {}
     for region in regions:
@@ -301,7 +301,7 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
 
     Raises Refused where it cannot be run.
     """
-    twin = copied(unit).train()
+    twin = deepcopy_module(unit).train()
     calls: dict[str, int] = {}
     looked_up: dict[str, int] = {}
     outputs: dict[Any, str] = {}

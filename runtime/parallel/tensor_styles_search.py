@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_check import DividedUnit, DivisionTrial, with_data
 from meshwright.runtime.parallel.tensor_regions import PRODUCTS, Region
 from meshwright.runtime.tracing.meta_costs import plain_attributes
@@ -56,7 +56,7 @@ class DerivedStyles:
 
     def of(self, degree: int) -> dict[str, DividedUnit]:
         """Return how each unit is divided over `degree` ranks, by path; those that are not too."""
-        with untouched(self._module):
+        with restore_side_effects(self._module):
             return self._of(degree)
 
     def _of(self, degree: int) -> dict[str, DividedUnit]:
@@ -248,7 +248,11 @@ class _Arguments:
 
     def _derive(self, node: Node) -> None:
         # A unit without parameters, which may keep what it made.
-        called = node.call if node.unit is None else copied(self._module.get_submodule(node.unit))
+        called = (
+            node.call
+            if node.unit is None
+            else deepcopy_module(self._module.get_submodule(node.unit))
+        )
         assert called is not None
         args, kwargs = node.arguments(self._value)
         outputs = tree_leaves(called(*args, **kwargs))

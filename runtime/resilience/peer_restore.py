@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot, SnapshotPart, cut, within
+from meshwright.runtime.checkpoint.state_snapshot import (
+    Box,
+    Snapshot,
+    SnapshotPart,
+    cut,
+    intersection,
+)
 from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.resilience.shared_memory import StateSlot
 
@@ -162,7 +168,7 @@ def _wanted(
             _, other = parts[part].boxes[name]
             if other.whole != box.whole:
                 return None
-            begin, shape = within(box, other)
+            begin, shape = intersection(box, other)
             count = math.prod(shape)
             if (begin, shape) in taken or (not count and elements):
                 continue

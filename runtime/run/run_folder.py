@@ -258,7 +258,7 @@ class AddedLines:
 
     def read(self) -> list[bytes]:
         """Return the lines that were ended since the last time."""
-        with checksums.opened(self._path) as file:
+        with checksums.open_regular(self._path) as file:
             file.seek(self._offset)
             news = file.read()
         whole = news[: news.rfind(b"\n") + 1]
@@ -296,7 +296,7 @@ def events(output: Path) -> Iterator[Event]:
 def _records(path: Path) -> BufferedReader:
     """Open a metrics file; DocumentError if a link or a pipe stands there."""
     try:
-        return checksums.opened(path)
+        return checksums.open_regular(path)
     except OSError as error:
         raise unreadable(error, path) from error
 

@@ -134,7 +134,7 @@ class EventTail:
         """Take what was added, line by line, so that no more than one lies in memory."""
         if not self._file.exists():
             return
-        with checksums.opened(self._file) as lines:
+        with checksums.open_regular(self._file) as lines:
             lines.seek(self._offset)
             while (line := lines.readline(LONGEST_EVENT_BYTES + 1)).endswith(b"\n"):
                 self._offset += len(line)

@@ -36,7 +36,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from meshwright.planner.errors import RecordError
 from meshwright.runtime.core.auxiliary_loss import running
 from meshwright.runtime.core.lru import Recent
-from meshwright.runtime.core.side_effects import MOST_CHECKED, Surroundings, copied, untouched
+from meshwright.runtime.core.side_effects import (
+    MOST_CHECKED,
+    Surroundings,
+    deepcopy_module,
+    restore_side_effects,
+)
 from meshwright.runtime.tracing.trace import (
     ModuleTensor,
     Recording,
@@ -96,7 +101,7 @@ class Recorder:
             # A kernel without fake tensors, or sizes that depend on values inside a unit.
             if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
                 raise _failed(module, fake_error) from fake_error
-            self._real = copied(module)
+            self._real = deepcopy_module(module)
             try:
                 self.first = self.recording(batch)
             except RecordError:
@@ -233,8 +238,8 @@ class Recorder:
         """
         built = self._module if self._real is None else self._real
         with contextlib.ExitStack() as stack:
-            stack.enter_context(untouched(built, self.inputs))
-            module = copied(built)
+            stack.enter_context(restore_side_effects(built, self.inputs))
+            module = deepcopy_module(built)
             for name, part in module.named_modules():
                 part.training = self._modes[name]
             if self._real is None:
@@ -253,7 +258,7 @@ class Recorder:
         with self._fake:
             for tensor in (*module.parameters(), *module.buffers()):
                 memo[id(tensor)] = self._without_data(tensor)
-        return copied(module, memo)
+        return deepcopy_module(module, memo)
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         floating = tensor.is_floating_point()

@@ -51,7 +51,9 @@ def test_the_thread_that_saves_is_on_the_ranks_device(chosen: list[tuple[str, An
     saver: Any = SimpleNamespace(_device=3, _write=lambda *_: written.append(len(chosen)))
     blocked = SaveSeconds(step=1, blocked_s=0.5)
 
-    thread = threading.Thread(target=Saver._behind, args=(saver, {}, None, blocked), name="saving")
+    thread = threading.Thread(
+        target=Saver._write_in_background, args=(saver, {}, None, blocked), name="saving"
+    )
     thread.start()
     thread.join()
 

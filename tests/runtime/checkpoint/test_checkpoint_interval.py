@@ -58,7 +58,7 @@ def test_the_interval_follows_measured_steps_then_measured_saves(
 
     # Steps take 1 s and not 4: sqrt(2 x 0.5 x 10,000) = 100 of them.
     for step in range(1, MEASURED_AFTER + 2):
-        computed.stepped(step, [1.0] * step, metrics)
+        computed.after_step(step, [1.0] * step, metrics)
     assert due(computed, 200)[0] == 100
 
     # A save blocks 2 s and not 0.5: twice as far apart.

@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_says_so_and_the_next_one_starts(
     rank = started(zygote, tmp_path, "wait", "0")
     assert os.getpgid(rank.pid) == rank.pid
 
-    rank.tell(signal.SIGKILL)
+    rank.send_signal(signal.SIGKILL)
 
     assert rank.wait() == -signal.SIGKILL
     assert started(zygote, tmp_path, "end", "0").wait() == 0
