@@ -95,7 +95,7 @@ def lived(flip: Flip | None, *, replicas: int) -> Life:
         before = copy.deepcopy(run) if hit is not None else run
         loss, norm = run.step(inputs, hit)
         losses.append(loss)
-        replays.took(step, loss=loss, norm=norm, own=torch.zeros(2))
+        replays.took(step, loss=loss, norm=norm, gradient=torch.zeros(2))
         # Behind the step that was hit a copy has what was flipped, and what is done again is alike.
         if replays.doubts(step) and hit is not None and not found:
             found = before.step(inputs, None) != (loss, norm)

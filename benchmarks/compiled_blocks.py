@@ -37,10 +37,10 @@ from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedMo
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import Setting
+from meshwright.runtime.core.mesh import WHOLE
 from meshwright.runtime.engine.language_model import adapter_of
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.models.initialize import materialize
-from meshwright.runtime.parallel.context_parallel import WHOLE
+from meshwright.runtime.models.family_adapter import materialize
 from meshwright.runtime.techniques import activation_checkpointing as recompute
 from meshwright.runtime.techniques.activation_offload import _constants, _storage
 from meshwright.runtime.techniques.compile import Compiler

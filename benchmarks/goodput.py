@@ -44,8 +44,7 @@ from meshwright.planner.documents.events import (
 from meshwright.planner.whatif.pricing.goodput import expected_of, save_figures
 from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures, account
 from meshwright.planner.whatif.study import FAILURE_RATES, Failures
-from meshwright.runtime.checkpoint.writer import Saver, SaveSeconds
-from meshwright.runtime.launch.checkpoint_interval import SaveSchedule
+from meshwright.runtime.checkpoint.writer import Saver, SaveSchedule, SaveSeconds
 from meshwright.runtime.run.recovery_policy import RankEnd, verdict
 from meshwright.runtime.run.run_folder import RankOrders
 
@@ -232,7 +231,7 @@ class Run:
                         written_s=written_s,
                     )
                 )
-            schedule.stepped(self._done, seconds, None)
+            schedule.after_step(self._done, seconds, None)
         return None
 
     def _tell(self, event: Event) -> None:

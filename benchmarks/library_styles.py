@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshwright.planner.documents.model import Architecture
-from meshwright.runtime.models.family_adapter import TensorStyle
+from meshwright.runtime.core.layer_names import TensorStyle
 
 
 def styles_of(a: Architecture, kind: str) -> dict[str, TensorStyle]:

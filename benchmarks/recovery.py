@@ -34,7 +34,7 @@ from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import Decision, Event, Incident, StepDone, events_of
 from meshwright.planner.documents.plan import Plan, PlannedModel
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.resilience.hang_detector import is_stopped
 from meshwright.runtime.resilience.node_agent import Register
 from meshwright.runtime.run.run_folder import account_of, events_file

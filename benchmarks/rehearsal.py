@@ -34,7 +34,6 @@ from meshwright.runtime.core.mesh import place_of
 from meshwright.runtime.core.torch_internals import fsdp_parameters
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.parallel import expert_hierarchical_a2a as relayed_experts
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.techniques import compile as compiled
 from meshwright.runtime.techniques import float8 as eight_bits
@@ -177,7 +176,7 @@ def _spread_routes(model: ModelGraph | None) -> Iterator[None]:
 
     It gets more than it sends by what a plan adds for the busiest of them.
     """
-    before, handed_on = experts._by_rank, relayed_experts._by_rank
+    before, handed_on = experts._by_rank, experts._copies_by_rank
     skew = native().experts.skew
     a = None if model is None else model.architecture
     routing = None if a is None or a.experts is None else routing_of(a.experts)
@@ -192,11 +191,11 @@ def _spread_routes(model: ModelGraph | None) -> Iterator[None]:
         leaving, arriving = even(rows, round(of * routing.distinct(parts)))
         return [leaving, arriving, even(rows, of * routing.per_token)[1]]
 
-    experts._by_rank, relayed_experts._by_rank = even, even_copies
+    experts._by_rank, experts._copies_by_rank = even, even_copies
     try:
         yield
     finally:
-        experts._by_rank, relayed_experts._by_rank = before, handed_on
+        experts._by_rank, experts._copies_by_rank = before, handed_on
 
 
 class _NoValues(TorchDispatchMode):

@@ -51,11 +51,11 @@ from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 from meshwright.planner.system.gc_pause import keep_freed, pause_collector
 from meshwright.profiler.start_ranks import result_of
+from meshwright.runtime.core.head import Head
 from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.core.mesh import WHOLE
 from meshwright.runtime.launch.training_loop import token_engine
 from meshwright.runtime.models import reference_decoder as reference
-from meshwright.runtime.models.family_adapter import Head
-from meshwright.runtime.parallel.context_parallel import WHOLE
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "results" / "overhead.md"
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ from typing import Any
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.model import Architecture, Layer, ModelGraph
 from meshwright.planner.documents.plan import Plan, PlannedModel
-from meshwright.runtime.launch.fork_server import ForkedRank, Zygote
+from meshwright.runtime.launch.fork_client import ForkedRank, Zygote
 from meshwright.runtime.launch.monitor import Looks
 from meshwright.runtime.launch.training_loop import Loop
 from meshwright.runtime.resilience import replication as partner
@@ -208,11 +208,11 @@ def start_afresh(folder: Path, rank: int) -> None:
     """Let launchers that run in this process start one of their ranks as a new program."""
     start = Zygote.start
     code = (
-        f"import sys; from pathlib import Path\n"
-        f"from meshwright.runtime.launch import rank_main as rank\n"
+        f"import sys; from pathlib import Path; from meshwright.runtime.launch import rank_main\n"
+        f"from meshwright.runtime.run.rank_exit import leave\n"
         f"from benchmarks.survive_cost import note_steps\n"
         f"note_steps(Path({str(folder)!r}), 'afresh')\n"
-        f"rank.leave(rank.main(sys.argv[1:]))"
+        f"leave(rank_main.main(sys.argv[1:]))"
     )
 
     class Afresh(ForkedRank):

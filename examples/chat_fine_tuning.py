@@ -33,9 +33,9 @@ from transformers import (
 )
 
 from meshwright.cli import main
+from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.launch.launch import launch
 from meshwright.runtime.launch.launch_config import Launch
-from meshwright.runtime.models.initialize import seed_of
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.techniques import lora
 

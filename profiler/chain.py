@@ -30,7 +30,7 @@ from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.documents.training import Training
 from meshwright.planner.schedules import PLAIN
 from meshwright.runtime.core.batches import part_of, samples_in
-from meshwright.runtime.core.loss import counted
+from meshwright.runtime.core.loss import loss_sum_of
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.engine.apply_plan import Staged, is_block, language_stage, repeats
 from meshwright.runtime.engine.language_model import adapter_of
@@ -214,7 +214,7 @@ class Chain:
 
     def _total(self, outputs: Any, batch: Any) -> Tensor:
         assert self._recorded is not None
-        return counted(self._recorded.loss(outputs, batch), samples_in(batch)).total
+        return loss_sum_of(self._recorded.loss(outputs, batch), samples_in(batch)).total
 
     def loss(self, logits: Tensor, targets: Any) -> Tensor:
         """Return the sum of losses of what the last layer made."""

@@ -41,8 +41,8 @@ from meshwright.profiler.layer_bytes import (
     least_bytes,
     looks_at,
 )
+from meshwright.runtime.core.layer_names import HEAD
 from meshwright.runtime.core.object_collectives import all_gather_json
-from meshwright.runtime.models.family_adapter import HEAD
 from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 
 LEAST_ROUNDS = 3

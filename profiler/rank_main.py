@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshwright.planner.documents.document import read, write_text
 from meshwright.profiler.start_ranks import MeasurementOrders, write_progress
-from meshwright.runtime.launch.rank_main import carried_out, die_with_launcher, leave
+from meshwright.runtime.run.rank_exit import carried_out, die_with_launcher, leave
 
 
 def main() -> int:
@@ -28,9 +28,9 @@ def main() -> int:
 def _work(orders: MeasurementOrders, rank: int, folder: Path) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - takes seconds
 
-    from meshwright.runtime.launch import training_loop as train  # noqa: PLC0415
+    from meshwright.runtime.core.process_group import join  # noqa: PLC0415
 
-    train.join(orders.device, rank=rank, world_size=orders.ranks, timeout_s=orders.timeout_s)
+    join(orders.device, rank=rank, world_size=orders.ranks, timeout_s=orders.timeout_s)
 
     def tell(doing: str, share: float) -> None:
         if rank == orders.first_rank:

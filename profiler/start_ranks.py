@@ -32,7 +32,7 @@ from meshwright.planner.documents.units import Amount, Count, Positive, Text, se
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.report.terminal import Terminal
 from meshwright.runtime.launch.preflight import rank_environment
-from meshwright.runtime.launch.rank_processes import BadEnd, last_lines, supervised
+from meshwright.runtime.launch.rank_processes import BadEnd, last_lines, supervise
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.node_rank import ALONE
 from meshwright.runtime.run.rendezvous import Rendezvous
@@ -94,7 +94,7 @@ def result_of(
         )
         write(orders, folder / "orders.yaml")
         with _progress(folder, title=title, quiet=quiet) as refresh:
-            bad = supervised(
+            bad = supervise(
                 [
                     sys.executable,
                     "-m",

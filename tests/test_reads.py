@@ -58,7 +58,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/run/addresses.py", "read_text"): SYSTEM,
     ("runtime/resilience/hang_detector.py", "read_text"): SYSTEM,
     ("runtime/launch/host_memory_limits.py", "read_text"): SYSTEM,
-    ("runtime/core/numa.py", "read_text"): SYSTEM,
+    ("runtime/core/process_group.py", "read_text"): SYSTEM,
     ("runtime/run/authenticated_channel.py", "json.loads"): PEER,
     ("runtime/resilience/replication.py", "json.loads"): PEER,
     ("runtime/run/authenticated_channel.py", "open"): CACHE,
@@ -72,10 +72,10 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/resilience/shared_memory.py", "json.loads"): OURS,
     ("meshwright/launch/ssh.py", "json.loads"): PEER,
     ("meshwright/launch/ssh_remote.py", "json.loads"): OURS,
-    ("runtime/launch/fork_server.py", "json.loads"): OURS,
+    ("runtime/launch/fork_client.py", "json.loads"): OURS,
     ("runtime/launch/fork_server.py", "json.load"): OURS,
     ("runtime/launch/fork_server.py", "os.open"): SYSTEM,
-    ("runtime/launch/rank_processes.py", "open"): OURS,
+    ("runtime/run/run_folder.py", "open"): OURS,
     ("runtime/launch/script_run.py", "read_bytes"): PROGRAM,
     ("runtime/engine/user_code.py", "read_bytes"): PROGRAM,
     ("runtime/engine/user_code.py", "ast.parse"): PROGRAM,
@@ -90,7 +90,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/data/chat.py", "from_pretrained"): "tokenizer/tokenizer.json",
     ("runtime/data/chat.py", "read_bytes"): "tokenizer/tokenizer.json",
     ("runtime/models/families.py", "from_pretrained"): "saved/config.json",
-    ("runtime/engine/traced_transformer.py", "from_pretrained"): "saved/config.json",
+    ("runtime/models/library_model.py", "from_pretrained"): "saved/config.json",
     ("runtime/models/safetensors_weights.py", "safe_open"): "weights/model.safetensors",
     ("runtime/engine/engine_state.py", "torch.load"): "saved/user-00000.pt",
     ("runtime/launch/failure_cause.py", "pickle"): "flight/rank-0",
@@ -195,7 +195,7 @@ def test_a_part_has_no_more_bytes_than_its_tensors_need(tmp_path: Path) -> None:
     folder = tmp_path / ".step-000003.run.parts"
     folder.mkdir()
     (tmp_path / ".step-000003.run").mkdir()
-    text = checksums.sealed('{"chunks": [' + "[]," * 2_000_000 + "[]]}")
+    text = checksums.with_seal('{"chunks": [' + "[]," * 2_000_000 + "[]]}")
     (folder / "part-00000.json").write_text(text)
 
     with pytest.raises(

@@ -147,13 +147,13 @@ def tensor_styles(
     Raises RecordError and BatchError, as `plan` does.
     """
     need_torch("building a module")
-    from meshwright.runtime.core.side_effects import untouched  # noqa: PLC0415
+    from meshwright.runtime.core.side_effects import restore_side_effects  # noqa: PLC0415
     from meshwright.runtime.engine.module_graph import SAMPLES, few_samples  # noqa: PLC0415
     from meshwright.runtime.engine.setup import built  # noqa: PLC0415
     from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles, TensorStyles  # noqa: PLC0415 - needs torch
     from meshwright.runtime.tracing.tracer import Recorder  # noqa: PLC0415
 
-    with untouched(build):
+    with restore_side_effects(build):
         module, few = built(build, {}), few_samples(batch, SAMPLES)
         recorder = Recorder.of(module, few, inputs, units=units)
         return TensorStyles.of(DerivedStyles(module, recorder, few).of(ranks), ranks)

@@ -150,7 +150,7 @@ def own_code(
     from meshwright.runtime.engine.factory_module import graph_of_factory  # noqa: PLC0415 - needs torch
 
     traced: ModelGraph = graph_of_factory(
-        source, seq_len=seq_len, known=None if trusted else graph.files
+        source, seq_len=seq_len, digests=None if trusted else graph.files
     )
     return traced.model_copy(update={"name": graph.name, "source": graph.source})
 

@@ -217,7 +217,7 @@ def _read(text: str) -> tuple[int, int | None]:
 
 def main() -> int:
     """Fill a book: PLAN, the folder of checkpoints, what may be left, and a profile."""
-    from meshwright.runtime.launch.rank_main import die_with_launcher  # noqa: PLC0415 - the runtime
+    from meshwright.runtime.run.rank_exit import die_with_launcher  # noqa: PLC0415 - the runtime
 
     die_with_launcher()
     os.nice(NICE)

@@ -27,7 +27,7 @@ from meshwright.planner.documents.units import file_name
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.frameworks.native_limits import caveat
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.resilience.shared_memory import Slots
 from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
 from meshwright.runtime.run.locks_and_signals import signals_kept

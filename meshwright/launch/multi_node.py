@@ -28,7 +28,7 @@ from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.preflight import (
     LocalRanks,

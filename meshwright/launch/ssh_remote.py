@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.runtime.core import checksums
-from meshwright.runtime.launch.rank_main import end_with_parent
 from meshwright.runtime.run.authenticated_channel import SECRET
+from meshwright.runtime.run.rank_exit import end_with_parent
 
 MARK = "meshwright-host "
 """Begins the one line that is ours: a shell's own greeting may come before it."""

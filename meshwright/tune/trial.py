@@ -28,7 +28,7 @@ from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.planner.tuning.measurement_noise import Steadiness, noise_of
 from meshwright.planner.tuning.posterior import Timed
 from meshwright.planner.tuning.record import Ended
-from meshwright.runtime.launch.rank_main import end_with_parent
+from meshwright.runtime.run.rank_exit import end_with_parent
 from meshwright.runtime.run.run_folder import metrics_file, read_failures, read_records
 from meshwright.runtime.run.run_report import WARM_UP_STEPS
 

@@ -134,7 +134,7 @@ def _routing(experts: Experts, kernels: KernelSettings, tokens: float) -> Operat
 def _of_gathered_tokens(
     a: Architecture, setting: Setting, whole: str, combined: str, *, tokens: float
 ) -> list[Operator]:
-    """Routed experts of tokens that all ranks gather (runtime/parallel/expert_allgather.py).
+    """Routed experts of tokens that all ranks gather (runtime/parallel/expert_parallel.py).
 
     Buffers have rows for the most tokens that a rank may get, those of all n ranks min(choices, own
     experts) times.  What is multiplied are rows that are filled: as many as each rank sends, n / c
@@ -271,7 +271,7 @@ def _dispatch_and_combine(
 def _hierarchical_dispatch(
     a: Architecture, setting: Setting, whole: str, combined: str, full: float
 ) -> tuple[list[Operator], str, list[Operator]]:
-    """The same of tokens sent once to nodes and handed on there (expert_hierarchical_a2a.py).
+    """The same of tokens sent once to nodes and handed on there (expert_parallel.py).
 
     On the way back a rank adds up what its experts made of a token, and the rank that handed it on
     what came of it.  `full` are bytes of a rank's tokens; with each copy go its choices and their

@@ -162,11 +162,11 @@ def frozen_weights(plan: Plan, weights: Path | None) -> str | None:
 
 def all_steps(folder: Path) -> list[Path]:
     """Return what a folder has under the name of a checkpoint, oldest step first."""
-    found = []
+    steps = []
     for path in folder.glob("step-*"):
         if match := _STEP.fullmatch(path.name):
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
+            steps.append((int(match[1]), path))
+    return [path for _, path in sorted(steps)]
 
 
 def complete(folder: Path) -> list[Path]:
@@ -184,13 +184,13 @@ def to_resume(folder: Path) -> Path | None:
 
     Raises LaunchError where it is damaged: neither an older one nor a new start was asked for.
     """
-    found = all_steps(folder)
-    if not found:
+    steps = all_steps(folder)
+    if not steps:
         return None
-    wrong = problem(found[-1])
+    wrong = problem(steps[-1])
     if wrong is not None:
-        raise refusal(found[-1], wrong)
-    return found[-1]
+        raise refusal(steps[-1], wrong)
+    return steps[-1]
 
 
 def problem(checkpoint: Path) -> str | None:
@@ -208,7 +208,7 @@ def problem(checkpoint: Path) -> str | None:
         return f"{checkpoint / META}: is of step {done.step}"
     if INDEX not in done.files:
         return f"{checkpoint}: has no index of its tensors"
-    wrong = checksums.misplaced(checkpoint, done.files, besides=META)
+    wrong = checksums.misplaced_file(checkpoint, done.files, besides=META)
     if wrong is None:
         small = [name for name in (INDEX, PLAN, MODEL, CONFIG) if name in done.files]
         wrong = checksums.differing(checkpoint, done.checksums, small)
@@ -246,7 +246,7 @@ def progress(checkpoint: Path) -> Progress:
     """Return how far a checkpoint has come."""
     path = checkpoint / META
     try:
-        with checksums.opened(path) as file:
+        with checksums.open_regular(path) as file:
             text = file.read(MAX_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(error, path) from error
@@ -316,7 +316,7 @@ def let_count(temporary: Path, target: Path) -> None:
 
 
 def _meta(done: Progress) -> str:
-    return checksums.sealed(json.dumps(done.model_dump(mode="json", exclude_none=True)))
+    return checksums.with_seal(json.dumps(done.model_dump(mode="json", exclude_none=True)))
 
 
 def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = False) -> None:
@@ -333,11 +333,13 @@ def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = Fals
         done = progress(checkpoint)
         index = _index(checkpoint, done)
         unread = () if verified else index.files
-        known = {name: done.checksums[name] for name in unread}
+        unread_checksums = {name: done.checksums[name] for name in unread}
         with warnings.catch_warnings():
             # A process without a group reads alone, as it should.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(dict(state), storage_reader=TensorReader(checkpoint, index, verify=known))
+            dcp.load(
+                dict(state), storage_reader=TensorReader(checkpoint, index, verify=unread_checksums)
+            )
     except DocumentError as error:
         raise refusal(checkpoint, str(error)) from error
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:

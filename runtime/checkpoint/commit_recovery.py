@@ -40,14 +40,14 @@ def commit(folder: Path, *, say: Callable[[str], object]) -> Path | None:
             found.append((int(match[2]), records, folder / match[1]))
     for _, records, target in sorted(found, reverse=True):
         try:
-            if _completed(records, target, say):
+            if complete(records, target, say):
                 return target
         except (OSError, ValueError, MeshwrightError):
             continue  # lost, as every save that did not come to its end
     return None
 
 
-def _completed(records: Path, target: Path, say: Callable[[str], object]) -> bool:
+def complete(records: Path, target: Path, say: Callable[[str], object]) -> bool:
     """Complete one; say whether it counts now."""
     temporary = records.with_name(records.name.removesuffix(parts.SUFFIX))
     if records.is_symlink() or temporary.is_symlink() or not temporary.is_dir():

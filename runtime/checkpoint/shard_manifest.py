@@ -24,14 +24,9 @@ from pydantic import Field, ValidationError
 from meshwright.planner.documents.document import Document, first_error, json_data, write_text
 from meshwright.planner.documents.units import Count, Positive, Text
 from meshwright.planner.errors import DocumentError
-from meshwright.runtime.checkpoint.tensor_index import (
-    ITEM_BYTES,
-    Chunk,
-    StoredTensor,
-    TensorIndex,
-    list_bytes,
-)
+from meshwright.runtime.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex, list_bytes
 from meshwright.runtime.core import checksums
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$", strict=True)]
 Checksum = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", strict=True)]
@@ -80,7 +75,7 @@ def record_of(folder: Path, rank: int) -> Path:
 def write(part: WrittenPart, folder: Path) -> None:
     """Record a part of which all files are on the disk; the record is there too afterwards."""
     path = record_of(folder, part.rank)
-    write_text(checksums.sealed(part.model_dump_json(exclude_none=True)), path)
+    write_text(checksums.with_seal(part.model_dump_json(exclude_none=True)), path)
     to_disk(path)
 
 

@@ -32,10 +32,10 @@ class Box:
     shape: tuple[int, ...]
 
 
-def within(box: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def intersection(box: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where the part that two boxes share begins, and its shape, of which some dim may be 0.
 
-    >>> within(Box((8,), (2,), (4,)), Box((8,), (4,), (4,)))
+    >>> intersection(Box((8,), (2,), (4,)), Box((8,), (4,), (4,)))
     ((4,), (2,))
     """
     pairs = list(zip(box.offset, other.offset, box.shape, other.shape, strict=True))
@@ -46,11 +46,11 @@ def within(box: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def boxes(state: Mapping[str, Tensor]) -> dict[str, Box]:
     """Return which part of each tensor of its state a rank has."""
-    found = {}
+    boxes_by_name = {}
     for name, tensor in state.items():
         local, shape, offset = _box(tensor)
-        found[name] = Box(shape, offset, tuple(local.shape))
-    return found
+        boxes_by_name[name] = Box(shape, offset, tuple(local.shape))
+    return boxes_by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Snapshot:
     @property
     def size_bytes(self) -> int:
         """Bytes of all values."""
-        return sum(one.values.numel() * one.values.element_size() for one in self.parts.values())
+        return sum(box.values.numel() * box.values.element_size() for box in self.parts.values())
 
 
-def taken(
+def take_snapshot(
     state: Mapping[str, Tensor], *, step: int, next_sample: int, copied: bool = True
 ) -> Snapshot:
     """Return copies of a rank's state on the host.
@@ -102,7 +102,7 @@ def put_back(state: Mapping[str, Tensor], snapshots: Sequence[Snapshot]) -> None
     Raises LaunchError where they are of several steps, or leave out some of this rank's; then
     nothing was changed.
     """
-    steps = sorted({one.step for one in snapshots})
+    steps = sorted({snapshot.step for snapshot in snapshots})
     if len(steps) != 1:
         raise LaunchError(f"snapshots: are of steps {steps}; restore parts of one step")
     copies = [copy for name, tensor in state.items() for copy in _copies(name, tensor, snapshots)]
@@ -115,22 +115,22 @@ def _copies(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what of a rank's part is filled with what."""
     local, shape, offset = _box(tensor)
-    found = [one.parts[name] for one in snapshots if name in one.parts]
-    other = next((part.shape for part in found if part.shape != shape), None)
+    parts = [snapshot.parts[name] for snapshot in snapshots if name in snapshot.parts]
+    other = next((part.shape for part in parts if part.shape != shape), None)
     if other is not None:
         raise LaunchError(
             f"{name}: has shape {shape} here, and {other} in the snapshot; "
             "resume the module that was saved"
         )
-    own = Box(shape, offset, tuple(local.shape))
+    local_box = Box(shape, offset, tuple(local.shape))
     covered = 0
     taken: set[Box] = set()
-    for part in found:
-        begin, size = within(own, Box(shape, part.offset, tuple(part.values.shape)))
+    for part in parts:
+        begin, size = intersection(local_box, Box(shape, part.offset, tuple(part.values.shape)))
         box = Box(shape, begin, size)
         if box in taken or not math.prod(size):
             continue  # a replica, or a part of others
-        if any(math.prod(within(box, one)[1]) for one in taken):
+        if any(math.prod(intersection(box, other)[1]) for other in taken):
             raise LaunchError(f"{name}: parts of the snapshots overlap; give those of one plan")
         taken.add(box)
         covered += math.prod(size)

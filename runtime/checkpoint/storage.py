@@ -38,8 +38,9 @@ from meshwright.planner.errors import LaunchError
 from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint import tensor_index
 from meshwright.runtime.checkpoint.shard_manifest import WrittenChunk, WrittenPart
-from meshwright.runtime.checkpoint.tensor_index import INDEX, ITEM_BYTES, Chunk, TensorIndex
+from meshwright.runtime.checkpoint.tensor_index import INDEX, Chunk, TensorIndex
 from meshwright.runtime.core import checksums
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -81,8 +82,8 @@ class TensorWriter(_OneFolder, StorageWriter):
             sums[name] = checksums.of_file(self._folder / name)
         chunks: list[WrittenChunk] = []
         if plan.items:
-            own = parts.file_of(self._rank)
-            sizes[own], sums[own], chunks = self._write_tensors(plan, planner)
+            file_name = parts.file_of(self._rank)
+            sizes[file_name], sums[file_name], chunks = self._write_tensors(plan, planner)
         part = WrittenPart(
             rank=self._rank, ranks=self._ranks, files=sizes, checksums=sums, chunks=tuple(chunks)
         )
@@ -184,8 +185,8 @@ class TensorReader(_OneFolder, StorageReader):
         """Verify this rank's share of the files."""
         joined = dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        own = sorted(self._verify)[rank::ranks]
-        problem = checksums.differing(self._folder, self._verify, own)
+        share = sorted(self._verify)[rank::ranks]
+        problem = checksums.differing(self._folder, self._verify, share)
         if problem is not None:
             raise LaunchError(problem)
         return plan
@@ -202,7 +203,7 @@ class TensorReader(_OneFolder, StorageReader):
             chunk = self._chunks[at]
             by_file.setdefault(chunk.file, []).append((chunk, item))
         for name, wanted in by_file.items():
-            with checksums.opened(self._folder / name) as file:
+            with checksums.open_regular(self._folder / name) as file:
                 for chunk, item in sorted(wanted, key=lambda pair: pair[0].start):
                     stored = self._index.tensors[item.storage_index.fqn]
                     tensor = self._read(file, chunk, _DTYPES[stored.dtype])

@@ -23,6 +23,7 @@ from meshwright.planner.documents.document import json_data, write_text
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.core import checksums
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 INDEX = "tensors.json"
 SMALL_BYTES = 2**22
@@ -31,21 +32,6 @@ SHARE = 16
 """Bytes of tensors for which an index may have one more; a chunk of 16,384 ranks has thousands."""
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes of one element, by torch's name of the dtype."""
 _FILE = re.compile(r"rank-\d{5,9}\.bin")
 
 
@@ -122,9 +108,9 @@ class TensorIndex:
             for chunk in tensor.chunks:
                 place = (chunk.start, chunk.start + chunk.length, name)
                 places.setdefault(chunk.file, []).append(place)
-        for file, found in places.items():
+        for file, chunks in places.items():
             end = 0
-            for start, stop, name in sorted(found):
+            for start, stop, name in sorted(chunks):
                 if start < end and start < stop:
                     raise ValueError(f"{_short(name)}: shares bytes of {file} with another tensor")
                 end = max(end, stop)
@@ -140,7 +126,7 @@ def list_bytes(path: Path, described: Path) -> bytes:
     What a list of tensors takes in memory stays below what the tensors take.  ValueError for more.
     """
     most = SMALL_BYTES + sum(checksums.sizes(described).values()) // SHARE
-    with checksums.opened(path) as file:
+    with checksums.open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(
@@ -167,9 +153,9 @@ def read(folder: Path, *, sizes: Mapping[str, int], checksum: str) -> TensorInde
             "", f"is no index of tensors: {_short(error.message, 300)}", file=str(path)
         ) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise DocumentError(
-            "", f"is no index of tensors: {_short(said, 300)}", file=str(path)
+            "", f"is no index of tensors: {_short(reason, 300)}", file=str(path)
         ) from error
     return index
 
@@ -212,11 +198,13 @@ def _from_json(data: Any) -> TensorIndex:
                     shape=sizes,
                 )
             )
-        tensors[name] = _stored(name, dtype, _counts(shape), read)
+        tensors[name] = _stored_tensor(name, dtype, _counts(shape), read)
     return TensorIndex(tensors=tensors)
 
 
-def _stored(name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> StoredTensor:
+def _stored_tensor(
+    name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]
+) -> StoredTensor:
     try:
         return StoredTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
     except ValueError as error:
@@ -224,12 +212,12 @@ def _stored(name: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chun
 
 
 def _fields(value: object, *names: str) -> list[Any]:
-    found = _dict(value)
-    if set(found) != set(names):
+    fields = _dict(value)
+    if set(fields) != set(names):
         raise ValueError(
-            f"has the keys {_short(', '.join(sorted(found)))} instead of {', '.join(names)}"
+            f"has the keys {_short(', '.join(sorted(fields)))} instead of {', '.join(names)}"
         )
-    return [found[name] for name in names]
+    return [fields[name] for name in names]
 
 
 def _dict(value: object) -> dict[Any, Any]:

@@ -18,7 +18,7 @@ GENERATION = "generation_config.json"
 NAMES = (*TOKENIZER, GENERATION)
 
 
-def found(*folders: Path | str | None) -> dict[str, Path]:
+def tokenizer_files(*folders: Path | str | None) -> dict[str, Path]:
     """Return the files by name: those of a tokenizer from the first folder that has one.
 
     A file stands for its folder, as the config.json of a plan's model does.
@@ -32,7 +32,9 @@ def found(*folders: Path | str | None) -> dict[str, Path]:
             continue
         if (folder / GENERATION).is_file():
             result.setdefault(GENERATION, folder / GENERATION)
-        one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-        if one and not set(TOKENIZER) & set(result):
+        has_tokenizer = any(
+            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")
+        )
+        if has_tokenizer and not set(TOKENIZER) & set(result):
             result |= {name: folder / name for name in TOKENIZER if (folder / name).is_file()}
     return result

@@ -23,6 +23,7 @@ from meshwright.runtime.checkpoint import tokenizer_files as companions
 from meshwright.runtime.checkpoint.checkpoint import CONFIG, MODEL, PLAN, Progress
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -59,7 +60,7 @@ def to_huggingface(
     `saved` is a checkpoint, or a folder of them whose newest counts.  The tokenizer, its chat
     template and the generation config come along where they are known.
     """
-    source, done = found(saved)
+    source, done = verified_checkpoint(saved)
     model = read(ModelGraph, source / MODEL)
     if not (source / CONFIG).is_file():
         raise LaunchError(
@@ -110,13 +111,13 @@ def _by_library(
     """Let the library write a model that it alone knows: whole, in the names of its files."""
     import torch  # noqa: PLC0415
 
-    from meshwright.runtime.engine.traced_transformer import saved_by_library  # noqa: PLC0415 - needs torch
+    from meshwright.runtime.models.library_model import save_pretrained  # noqa: PLC0415 - needs torch
 
     state = {stored.key: torch.empty(stored.shape) for stored in parameters}
     checkpoint.load(source, state, verified=True)
     named = {key.removeprefix("model."): tensor for key, tensor in state.items()}
     with _new(output) as temporary:
-        saved_by_library(source / CONFIG, named, temporary, dtype=dtype)
+        save_pretrained(source / CONFIG, named, temporary, dtype=_torch_dtypes()[dtype])
         (temporary / CONFIG).unlink()
         _configuration(source, temporary, dtype)
         _companions(source, done, model.source, temporary)
@@ -138,7 +139,7 @@ def to_peft(saved: Path, output: Path) -> Exported:
 
     from meshwright.runtime.techniques import lora  # noqa: PLC0415 - needs torch
 
-    source, done = found(saved)
+    source, done = verified_checkpoint(saved)
     plan = read(Plan, source / PLAN)
     if plan.training.lora is None or not (source / CONFIG).is_file():
         raise LaunchError(
@@ -160,7 +161,7 @@ def to_peft(saved: Path, output: Path) -> Exported:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(settings, encoding="utf-8")
         beside = _companions(source, done, plan.model.source, temporary)
-    files = ("adapter_model.safetensors", "adapter_config.json", *(one.name for one in beside))
+    files = ("adapter_model.safetensors", "adapter_config.json", *(file.name for file in beside))
     return Exported(
         checkpoint=source,
         step=done.step,
@@ -171,7 +172,7 @@ def to_peft(saved: Path, output: Path) -> Exported:
     )
 
 
-def found(saved: Path) -> tuple[Path, Progress]:
+def verified_checkpoint(saved: Path) -> tuple[Path, Progress]:
     """Return the checkpoint that is meant, and how far it has come; refuse one that is damaged."""
     steps = checkpoint.all_steps(saved)
     named = (saved / checkpoint.META).exists() or saved in checkpoint.all_steps(saved.parent)
@@ -216,7 +217,7 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
 
     from meshwright.runtime.models.safetensors_weights import in_files  # noqa: PLC0415
 
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    types = _torch_dtypes()
     state = {stored.key: torch.empty(stored.shape) for stored in group}
     checkpoint.load(source, state, verified=True)
     result = {}
@@ -227,6 +228,12 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
         for published, matrix in in_files(family, name, tensor, pieces=pieces):
             result[published] = matrix.to(types[dtype])
     return result
+
+
+def _torch_dtypes() -> dict[DType, torch.dtype]:
+    import torch  # noqa: PLC0415
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
@@ -254,7 +261,7 @@ def _config_of(source: Path) -> dict[str, Any]:
 def _companions(source: Path, done: Progress, model: str | None, folder: Path) -> list[Path]:
     """Copy what stands beside the weights: as it was saved, else as the model's folder has it."""
     saved = {name: source / name for name in companions.NAMES if name in done.files}
-    others = saved or companions.found(model)
+    others = saved or companions.tokenizer_files(model)
     return [Path(shutil.copyfile(file, folder / name)) for name, file in others.items()]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import statistics
 import threading
 import time
 import warnings
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
+from meshwright.planner.documents.events import Decision, Saved
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError, MeshwrightError
@@ -36,8 +38,10 @@ from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
 from meshwright.runtime.checkpoint.shard_manifest import WrittenPart
 from meshwright.runtime.checkpoint.storage import TensorWriter
-from meshwright.runtime.core.object_collectives import agreed, broadcast_json
+from meshwright.runtime.core.object_collectives import broadcast_json, raise_on_all
 from meshwright.runtime.run.locks_and_signals import alone_in
+from meshwright.runtime.run.metrics import Metrics
+from meshwright.runtime.run.run_folder import RankOrders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +106,16 @@ class Saver:
         self._clear_failed()
         self._begun_step = done.step
         begin = time.perf_counter()
-        with agreed(self._group):
+        with raise_on_all(self._group):
             _check_finite(state, done.step)
             copied = self._stager.stage(dict(state))
         blocked = SaveSeconds(step=done.step, blocked_s=time.perf_counter() - begin)
         # A daemon, since a rank that fails must not wait for a disk.
         self._thread = threading.Thread(
-            target=self._behind, args=(copied, done, blocked), name="saving", daemon=True
+            target=self._write_in_background,
+            args=(copied, done, blocked),
+            name="saving",
+            daemon=True,
         )
         self._thread.start()
 
@@ -128,7 +135,7 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def failed(self, *, waits: bool) -> tuple[int, str] | None:
+    def take_failure(self, *, waits: bool) -> tuple[int, str] | None:
         """Return the step of a save behind training that failed, and why, once.
 
         If it does not wait, only of one that has ended.
@@ -160,7 +167,9 @@ class Saver:
         self.saved = self._write(state, done, beside)
         return self.saved
 
-    def _behind(self, copied: Mapping[str, Tensor], done: Progress, blocked: SaveSeconds) -> None:
+    def _write_in_background(
+        self, copied: Mapping[str, Tensor], done: Progress, blocked: SaveSeconds
+    ) -> None:
         if self._device is not None:
             # A thread begins on device 0, and would open a context there.
             torch.cuda.set_device(self._device)
@@ -182,7 +191,7 @@ class Saver:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self._joined else (0, 1)
         held = contextlib.ExitStack()
 
-        def beside() -> list[str]:
+        def other_folders() -> list[str]:
             for name, content in files.items():
                 with open_below(temporary / name, within=temporary) as file:
                     file.write(content)
@@ -200,14 +209,12 @@ class Saver:
             )
             return [*names, *files]
 
-        writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=beside)
+        writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=other_folders)
         try:
-            with held, contextlib.nullcontext() if self._joined else _alone():
+            with held, contextlib.nullcontext() if self._joined else _without_group():
                 dcp.save(dict(state), storage_writer=writer, process_group=self._group)
                 # Here every rank has written its part.
-                own = (
-                    self._committed(temporary, target, done, writer.written) if rank == 0 else None
-                )
+                own = self._commit(temporary, target, done, writer.written) if rank == 0 else None
                 problem = self._of_rank_0(own)
         except (Exception, CheckpointException) as error:
             self._failed = temporary
@@ -222,14 +229,14 @@ class Saver:
     def _is_first(self) -> bool:
         return not self._joined or dist.get_rank() == 0
 
-    def _of_rank_0(self, own: str | None) -> str | None:
+    def _of_rank_0(self, problem: str | None) -> str | None:
         """Return what rank 0 has."""
         if not self._joined:
-            return own
-        found: str | None = broadcast_json(own, source=0, group=self._group)
-        return found
+            return problem
+        agreed_problem: str | None = broadcast_json(problem, source=0, group=self._group)
+        return agreed_problem
 
-    def _committed(
+    def _commit(
         self, temporary: Path, target: Path, done: Progress, written: Sequence[WrittenPart]
     ) -> str | None:
         """Commit a checkpoint; return what was wrong, if anything was."""
@@ -243,7 +250,7 @@ class Saver:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _without_group() -> Iterator[None]:
     """Let a process without a group write alone, as it should."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -258,4 +265,89 @@ def _check_finite(state: Mapping[str, Tensor], step: int) -> None:
             raise LaunchError(
                 f"step {step} left weights or optimizer state that are not finite; they are not "
                 "saved. Lower the learning rate"
+            )
+
+
+MEASURED_AFTER = 10
+
+
+"""Steps after which the interval is computed from steps as they are, though nothing was saved."""
+
+
+RECENT = 50
+
+
+"""Steps whose median is what a step takes."""
+
+
+class SaveSchedule:
+    """The steps behind which a run is saved, the same on every rank."""
+
+    def __init__(self, orders: RankOrders, saver: Saver, *, after_step: int) -> None:
+        self._every = orders.checkpoint_every
+        self._predicted = self._figures = orders.saves
+        self._saver = saver
+        self._first, self._last = after_step + 1, after_step
+        self._told: SaveSeconds | None = None
+
+    def due(self, step: int) -> bool:
+        """Say whether this step is saved."""
+        if self._every is None:
+            return False
+        if self._figures is None:
+            return step % self._every == 0
+        return step - self._last >= self._every
+
+    def after_step(self, step: int, step_s: Sequence[float], metrics: Metrics | None) -> None:
+        """Compute the interval after the first steps; all ranks call it after each."""
+        if step == self._first + MEASURED_AFTER:
+            self._measure(step_s, metrics)
+
+    def saves(self, step: int, step_s: Sequence[float], metrics: Metrics | None) -> None:
+        """Compute the interval when a step is about to be saved; all ranks call it."""
+        self._last = step
+        self.report_last_save(metrics)
+        self._measure(step_s, metrics)
+
+    def report_last_save(self, metrics: Metrics | None) -> None:
+        """Write down what the last complete save took, once."""
+        took = self._saver.took
+        if metrics is None or took is None or took is self._told:
+            return
+        self._told = took
+        metrics.happened(
+            Saved(
+                at_unix_s=time.time(),
+                step=took.step,
+                blocked_s=took.blocked_s,
+                written_s=took.written_s,
+                predicted_blocked_s=self._predicted and self._predicted.blocked_s,
+                predicted_written_s=self._predicted and self._predicted.written_s,
+            )
+        )
+
+    def _measure(self, step_s: Sequence[float], metrics: Metrics | None) -> None:
+        """Take rank 0's figures as everybody's."""
+        if self._figures is None:
+            return
+        took = self._saver.took
+        if took is not None:
+            measured = {"blocked_s": took.blocked_s, "written_s": took.written_s}
+            self._figures = self._figures.model_copy(update=measured)
+        usual_s = statistics.median(step_s[-RECENT:])
+        every = torch.tensor([self._figures.every_steps(usual_s)])
+        if dist.is_initialized():
+            dist.broadcast(every, src=0)
+        before, self._every = self._every, int(every)
+        if metrics is not None and self._every != before:
+            figures = self._figures
+            metrics.happened(
+                Decision(
+                    at_unix_s=time.time(),
+                    reaction="interval",
+                    why=f"a step takes {usual_s:.3g} s, a save blocks {figures.blocked_s:.3g} s "
+                    f"and is written in {figures.written_s:.3g} s, and "
+                    f"{figures.failures_per_hour:.3g} failures an hour are expected",
+                    every_steps=self._every,
+                )
             )

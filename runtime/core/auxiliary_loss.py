@@ -56,7 +56,7 @@ class BatchSums:
         self._found: dict[tuple[str, int], Tensor] = {}
         self._place, self._asked = "", 0
 
-    def at(self, place: str) -> None:
+    def begin_call(self, place: str) -> None:
         """Begin a call of a unit or a function."""
         self._place, self._asked = place, 0
 
@@ -87,8 +87,8 @@ class BatchSums:
         if self._found.keys() != other._found.keys():
             return next(iter(self._found.keys() ^ other._found.keys()))[0]
         for key, value in self._found.items():
-            one, two = value.double(), other._found[key].double()
-            if one.shape != two.shape or not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
+            mine, two = value.double(), other._found[key].double()
+            if mine.shape != two.shape or not torch.allclose(mine, two, rtol=1e-4, atol=1e-6):
                 return key[0]
         return None
 
@@ -101,11 +101,11 @@ class BatchSums:
         """Add what other ranks have, by `of_all`; no more micro-batches are added."""
         self.adding = False
         if self._found:
-            flat = of_all(torch.cat([one.double().flatten() for one in self._found.values()]))
-            parts = flat.split([one.numel() for one in self._found.values()])
+            flat = of_all(torch.cat([total.double().flatten() for total in self._found.values()]))
+            parts = flat.split([total.numel() for total in self._found.values()])
             self._found = {
-                key: part.view(one.shape).to(one.dtype)
-                for (key, one), part in zip(self._found.items(), parts, strict=True)
+                key: part.view(total.shape).to(total.dtype)
+                for (key, total), part in zip(self._found.items(), parts, strict=True)
             }
 
 
@@ -129,7 +129,7 @@ def running(losses: InnerLosses | None) -> Iterator[None]:
 def begin(place: str) -> None:
     """Say which unit, or function between units, is called next."""
     if _running is not None and _running.sums is not None:
-        _running.sums.at(place)
+        _running.sums.begin_call(place)
 
 
 def times_asked() -> int:
@@ -151,8 +151,8 @@ def batch_sum(value: Tensor) -> Tensor:
     """
     global _asked  # noqa: PLW0603
     if has_torch_function_variadic(value):
-        made: Tensor = handle_torch_function(batch_sum, (value,), value)
-        return made
+        result: Tensor = handle_torch_function(batch_sum, (value,), value)
+        return result
     refuse_graph()
     _asked += 1
     if _running is None:
@@ -228,8 +228,8 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        own = torch.ones_like(ctx.value)
+        coefficient = torch.ones_like(ctx.value)
         if _running is not None and _running.coefficient is not None:
             _running.note(ctx.value)
-            own = _running.coefficient.to(ctx.value).reshape(ctx.value.shape)
-        return grad, own
+            coefficient = _running.coefficient.to(ctx.value).reshape(ctx.value.shape)
+        return grad, coefficient

@@ -30,13 +30,13 @@ def samples_in(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             counts.setdefault(len(leaf), keystr(path) or "it")
     if len(counts) > 1:
-        said = " and ".join(f"{name} has {count} samples" for count, name in counts.items())
-        raise BatchError(f"batch: {said} along dim 0; give all leaves the same samples")
+        counted = " and ".join(f"{name} has {count} samples" for count, name in counts.items())
+        raise BatchError(f"batch: {counted} along dim 0; give all leaves the same samples")
     if not counts:
         kind = type(batch).__name__
-        own = "" if isinstance(batch, dict | tuple | list | Tensor) else f" in a {kind}"
+        place = "" if isinstance(batch, dict | tuple | list | Tensor) else f" in a {kind}"
         raise BatchError(
-            f"batch: has no tensor with samples along dim 0{own}; give tensors of [sample, ...], "
+            f"batch: has no tensor with samples along dim 0{place}; give tensors of [sample, ...], "
             "alone or in dicts, tuples and lists"
         )
     return next(iter(counts))
@@ -61,14 +61,14 @@ def micro_batches(batch: Any, *, size: int, count: int) -> list[Any]:
 
     Raises BatchError where the slice is not of `size` x `count` samples.
     """
-    found = samples_in(batch)
-    if found != size * count:
+    samples = samples_in(batch)
+    if samples != size * count:
         raise BatchError(
-            f"batch: has {found} samples, and this rank's slice of a step has {size * count} "
+            f"batch: has {samples} samples, and this rank's slice of a step has {size * count} "
             f"(micro-batches of {size}); give engine.slice(batch) of the global batch, and drop "
             "the last batch of an epoch if it is smaller (drop_last=True)"
         )
-    return [part_of(batch, range(at, at + size)) for at in range(0, found, size)]
+    return [part_of(batch, range(at, at + size)) for at in range(0, samples, size)]
 
 
 def cut_by(batch: Any, size: int) -> list[Any]:
@@ -77,22 +77,22 @@ def cut_by(batch: Any, size: int) -> list[Any]:
     >>> [len(part) for part in cut_by(torch.zeros(5), 2)]
     [2, 2, 1]
     """
-    found = samples_in(batch)
-    return [part_of(batch, range(at, min(at + size, found))) for at in range(0, found, size)]
+    samples = samples_in(batch)
+    return [part_of(batch, range(at, min(at + size, samples))) for at in range(0, samples, size)]
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def join_samples(parts: Sequence[Any]) -> Any:
     """Put micro-batches of equal structure together along their samples.
 
-    >>> joined([(torch.ones(1), "a"), (torch.zeros(1), "a")])
+    >>> join_samples([(torch.ones(1), "a"), (torch.zeros(1), "a")])
     (tensor([1., 0.]), 'a')
     """
 
-    def whole(*leaves: Any) -> Any:
+    def join_leaves(*leaves: Any) -> Any:
         first = leaves[0]
         return torch.cat(leaves) if isinstance(first, Tensor) and first.ndim else first
 
-    return tree_map(whole, parts[0], *parts[1:])
+    return tree_map(join_leaves, parts[0], *parts[1:])
 
 
 def check_samples(outputs: Any, batch: Any) -> None:
@@ -132,10 +132,10 @@ def check_lengths(batch: Any, most: Mapping[str, tuple[int, ...]]) -> None:
     Shorter ones are fine: memory was planned for the longest.
     """
     for name, shape in lengths_of(batch).items():
-        for dim, (found, allowed) in enumerate(zip(shape, most.get(name, ())), start=1):  # noqa: B905
-            if found > allowed:
+        for dim, (size, allowed) in enumerate(zip(shape, most.get(name, ())), start=1):  # noqa: B905
+            if size > allowed:
                 raise BatchError(
-                    f"batch: {name} has length {found} along dim {dim}, and the example of "
+                    f"batch: {name} has length {size} along dim {dim}, and the example of "
                     f"Engine(batch=...) {allowed}; lengths vary up to the example's, for which "
                     "memory is planned: give one as long as the longest batch, also to "
                     "meshwright.plan, or cut the batch off"
@@ -158,9 +158,9 @@ def shape_print(batch: Any) -> int:
 
 def fingerprint(batch: Any) -> int:
     """Return a number that two batches of different values hardly share."""
-    found = 0
+    checksum = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             elements = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            found = zlib.crc32(elements.numpy().tobytes(), found)
-    return found
+            checksum = zlib.crc32(elements.numpy().tobytes(), checksum)
+    return checksum

@@ -28,11 +28,11 @@ def of_bytes(data: bytes) -> str:
 
 def of_file(path: Path) -> str:
     """Return the checksum of a file."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def opened(path: Path) -> BufferedReader:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading; OSError if it is anything else."""
     try:
         # Without O_NONBLOCK a pipe waits for a writer.
@@ -52,10 +52,10 @@ def sizes(folder: Path) -> dict[str, int]:
     return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
 
 
-def sealed(text: str) -> str:
+def with_seal(text: str) -> str:
     """Return a JSON object's text with the checksum of all that stands before it as its last key.
 
-    >>> sealed('{"step": 3}')[:32]
+    >>> with_seal('{"step": 3}')[:32]
     '{"step": 3, "checksum": "sha256:'
     """
     body = text.rstrip().removesuffix("}")
@@ -65,26 +65,26 @@ def sealed(text: str) -> str:
 def seal_holds(text: str) -> bool:
     """Whether a sealed text is as it was written, to the byte.
 
-    >>> seal_holds(sealed('{"step": 3}')), seal_holds(sealed('{"step": 3}').replace("3", "4", 1))
+    >>> seal_holds(with_seal('{"step": 3}')), seal_holds(with_seal('{"step": 3}').replace("3", "4", 1))
     (True, False)
     """
-    found = _SEAL.fullmatch(text)
-    return found is not None and of_bytes(found["body"].encode()) == found["checksum"]
+    match = _SEAL.fullmatch(text)
+    return match is not None and of_bytes(match["body"].encode()) == match["checksum"]
 
 
-def misplaced(folder: Path, sizes: Mapping[str, int], *, besides: str) -> str | None:
+def misplaced_file(folder: Path, sizes: Mapping[str, int], *, besides: str) -> str | None:
     """Return which file is missing, added, of another size or no file at all.
 
     `besides` is the file that has the list.
     """
     try:
-        found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
+        entries = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
     except OSError as error:
         return f"{folder}: cannot be read: {error.strerror}"
     for name in sizes:
-        if name not in found:
+        if name not in entries:
             return f"{folder / name}: is missing"
-    for name, seen in sorted(found.items()):
+    for name, seen in sorted(entries.items()):
         path = folder / name
         if name not in sizes and name != besides:
             return f"{path}: is none of the files that were written here"
@@ -103,13 +103,13 @@ def differing(
     def look(name: str) -> str | None:
         path = folder / name
         try:
-            found = of_file(path)
+            checksum = of_file(path)
         except OSError as error:
             return f"{path}: cannot be read: {error.strerror or error}"
-        if found == checksums[name]:
+        if checksum == checksums[name]:
             return None
         wrote = checksums[name]
-        return f"{path}: is damaged: its checksum is {found[:23]}, and {wrote[:23]} was written"
+        return f"{path}: is damaged: its checksum is {checksum[:23]}, and {wrote[:23]} was written"
 
     with ThreadPoolExecutor(max(1, threads)) as workers:
         return next((problem for problem in workers.map(look, names) if problem), None)

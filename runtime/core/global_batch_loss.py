@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from meshwright.planner.documents.plan import Axis
 from meshwright.runtime.core.batches import part_of
-from meshwright.runtime.core.loss import Counted, counted
+from meshwright.runtime.core.loss import Counted, loss_sum_of
 from meshwright.runtime.core.mesh import Place
 
 AXES: tuple[Axis, ...] = ("data_shard", "data_replicate")
@@ -47,24 +47,24 @@ def of_all_slices(tree: Any, place: Place, counts: Sequence[int] | None = None) 
     if place.mesh is None:
         return tree
     if counts is None or len(set(counts)) == 1:
-        return _gathered(tree, place)
+        return _gather_tree(tree, place)
     most = max(counts)
 
-    def padded(leaf: Any) -> Any:
+    def pad(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf
         return torch.cat((leaf, leaf.new_zeros((most - len(leaf), *leaf.shape[1:]))))
 
-    own = [torch.arange(at * most, at * most + count) for at, count in enumerate(counts)]
-    rows = torch.cat(own)
+    positions = [torch.arange(at * most, at * most + count) for at, count in enumerate(counts)]
+    rows = torch.cat(positions)
     return tree_map(
         lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.ndim else leaf,
-        _gathered(tree_map(padded, tree), place),
+        _gather_tree(tree_map(pad, tree), place),
     )
 
 
-def _gathered(tree: Any, place: Place) -> Any:
-    def gathered(leaf: Any) -> Any:
+def _gather_tree(tree: Any, place: Place) -> Any:
+    def gather_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf
         for axis in AXES:
@@ -75,13 +75,13 @@ def _gathered(tree: Any, place: Place) -> Any:
                 leaf = torch.cat(parts)
         return leaf
 
-    return tree_map(gathered, tree)
+    return tree_map(gather_leaf, tree)
 
 
 def gradients_by_output(
-    loss: whole_batch, outputs: Any, batch: Any, *, own: range, size: int, parts: int
+    loss: whole_batch, outputs: Any, batch: Any, *, samples: range, size: int, parts: int
 ) -> tuple[Counted, list[list[Tensor | None]]]:
-    """Return what the loss says of the whole batch, and its gradient by the outputs of `own`.
+    """Return what the loss says of the whole batch, and its gradient by the outputs of `samples`.
 
     Those are by micro-batch of `size` samples, and by leaf.  An output without samples (a learnt
     temperature) is made in each of `parts` micro-batches of all ranks, and has a part in each.
@@ -92,11 +92,11 @@ def gradients_by_output(
     with torch.enable_grad():
         for leaf in floating:
             leaf.requires_grad_()
-        one = counted(loss(tree_unflatten(used, spec), batch), _samples(used))
-        found = torch.autograd.grad(one.total, floating, allow_unused=True)
+        loss_sum = loss_sum_of(loss(tree_unflatten(used, spec), batch), _samples(used))
+        found = torch.autograd.grad(loss_sum.total, floating, allow_unused=True)
     by = {id(leaf): grad for leaf, grad in zip(floating, found, strict=True)}
     result = []
-    for first in range(own.start, own.stop, size):
+    for first in range(samples.start, samples.stop, size):
         grads: list[Tensor | None] = []
         for leaf in used:
             grad = by.get(id(leaf))
@@ -104,13 +104,13 @@ def gradients_by_output(
                 grad = part_of(grad, range(first, first + size)) if grad.ndim else grad / parts
             grads.append(grad)
         result.append(grads)
-    return Counted(one.total.detach(), one.count, one.metrics), result
+    return Counted(loss_sum.total.detach(), loss_sum.count, loss_sum.metrics), result
 
 
 def surrogate(outputs: Any, grads: list[Tensor | None]) -> Tensor:
     """Return a number whose gradient by the outputs is `grads`."""
     pairs = zip(tree_leaves(outputs), grads, strict=True)
-    products = [(made * grad).sum() for made, grad in pairs if grad is not None]
+    products = [(output * grad).sum() for output, grad in pairs if grad is not None]
     return torch.stack([product.float() for product in products]).sum()
 
 

@@ -11,6 +11,14 @@ do: sums and counts are added over all of them, and the gradient is divided once
 
 D is a power of two near C / R, so that dividing by it changes no digit and keeps 16-bit gradients
 in range.  Nothing about the other ranks must be known before backward.
+
+The loss scale of fp16 is as large as gradients bear, so that small ones do not vanish.  The loss is
+multiplied by the scale before backward, and gradients are divided by it before they are clipped.  A
+step whose gradients overflow is skipped on all ranks, since all have the same norm, and halves the
+scale; 2,000 good steps in a row double it.  All of it stays on the device: no rank waits to learn
+whether a step counted.
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2; the constants are
+those of torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -50,7 +58,7 @@ class Counted:
     """Sums like `total`, or pairs of a sum and a count of its own."""
 
 
-def counted(returned: Any, samples: int) -> Counted:
+def loss_sum_of(returned: Any, samples: int) -> Counted:
     """Read what a loss function returned: sum and count, with or without metrics, or one mean.
 
     A mean is taken as one over `samples` that count alike.
@@ -97,13 +105,13 @@ class Totals:
         self.metrics: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, one: Counted) -> None:
+    def add(self, micro_batch: Counted) -> None:
         """Add a micro-batch."""
-        self.values += self._pair(one.total, one.count)
-        for name, value in one.metrics.items():
-            pair = value if isinstance(value, tuple) else (value, one.count)
-            made = self._pair(*pair)
-            self.metrics[name] = self.metrics[name] + made if name in self.metrics else made
+        self.values += self._pair(micro_batch.total, micro_batch.count)
+        for name, value in micro_batch.metrics.items():
+            pair = value if isinstance(value, tuple) else (value, micro_batch.count)
+            total = self._pair(*pair)
+            self.metrics[name] = self.metrics[name] + total if name in self.metrics else total
 
     @torch.no_grad()
     def add_inner(self, value: Tensor) -> None:
@@ -124,3 +132,58 @@ def plain(value: Tensor) -> Tensor:
     """Return a value without its graph, as this rank has it."""
     value = value.detach()
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+INITIAL = 2.0**16
+
+
+GROWTH = 2.0
+
+
+BACKOFF = 0.5
+
+
+GROWTH_STEPS = 2000
+
+
+LEAST = 1.0
+
+
+"""Gradients that overflow at this scale are wrong for another reason."""
+
+
+class LossScale:
+    """The scale of one run, equal on all ranks.  Without fp16 it is not applied and never moves."""
+
+    def __init__(self, device: torch.device, *, active: bool) -> None:
+        self.active = active
+        self.scale = torch.tensor(INITIAL, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return what backward begins at."""
+        return loss * self.scale if self.active else loss
+
+    def taken_off(self, value: Tensor) -> Tensor:
+        """Return a loss or a norm as it would be without the scale."""
+        return value / self.scale if self.active else value
+
+    def spoilt(self, norm: Tensor) -> Tensor | None:
+        """Return 1 if a gradient norm says that the step must be skipped, else 0; None: no fp16."""
+        return (~norm.isfinite()).float() if self.active else None
+
+    def skips(self, norm: float) -> bool:
+        """Tell whether a step of this norm was skipped and a smaller scale may yet help."""
+        return self.active and not math.isfinite(norm) and float(self.scale) > LEAST
+
+    def update(self, spoilt: Tensor | None) -> None:
+        """Move the scale after a step."""
+        if spoilt is not None:
+            torch._amp_update_scale_(
+                self.scale, self.good_steps, spoilt, GROWTH, BACKOFF, GROWTH_STEPS
+            )
+            self.scale.clamp_(min=LEAST)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps, by name, sharing live memory."""
+        return {"train.loss_scale": self.scale, "train.good_steps": self.good_steps}

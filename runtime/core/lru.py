@@ -25,14 +25,14 @@ class Recent(Generic[Made]):
     def get(self, key: Any, make: Callable[[], Made]) -> Made:
         """Return what stands under a key, made now if nothing does."""
         if key in self._made:
-            made = self._made.pop(key)
+            value = self._made.pop(key)
         else:
-            made = make()
+            value = make()
             self.count += 1
-        self._made[key] = made  # the newest stands last
+        self._made[key] = value  # the newest stands last
         while len(self._made) > self._most:
             del self._made[next(iter(self._made))]
-        return made
+        return value
 
     def __contains__(self, key: Any) -> bool:
         """Tell whether a key has something made."""

@@ -168,9 +168,9 @@ class LiveMemory(TorchDispatchMode):
         It is taken out for its whole life, also for the time before this call.
         """
         for plain in _tensors_in(tensor):
-            known = self._alive.get(plain.untyped_storage()._cdata)
-            if known is not None:
-                self._left_out.add(id(known[0]))
+            allocation = self._alive.get(plain.untyped_storage()._cdata)
+            if allocation is not None:
+                self._left_out.add(id(allocation[0]))
 
     @property
     def peak_of_rest_bytes(self) -> int:
@@ -187,7 +187,10 @@ class LiveMemory(TorchDispatchMode):
         key, size_bytes = storage._cdata, storage.nbytes()
         # torch keeps one Python object per storage for as long as the storage itself lives, so the
         # callback means that the memory is gone, not that Python looked away.
-        life, before = self._alive.get(key) or (weakref.ref(storage, lambda _: self._gone(key)), 0)
+        life, before = self._alive.get(key) or (
+            weakref.ref(storage, lambda _: self._forget(key)),
+            0,
+        )
         if key not in self._alive or size_bytes != before:
             self._alive[key] = (life, size_bytes)
             self._changes.append((life, size_bytes - before))
@@ -197,7 +200,7 @@ class LiveMemory(TorchDispatchMode):
         if self._notice is not None and len(self._changes) == self._notice[0]:
             self._notice[1]()
 
-    def _gone(self, key: int) -> None:
+    def _forget(self, key: int) -> None:
         life, size_bytes = self._alive.pop(key)
         self._changes.append((life, -size_bytes))
         self.current_bytes -= size_bytes

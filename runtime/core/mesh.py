@@ -9,16 +9,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.plan import Axis, Plan
 from meshwright.planner.documents.plan import Mesh as Degrees
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.parallel.context_parallel import WHOLE, Context
 
 # Groups cost sockets and memory for as long as the process lives, so equal meshes share them.
-_made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A rank's place among those that share a sequence; by default it has all of it."""
+
+    rank: int = 0
+    degree: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Return the positions of this rank, in its order.
+
+        >>> Context(rank=0, degree=2).positions(8).tolist()
+        [0, 1, 6, 7]
+        >>> Context(rank=1, degree=2).positions(8).tolist()
+        [2, 3, 4, 5]
+        """
+        if self.degree == 1:
+            return torch.arange(seq_len)
+        chunks = torch.arange(seq_len).chunk(2 * self.degree)
+        return torch.cat((chunks[self.rank], chunks[2 * self.degree - 1 - self.rank]))
+
+
+WHOLE = Context()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +133,7 @@ class Place:
             replicating=self.axis("data_replicate"),
             sharding=self._together("data_shard", "context"),
             sharded=True,
-            near=self._near,
+            near=self._neighbour_mesh,
         )
 
     @property
@@ -117,7 +142,7 @@ class Place:
 
         Experts take neighbouring ranks, of the tensor, context and data_shard axes together.
         """
-        return _kept(
+        return _cached(
             ("experts", self.degrees),
             lambda: _expert_mesh(self.mesh, self.degrees),  # type: ignore[arg-type]
         )
@@ -127,7 +152,7 @@ class Place:
 
         They are those that stand where this one does, one of each part, and those of its own part.
         """
-        mesh = _kept(
+        mesh = _cached(
             ("relays", self.degrees, ranks),
             lambda: _cut(self.expert_mesh, "expert", ranks, ("across", "inside")),
         )
@@ -151,7 +176,7 @@ class Place:
         return DataRanks(replicating=whole, sharding=mesh["alone"], sharded=False)
 
     @property
-    def _near(self) -> DeviceMesh | None:
+    def _neighbour_mesh(self) -> DeviceMesh | None:
         """Return the ranks that ZeRO divides over as [group, rank]; all call it together.
 
         FSDP would make such groups anew for each module.
@@ -160,7 +185,9 @@ class Place:
         if mesh is None or ranks is None or ranks == 1:
             return None
         names = ("apart", "near")
-        both = _kept(("near", self.degrees, ranks), lambda: _cut(mesh, "data_shard", ranks, names))
+        both = _cached(
+            ("near", self.degrees, ranks), lambda: _cut(mesh, "data_shard", ranks, names)
+        )
         return both[names]
 
     def _together(self, data: Axis, other: Axis) -> DeviceMesh:
@@ -186,15 +213,15 @@ class Place:
     def matrix_groups(self) -> dict[str, dist.ProcessGroup]:
         """Ranks that divide a matrix over ZeRO and this axis together: the tensor axis, experts."""
         assert self.mesh is not None
-        found = {}
+        groups = {}
         if self.degrees.tensor > 1:
             axes = ("data_shard", "context", "tensor")
             used = [n for n in self.mesh.mesh_dim_names or () if n in axes and self._degree(n) > 1]
-            found["tensor"] = self.mesh[tuple(used)]._flatten(f"matrix of {used}").get_group()
+            groups["tensor"] = self.mesh[tuple(used)]._flatten(f"matrix of {used}").get_group()
         if self.degrees.expert > 1:
             both = self.expert_mesh["expert_shard", "expert"]
-            found["expert"] = both._flatten("matrix of experts").get_group()
-        return found
+            groups["expert"] = both._flatten("matrix of experts").get_group()
+        return groups
 
     def _degree(self, axis: str) -> int:
         return int(getattr(self.degrees, axis))
@@ -211,7 +238,7 @@ class Place:
 
         All engines share them: none may leave a message under way between its steps.
         """
-        second = _kept(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]
+        second = _cached(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]
         return self.axis("pipeline").get_group(), second[dist.get_rank()]
 
     def groups_in_flight(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -226,7 +253,7 @@ class Place:
     def ends(self) -> dist.ProcessGroup | None:
         """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
         assert self.mesh is not None
-        pairs: dict[int, dist.ProcessGroup] = _kept(
+        pairs: dict[int, dist.ProcessGroup] = _cached(
             ("ends", self.degrees), lambda: _end_groups(self.mesh)
         )
         return pairs.get(dist.get_rank())
@@ -280,7 +307,7 @@ def place_of(plan: Plan, device: torch.device) -> Place:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     outermost_first = tuple(reversed(degrees.order))
     sizes = tuple(getattr(degrees, axis) for axis in outermost_first)
-    mesh = _kept(
+    mesh = _cached(
         (device.type, outermost_first, sizes),
         lambda: init_device_mesh(device.type, sizes, mesh_dim_names=outermost_first),
     )
@@ -294,11 +321,11 @@ def place_of(plan: Plan, device: torch.device) -> Place:
     return place
 
 
-def _kept(key: Any, make: Any) -> Any:
-    made = _made.setdefault(dist.group.WORLD, {})
-    if key not in made:
-        made[key] = make()
-    return made[key]
+def _cached(key: Any, make: Any) -> Any:
+    groups = _meshes.setdefault(dist.group.WORLD, {})
+    if key not in groups:
+        groups[key] = make()
+    return groups[key]
 
 
 def _expert_mesh(mesh: DeviceMesh, degrees: Degrees) -> DeviceMesh:

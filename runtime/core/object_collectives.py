@@ -18,30 +18,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.planner.errors import LaunchError, MeshwrightError
-from meshwright.runtime.checkpoint.tensor_index import ITEM_BYTES
+from meshwright.runtime.core.dtypes import ITEM_BYTES
 
 MAX_BYTES = 2**28
 """Of one rank's message."""
 
 
-def all_gather_json(own: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_json(data: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what each rank of the group gave, by rank; all of them call it."""
-    message = _encoded(own)
+    message = _encode(data)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
-    counts = [_checked(size, rank) for rank, size in enumerate(sizes)]
+    counts = [_checked_size(size, rank) for rank, size in enumerate(sizes)]
     padded = torch.zeros(max(counts), dtype=torch.uint8)
     padded[: message.numel()] = message
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
     return [
-        _decoded(text[:count], rank)
+        _decode(text[:count], rank)
         for rank, (text, count) in enumerate(zip(received, counts, strict=True))
     ]
 
 
 @contextlib.contextmanager
-def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Do something on each rank of a group, and raise on all where it fails on any.
 
     All of them call it, and nothing inside may wait for others.  What comes behind may: no rank
@@ -54,59 +54,61 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as error:  # of the user's own code, too
         failed = error
     if dist.is_initialized():
-        every = all_gather_json(None if failed is None else _said(failed), group=group)
-        problem = next(((rank, said) for rank, said in enumerate(every) if said is not None), None)
+        every = all_gather_json(None if failed is None else _error_text(failed), group=group)
+        problem = next(
+            ((rank, message) for rank, message in enumerate(every) if message is not None), None
+        )
         if problem is not None and failed is None:
             raise LaunchError(f"rank {problem[0]}: {problem[1]}")
     if failed is not None:
         raise failed
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
 
 
-def broadcast_json(own: Any, *, source: int, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_json(data: Any, *, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Return what rank `source` (of all ranks) gave; all ranks of the group call it."""
     sends = dist.get_rank() == source
-    message = _encoded(own) if sends else torch.empty(0, dtype=torch.uint8)
+    message = _encode(data) if sends else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([message.numel()])
     dist.broadcast(size, src=source, group=group)
-    count = _checked(size, source)
+    count = _checked_size(size, source)
     if not sends:
         message = torch.empty(count, dtype=torch.uint8)
     dist.broadcast(message, src=source, group=group)
-    return _decoded(message, source)
+    return _decode(message, source)
 
 
-def broadcast_tensors(own: Sequence[Tensor] | None, *, source: int, group: Any) -> list[Tensor]:
+def broadcast_tensors(tensors: Sequence[Tensor] | None, *, source: int, group: Any) -> list[Tensor]:
     """Return the tensors of the rank at place `source` of a group, on the CPU; all of it call it.
 
     A tensor has at most MAX_BYTES.
     """
     first = dist.get_global_rank(group, source)
-    said = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in own or ()]
+    header = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors or ()]
     result = []
-    told = broadcast_json(said, source=first, group=group)
-    for at, (name, shape) in enumerate(told):
+    headers = broadcast_json(header, source=first, group=group)
+    for at, (name, shape) in enumerate(headers):
         if name not in ITEM_BYTES or math.prod(shape) * ITEM_BYTES[name] > MAX_BYTES:
             raise LaunchError(
                 f"rank {first}: sends {name} {shape}, which is no tensor of a batch; "
                 "give smaller ones, of a plain dtype"
             )
-        made = torch.empty(shape, dtype=getattr(torch, name))
-        if own is not None:
-            made.copy_(own[at])
-        dist.broadcast(made, src=first, group=group)
-        result.append(made)
+        tensor = torch.empty(shape, dtype=getattr(torch, name))
+        if tensors is not None:
+            tensor.copy_(tensors[at])
+        dist.broadcast(tensor, src=first, group=group)
+        result.append(tensor)
     return result
 
 
-def _encoded(data: Any) -> Tensor:
+def _encode(data: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
 
 
-def _checked(size: Tensor, rank: int) -> int:
+def _checked_size(size: Tensor, rank: int) -> int:
     """Return a message's size; every rank sees the same, so all refuse it together."""
     count = int(size)
     if not 0 < count <= MAX_BYTES:
@@ -116,7 +118,7 @@ def _checked(size: Tensor, rank: int) -> int:
     return count
 
 
-def _decoded(message: Tensor, rank: int) -> Any:
+def _decode(message: Tensor, rank: int) -> Any:
     try:
         return json.loads(message.numpy().tobytes())
     except (ValueError, RecursionError) as error:

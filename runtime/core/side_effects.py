@@ -51,7 +51,7 @@ TABLES = ("_parameters", "_buffers")
 """Of a module, what is copied with it."""
 
 
-def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def deepcopy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy of a module; its tensors may have no data.
 
     Raises RecordError where something in it cannot be copied.
@@ -67,8 +67,8 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         for value in vars(part).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
-    for one in _ReachableObjects((module,)).generators:
-        memo[id(one)] = one.clone_state()
+    for generator in _ReachableObjects((module,)).generators:
+        memo[id(generator)] = generator.clone_state()
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -79,7 +79,7 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 @contextlib.contextmanager
-def untouched(*roots: Any) -> Iterator[None]:
+def restore_side_effects(*roots: Any) -> Iterator[None]:
     """Put random numbers, and what objects and functions refer to, back as they were.
 
     Parameters and buffers of the first, if it is a module, are left alone: its copy is run.
@@ -152,7 +152,9 @@ class RandomNumbers(PythonNumbers):
 
 def _words(state: Any) -> Any:
     """Return a state of numpy's random numbers as what can be compared."""
-    return state and tuple(one.tobytes() if hasattr(one, "tobytes") else one for one in state)
+    return state and tuple(
+        entry.tobytes() if hasattr(entry, "tobytes") else entry for entry in state
+    )
 
 
 class _ReachableObjects:
@@ -173,12 +175,12 @@ class _ReachableObjects:
         """Modules whose parameters and buffers are those of a copy while a trial runs."""
         waiting = deque((root, "") for root in roots)
         while waiting and len(self._kept) < self.most:
-            one, name = waiting.popleft()
-            if id(one) in self._known or isinstance(one, _PLAIN):
+            thing, name = waiting.popleft()
+            if id(thing) in self._known or isinstance(thing, _PLAIN):
                 continue
-            self._known.add(id(one))
-            self._kept.append(one)
-            waiting += self._look(one, name)
+            self._known.add(id(thing))
+            self._kept.append(thing)
+            waiting += self._look(thing, name)
 
     def refuse_generators(self) -> None:
         """Refuse a suspended function: nobody can bring it back to where it stood."""
@@ -192,8 +194,8 @@ class _ReachableObjects:
         """Put contents back; return the name of what changed and cannot be put back, if any."""
         lost = None
         for name, now, then, put in self._entries:
-            found = now()
-            if not _is_same(found, then):
+            changes = now()
+            if not _is_same(changes, then):
                 if put is _lost:
                     lost = lost or name
                 else:
@@ -202,12 +204,12 @@ class _ReachableObjects:
 
     def changes(self) -> frozenset[str]:
         """Return the names of what has other values now."""
-        found = set()
+        names = set()
         for name, now, then, _ in self._entries:
             here = now()
             if not _is_same(here, then):
-                found |= set(_differing(name, then, here))
-        return frozenset(found)
+                names |= set(_differing(name, then, here))
+        return frozenset(names)
 
     def _note(
         self, name: str, now: Callable[[], Any], put: Callable[[Any], None], then: Any = None
@@ -215,77 +217,81 @@ class _ReachableObjects:
         self._entries.append((name, now, now() if then is None else then, put))
 
     def _look(  # noqa: PLR0912 - a case for each kind of object
-        self, one: Any, name: str
+        self, thing: Any, name: str
     ) -> Iterator[tuple[Any, str]]:
         """Note what an object has, and yield what it refers to."""
-        match one:
+        match thing:
             case Tensor():
-                self._tensor(one, name)
+                self._tensor(thing, name)
             case dict():
-                self._note(name, lambda: dict(one), functools.partial(_fill_dict, one))
-                for key, value in list(dict.items(one)):
+                self._note(name, lambda: dict(thing), functools.partial(_fill_dict, thing))
+                for key, value in list(dict.items(thing)):
                     yield value, f"{name}[{key!r}]" if not name.isidentifier() else f"{name}.{key}"
             case list() | deque():
-                self._note(name, lambda: list(one), functools.partial(_fill_list, one))
-                yield from ((value, f"{name}[{at}]") for at, value in enumerate(list(one)))
+                self._note(name, lambda: list(thing), functools.partial(_fill_list, thing))
+                yield from ((value, f"{name}[{at}]") for at, value in enumerate(list(thing)))
             case set():
-                self._note(name, lambda: set(one), functools.partial(_fill_set, one))
+                self._note(name, lambda: set(thing), functools.partial(_fill_set, thing))
             case bytearray():
                 self._note(
-                    name, lambda: bytes(one), functools.partial(one.__setitem__, slice(None))
+                    name, lambda: bytes(thing), functools.partial(thing.__setitem__, slice(None))
                 )
             case tuple() | frozenset():
-                yield from ((value, f"{name}[{at}]") for at, value in enumerate(one))
+                yield from ((value, f"{name}[{at}]") for at, value in enumerate(thing))
             case random.Random():
-                self._note(name, one.getstate, one.setstate)
+                self._note(name, thing.getstate, thing.setstate)
             case torch.Generator():
-                self.generators.append(one)
-                self._note(name, one.get_state, lambda then: _set_state(one, then))
+                self.generators.append(thing)
+                self._note(name, thing.get_state, lambda then: _set_state(thing, then))
             case types.GeneratorType():
                 self._suspended.append((name, "generator"))
             case types.FunctionType():
-                yield from self._function(one, name)
+                yield from self._function(thing, name)
             case types.MethodType():
-                yield one.__func__, name
-                yield one.__self__, name
+                yield thing.__func__, name
+                yield thing.__self__, name
             case functools.partial():
-                yield from ((value, name) for value in (one.func, one.args, one.keywords))
+                yield from ((value, name) for value in (thing.func, thing.args, thing.keywords))
             case functools._lru_cache_wrapper():
-                self._note(name, one.cache_info, lambda _: one.cache_clear())
-                yield one.__wrapped__, name
+                self._note(name, thing.cache_info, lambda _: thing.cache_clear())
+                yield thing.__wrapped__, name
             case classmethod() | staticmethod():
-                yield one.__func__, name
+                yield thing.__func__, name
             case property():
-                yield from ((value, name) for value in (one.fget, one.fset))
+                yield from ((value, name) for value in (thing.fget, thing.fset))
             case type():
-                yield from self._class(one, name)
+                yield from self._class(thing, name)
             case types.ModuleType():
                 pass
             case _:
-                yield from self._object(one, name)
+                yield from self._object(thing, name)
 
-    def _tensor(self, one: Tensor, name: str) -> None:
-        if isinstance(one, FakeTensor) or one.is_meta:
+    def _tensor(self, tensor: Tensor, name: str) -> None:
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return
-        if one.numel() * one.element_size() > MOST_COPIED_BYTES:
-            self._note(name, lambda: one._version, _lost)
+        if tensor.numel() * tensor.element_size() > MOST_COPIED_BYTES:
+            self._note(name, lambda: tensor._version, _lost)
             return
-        self._note(name, lambda: one.detach().clone(), lambda then: _copy_into(one, then))
+        self._note(name, lambda: tensor.detach().clone(), lambda then: _copy_into(tensor, then))
 
-    def _function(self, one: types.FunctionType, name: str) -> Iterator[tuple[Any, str]]:
-        if _is_library(one.__module__):
+    def _function(self, function: types.FunctionType, name: str) -> Iterator[tuple[Any, str]]:
+        if _is_library(function.__module__):
             return
-        yield one.__dict__, one.__name__
-        yield from ((value, f"{one.__name__}'s default") for value in one.__defaults__ or ())
-        yield one.__kwdefaults__ or {}, f"{one.__name__}'s default"
-        for key, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
-            if _filled(cell):
+        yield function.__dict__, function.__name__
+        yield from (
+            (value, f"{function.__name__}'s default") for value in function.__defaults__ or ()
+        )
+        yield function.__kwdefaults__ or {}, f"{function.__name__}'s default"
+        for key, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            if _has_contents(cell):
                 yield from self._place(
                     key, functools.partial(getattr, cell, "cell_contents", None), _cell(cell)
                 )
-        for key in _globals_of(one.__code__):
-            if key in one.__globals__:
-                yield from self._global(one.__globals__, key, one.__code__)
+        for key in _globals_of(function.__code__):
+            if key in function.__globals__:
+                yield from self._global(function.__globals__, key, function.__code__)
 
     def _global(
         self, table: dict[str, Any], key: str, code: types.CodeType
@@ -293,12 +299,12 @@ class _ReachableObjects:
         value = table[key]
         if isinstance(value, types.ModuleType):
             if not _is_library(value.__name__):
-                for own in _names(code):
-                    if own in vars(value) and not isinstance(vars(value)[own], types.ModuleType):
+                for name in _names(code):
+                    if name in vars(value) and not isinstance(vars(value)[name], types.ModuleType):
                         yield from self._place(
-                            f"{key}.{own}",
-                            functools.partial(vars(value).get, own),
-                            functools.partial(vars(value).__setitem__, own),
+                            f"{key}.{name}",
+                            functools.partial(vars(value).get, name),
+                            functools.partial(vars(value).__setitem__, name),
                         )
             return
         yield from self._place(
@@ -327,69 +333,77 @@ class _ReachableObjects:
             return
         self._entries.append((name, object, twin, put))
 
-    def _class(self, one: type, name: str) -> Iterator[tuple[Any, str]]:
-        if _is_library(one.__module__):
+    def _class(self, cls: type, name: str) -> Iterator[tuple[Any, str]]:
+        if _is_library(cls.__module__):
             return
 
-        def own() -> dict[str, Any]:
+        def own_attributes() -> dict[str, Any]:
             return {
                 key: value
-                for key, value in vars(one).items()
+                for key, value in vars(cls).items()
                 if not (key.startswith("__") and key.endswith("__")) and key != "_abc_impl"
             }
 
-        self._note(one.__name__, own, functools.partial(_fill_class, one, own))
-        for key, value in own().items():
+        self._note(
+            cls.__name__, own_attributes, functools.partial(_fill_class, cls, own_attributes)
+        )
+        for key, value in own_attributes().items():
             if isinstance(value, ITERATORS):
-                self._iterator(f"{one.__name__}.{key}", value, functools.partial(setattr, one, key))
+                self._iterator(f"{cls.__name__}.{key}", value, functools.partial(setattr, cls, key))
             else:
-                yield value, f"{one.__name__}.{key}"
+                yield value, f"{cls.__name__}.{key}"
         for key in ("__init__", "__call__", "__getitem__", "__next__", "__iter__"):
-            if key in vars(one):
-                yield vars(one)[key], f"{one.__name__}.{key}"
-        yield from ((base, base.__name__) for base in one.__bases__)
+            if key in vars(cls):
+                yield vars(cls)[key], f"{cls.__name__}.{key}"
+        yield from ((base, base.__name__) for base in cls.__bases__)
 
-    def _object(self, one: Any, name: str) -> Iterator[tuple[Any, str]]:
-        if _is_library(type(one).__module__) and self._numbers(one, name):
+    def _object(self, thing: Any, name: str) -> Iterator[tuple[Any, str]]:
+        if _is_library(type(thing).__module__) and self._numbers(thing, name):
             return
-        yield type(one), type(one).__name__
-        if _is_library(type(one).__module__) and not isinstance(one, (nn.Module, *NAMESPACES)):
+        yield type(thing), type(thing).__name__
+        if _is_library(type(thing).__module__) and not isinstance(thing, (nn.Module, *NAMESPACES)):
             return
-        own = getattr(one, "__dict__", None)
-        if isinstance(own, dict):
-            self._note(name, lambda: dict(own), functools.partial(_fill_dict, own))
-            yield from self._attributes(one, own, name)
-        for key in _slots(type(one)):
-            if hasattr(one, key):
+        attributes = getattr(thing, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._note(name, lambda: dict(attributes), functools.partial(_fill_dict, attributes))
+            yield from self._attributes(thing, attributes, name)
+        for key in _slots(type(thing)):
+            if hasattr(thing, key):
                 yield from self._place(
                     f"{name}.{key}",
-                    functools.partial(getattr, one, key, None),
-                    functools.partial(_set_slot, one, key),
+                    functools.partial(getattr, thing, key, None),
+                    functools.partial(_set_slot, thing, key),
                 )
 
-    def _numbers(self, one: Any, name: str) -> bool:
+    def _numbers(self, array: Any, name: str) -> bool:
         """Note an array or a generator of numpy; return whether it is one."""
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return False
-        one = one.bit_generator if isinstance(one, numpy.random.Generator) else one
-        if isinstance(one, numpy.random.BitGenerator):
-            self._note(name, lambda: one.state, functools.partial(setattr, one, "state"))
-        elif isinstance(one, numpy.random.RandomState):
-            self._note(name, one.get_state, one.set_state)
-        elif isinstance(one, numpy.ndarray) and one.nbytes <= MOST_COPIED_BYTES:
-            self._note(name, one.copy, functools.partial(_copy_array, one))
-        return isinstance(one, numpy.ndarray | numpy.random.BitGenerator | numpy.random.RandomState)
+        array = array.bit_generator if isinstance(array, numpy.random.Generator) else array
+        if isinstance(array, numpy.random.BitGenerator):
+            self._note(name, lambda: array.state, functools.partial(setattr, array, "state"))
+        elif isinstance(array, numpy.random.RandomState):
+            self._note(name, array.get_state, array.set_state)
+        elif isinstance(array, numpy.ndarray) and array.nbytes <= MOST_COPIED_BYTES:
+            self._note(name, array.copy, functools.partial(_copy_array, array))
+        return isinstance(
+            array, numpy.ndarray | numpy.random.BitGenerator | numpy.random.RandomState
+        )
 
-    def _attributes(self, one: Any, own: dict[str, Any], name: str) -> Iterator[tuple[Any, str]]:
-        is_module, before = isinstance(one, nn.Module), f"{name}." if name else ""
-        for key, value in list(own.items()):
+    def _attributes(
+        self, thing: Any, attributes: dict[str, Any], name: str
+    ) -> Iterator[tuple[Any, str]]:
+        is_module, before = isinstance(thing, nn.Module), f"{name}." if name else ""
+        for key, value in list(attributes.items()):
             if is_module and key == "_modules":
                 for child, part in value.items():
                     yield part, f"{before}{child}"
             elif isinstance(value, ITERATORS) and not is_module:
-                self._iterator(f"{before}{key}", value, functools.partial(own.__setitem__, key))
-            elif not (id(one) in self._copied and key in TABLES):
+                self._iterator(
+                    f"{before}{key}", value, functools.partial(attributes.__setitem__, key)
+                )
+            elif not (id(thing) in self._copied and key in TABLES):
                 yield value, f"{before}{key}"
 
 
@@ -407,12 +421,12 @@ class Surroundings(_ReachableObjects):
         self._apart = {id(part) for unit in units for part in unit.modules()}
         super().__init__((module, *others))
 
-    def _look(self, one: Any, name: str) -> Iterator[tuple[Any, str]]:
-        if id(one) in self._apart:
+    def _look(self, thing: Any, name: str) -> Iterator[tuple[Any, str]]:
+        if id(thing) in self._apart:
             return
-        if isinstance(one, list | dict | set | deque | bytearray) and len(one) > self.most:
+        if isinstance(thing, list | dict | set | deque | bytearray) and len(thing) > self.most:
             return
-        yield from super()._look(one, name)
+        yield from super()._look(thing, name)
 
 
 _PLAIN = (
@@ -425,49 +439,51 @@ def _lost(then: Any) -> None:
     """Stand for a way to put something back where there is none."""
 
 
-def _copy_into(one: Tensor, then: Tensor) -> None:
+def _copy_into(target: Tensor, then: Tensor) -> None:
     with torch.no_grad():
-        one.detach().copy_(then)
+        target.detach().copy_(then)
 
 
-def _set_state(one: torch.Generator, then: Tensor) -> None:
-    one.set_state(then)
+def _set_state(generator: torch.Generator, then: Tensor) -> None:
+    generator.set_state(then)
 
 
-def _copy_array(one: Any, then: Any) -> None:
-    one[...] = then
+def _copy_array(array: Any, then: Any) -> None:
+    array[...] = then
 
 
-def _fill_dict(one: dict[Any, Any], then: Mapping[Any, Any]) -> None:
-    one.clear()
-    one.update(then)
+def _fill_dict(target: dict[Any, Any], then: Mapping[Any, Any]) -> None:
+    target.clear()
+    target.update(then)
 
 
-def _fill_list(one: Any, then: Sequence[Any]) -> None:
-    one.clear()
-    one.extend(then)
+def _fill_list(target: Any, then: Sequence[Any]) -> None:
+    target.clear()
+    target.extend(then)
 
 
-def _fill_set(one: set[Any], then: set[Any]) -> None:
-    one.clear()
-    one.update(then)
+def _fill_set(target: set[Any], then: set[Any]) -> None:
+    target.clear()
+    target.update(then)
 
 
-def _fill_class(one: type, own: Callable[[], dict[str, Any]], then: Mapping[str, Any]) -> None:
-    for key in own():
+def _fill_class(
+    cls: type, attributes: Callable[[], dict[str, Any]], then: Mapping[str, Any]
+) -> None:
+    for key in attributes():
         if key not in then:
-            delattr(one, key)
+            delattr(cls, key)
     for key, value in then.items():
-        if vars(one).get(key, one) is not value:
-            setattr(one, key, value)
+        if vars(cls).get(key, cls) is not value:
+            setattr(cls, key, value)
 
 
-def _set_slot(one: Any, key: str, value: Any) -> None:
-    object.__setattr__(one, key, value)
+def _set_slot(thing: Any, key: str, value: Any) -> None:
+    object.__setattr__(thing, key, value)
 
 
-def _slots(one: type) -> Iterator[str]:
-    for base in one.__mro__:
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
         slots = base.__dict__.get("__slots__", ())
         yield from (
             key
@@ -476,7 +492,7 @@ def _slots(one: type) -> Iterator[str]:
         )
 
 
-def _filled(cell: types.CellType) -> bool:
+def _has_contents(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -490,7 +506,9 @@ def _cell(cell: types.CellType) -> Callable[[Any], None]:
 
 def _names(code: types.CodeType) -> frozenset[str]:
     """Return the names that a function, and functions inside it, use, attributes too."""
-    inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    inner = (
+        _names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    )
     return frozenset(code.co_names).union(*inner)
 
 
@@ -500,9 +518,15 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
 
     A loop's variable `step` is none of them because a forward reads `self.step`.
     """
-    own = {one.argval for one in dis.get_instructions(code) if one.opname in GLOBAL_NAMES}
-    inner = (_globals_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    return frozenset(own).union(*inner)
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in GLOBAL_NAMES
+    }
+    inner = (
+        _globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    )
+    return frozenset(names).union(*inner)
 
 
 @functools.cache
@@ -514,35 +538,35 @@ def _is_library(module: str | None) -> bool:
     return any(folder in Path(file).parts for folder in ("site-packages", "dist-packages"))
 
 
-def _is_same(one: Any, other: Any) -> bool:  # noqa: PLR0911 - a case for each kind of contents
+def _is_same(first: Any, other: Any) -> bool:  # noqa: PLR0911 - a case for each kind of contents
     """Tell whether contents are the same objects, or equal numbers."""
-    if one is other:
+    if first is other:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(other):
         return False
-    match one:
+    match first:
         case FakeTensor():
             return False
         case Tensor():
-            alike = one.shape == other.shape and one.dtype == other.dtype
-            return alike and torch.allclose(one, other, equal_nan=True)
+            alike = first.shape == other.shape and first.dtype == other.dtype
+            return alike and torch.allclose(first, other, equal_nan=True)
         case dict():
-            same = one.keys() == other.keys()
-            return same and all(_is_plainly(value, other[key]) for key, value in one.items())
+            same = first.keys() == other.keys()
+            return same and all(_is_plainly(value, other[key]) for key, value in first.items())
         case list():
-            return len(one) == len(other) and all(map(_is_plainly, one, other))
-        case _ if hasattr(one, "tobytes"):
-            return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
-        case _ if isinstance(one, (*_PLAIN, set)):
-            return bool(one == other)
+            return len(first) == len(other) and all(map(_is_plainly, first, other))
+        case _ if hasattr(first, "tobytes"):
+            return bool(first.shape == other.shape and first.tobytes() == other.tobytes())
+        case _ if isinstance(first, (*_PLAIN, set)):
+            return bool(first == other)
         case _:
-            return repr(one) == repr(other)
+            return repr(first) == repr(other)
 
 
-def _is_plainly(one: Any, other: Any) -> bool:
+def _is_plainly(first: Any, other: Any) -> bool:
     """Tell whether two entries are the same object, or equal values that cannot change."""
-    return one is other or (
-        isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other)
+    return first is other or (
+        isinstance(first, _PLAIN) and type(first) is type(other) and bool(first == other)
     )
 
 

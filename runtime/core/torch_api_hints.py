@@ -87,15 +87,15 @@ class PendingGradient(Tensor):
     @staticmethod
     def __new__(cls, parameter: Tensor) -> PendingGradient:
         """Make one of the shape and type of a parameter."""
-        made = Tensor._make_wrapper_subclass(
+        wrapper = Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
             strides=parameter.stride(),
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        assert isinstance(made, PendingGradient)
-        return made
+        assert isinstance(wrapper, PendingGradient)
+        return wrapper
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:

@@ -210,8 +210,8 @@ def _fsdp_state(module: FSDPModule) -> Any:
 def _groups_of(state: Any) -> Sequence[Any]:
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # 2.11: one group, or none
-        one = state._fsdp_param_group
-        groups = () if one is None else (one,)
+        group = state._fsdp_param_group
+        groups = () if group is None else (group,)
     return groups
 
 
@@ -264,7 +264,7 @@ def let_go_of_reduced(module: FSDPModule) -> None:
         begun = list(context.reduce_scatter_states)
         context.reduce_scatter_states.clear()
     else:  # 2.11: one, or none
-        begun = [one for one in (context.reduce_scatter_state,) if one is not None]
+        begun = [state for state in (context.reduce_scatter_state,) if state is not None]
         context.reduce_scatter_state = None
     for one in begun:
         if one.event is not None:
@@ -314,13 +314,13 @@ def staying_near(mesh: DeviceMesh | None) -> Iterator[None]:
     """
     plain = _fully_shard._get_post_forward_mesh_info
 
-    def near(reshard: bool | int, mesh_info: Any) -> Any:
+    def mesh_of_neighbours(reshard: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard, bool):
             return plain(reshard, mesh_info)
         assert mesh is not None
         return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
-    _fully_shard._get_post_forward_mesh_info = near  # type: ignore[assignment]
+    _fully_shard._get_post_forward_mesh_info = mesh_of_neighbours  # type: ignore[assignment]
     try:
         yield
     finally:

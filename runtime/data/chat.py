@@ -76,7 +76,7 @@ class Conversations:
             prompt, completion = row["prompt"], row["completion"]
             if isinstance(prompt, str) and isinstance(completion, str):
                 text = prompt + completion
-                tokens, counts = self._counted(text, [(len(prompt), len(text))])
+                tokens, counts = self._tokens_and_marks(text, [(len(prompt), len(text))])
                 return [*tokens, self.end], [*counts, True]
             first = _messages(prompt)
             every = [*first, *_messages(completion)]
@@ -97,15 +97,15 @@ class Conversations:
                 file=str(self.folder),
             )
         if first == 0 and "{% generation" in str(template).replace("{%-", "{%"):
-            made = self._tokenizer.apply_chat_template(
+            encoded = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
-        return self._counted(*self._spans(messages, first, tools))
+            return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+        return self._tokens_and_marks(*self._spans(messages, first, tools))
 
     def _spans(
         self, messages: list[dict[str, Any]], first: int, tools: Any
@@ -139,14 +139,17 @@ class Conversations:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise _RowError(f"the chat template refuses it: {error}") from error
 
-    def _counted(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    def _tokens_and_marks(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         counts = [
-            any(begin <= first < end for begin, end in spans) for first, _ in made["offset_mapping"]
+            any(begin <= first < end for begin, end in spans)
+            for first, _ in encoded["offset_mapping"]
         ]
-        return list(made["input_ids"]), counts
+        return list(encoded["input_ids"]), counts
 
-    def shown(self, tokens: Sequence[int], counts: Sequence[bool]) -> str:
+    def marked_text(self, tokens: Sequence[int], counts: Sequence[bool]) -> str:
         """Return a text in which what counts stands between [[ and ]]."""
         parts, at = [], 0
         while at < len(tokens):

@@ -175,24 +175,24 @@ def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
         raise DocumentError(
             "", "is neither a file nor a folder; give one of them", file=str(source)
         )
-    found = [path for path in _walk(source) if not suffixes or path.suffix in suffixes]
-    if not found:
+    paths = [path for path in _walk(source) if not suffixes or path.suffix in suffixes]
+    if not paths:
         kind = f"files that end in {', '.join(suffixes)}" if suffixes else "files"
         raise DocumentError(
             "", f"has no {kind} to train on; give a folder that has some", file=str(source)
         )
-    for path in found:
+    for path in paths:
         refuse_structured(path)
-    of_rows = [path for path in found if _has_rows(path)]
-    if of_rows and len(of_rows) < len(found):
-        other = next(path for path in found if path not in of_rows)
+    of_rows = [path for path in paths if _has_rows(path)]
+    if of_rows and len(of_rows) < len(paths):
+        other = next(path for path in paths if path not in of_rows)
         raise DocumentError(
             "",
             f"has rows ({of_rows[0].name}) and other files ({other.name}); name a folder of one "
             "kind, or one file",
             file=str(source),
         )
-    return Files(source=source, paths=tuple(found), single=False, rows=bool(of_rows))
+    return Files(source=source, paths=tuple(paths), single=False, rows=bool(of_rows))
 
 
 def _has_rows(path: Path) -> bool:
@@ -203,10 +203,10 @@ def refuse_structured(path: Path) -> None:
     """Refuse a file that is no plain text by its name."""
     for what, endings in STRUCTURED.items():
         if path.suffix.lower() in endings:
-            raise _structured(path, what)
+            raise _structure_error(path, what)
 
 
-def _structured(path: Path, what: str) -> DocumentError:
+def _structure_error(path: Path, what: str) -> DocumentError:
     return DocumentError(
         "",
         f"is {what}, not plain text; write the text that it contains to a .txt file and name that, "
@@ -219,10 +219,10 @@ def _refuse_disguised(path: Path, begin: bytes) -> None:
     """Refuse a file that is no plain text by its first bytes, whatever its name."""
     for magic, what in FIRST_BYTES.items():
         if begin.startswith(magic):
-            raise _structured(path, what)
+            raise _structure_error(path, what)
     first_key = rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*\"[^\"\n]*\"\s*:"
     if re.match(first_key, begin):
-        raise _structured(path, "JSON")
+        raise _structure_error(path, "JSON")
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -302,15 +302,15 @@ class Corpus:
 
     def read(self, begin: int, count: int) -> NDArray[Any]:
         """Return tokens of `stream`, all of them in the vocabulary."""
-        found = self.stream[begin : begin + count]
-        if len(found) and int(found.max()) >= self.vocabulary:
-            place = int(np.argmax(found >= self.vocabulary))
+        tokens = self.stream[begin : begin + count]
+        if len(tokens) and int(tokens.max()) >= self.vocabulary:
+            place = int(np.argmax(tokens >= self.vocabulary))
             raise LaunchError(
-                f"{self.folder / TOKENS}: token {begin + place} is {int(found[place])}, and the "
+                f"{self.folder / TOKENS}: token {begin + place} is {int(tokens[place])}, and the "
                 f"tokens that were written end at {self.vocabulary - 1}; the file is damaged: "
                 f"delete the folder {self.folder} to prepare the text again"
             )
-        return found
+        return tokens
 
     @cached_property
     def stream(self) -> NDArray[Any]:
@@ -320,7 +320,7 @@ class Corpus:
     @cached_property
     def starts(self) -> NDArray[np.int64]:
         """Where each document starts in `stream`, and its end  [document + 1]."""
-        with checksums.opened(self.folder / "starts.npy") as file:
+        with checksums.open_regular(self.folder / "starts.npy") as file:
             starts: NDArray[np.int64] = np.load(file)
         return starts
 
@@ -447,7 +447,7 @@ def _describe(corpus: Files, folder: Path, starts: array[int], **more: str | int
         **more,
     }
     files = {path.name: checksums.of_file(path) for path in sorted(folder.iterdir())}
-    text = checksums.sealed(json.dumps({**about, "checksums": files}))
+    text = checksums.with_seal(json.dumps({**about, "checksums": files}))
     (folder / "corpus.json").write_text(text, encoding="utf-8")
 
 
@@ -613,7 +613,7 @@ class CorpusSamples:
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return an epoch's documents in their order, and where each ends in the epoch."""
         if epoch not in self._epochs:
-            order = shuffled(self.corpus.documents, self.seed, epoch)
+            order = permutation(self.corpus.documents, self.seed, epoch)
             ends = np.cumsum(np.diff(self.corpus.starts)[order])
             for old in [e for e in self._epochs if e < epoch - 1]:
                 del self._epochs[old]
@@ -621,7 +621,7 @@ class CorpusSamples:
         return self._epochs[epoch]
 
 
-def shuffled(count: int, *seeds: int) -> NDArray[np.int64]:
+def permutation(count: int, *seeds: int) -> NDArray[np.int64]:
     """Return 0, 1, ... in an order that depends on the seeds alone.
 
     Sorted by keys from Philox, whose raw stream numpy promises not to change.

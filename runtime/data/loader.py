@@ -4,6 +4,8 @@
         engine.step(batch)
 
 A global batch has the same samples under every plan, and so has each micro-batch of equal size.
+
+UsedSamples adds up which samples all ranks of a run have used: each says it of its own batches.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from meshwright.planner.errors import BatchError, LaunchError
+from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.data.sample_digest import PRIME, SampleDigest
 
 
 class Loader:
@@ -69,11 +74,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """Return where it stands: batches that were handed out, not those that were read ahead."""
-        return {"epoch": self.epoch, "batches": self._done, **self._of()}
+        return {"epoch": self.epoch, "batches": self._done, **self._sampler_state()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there.  Raises LaunchError where the order would be another."""
-        for name, value in self._of().items():
+        for name, value in self._sampler_state().items():
             if state[name] != value:
                 raise LaunchError(
                     f"loader: {name} is {value}, and was {state[name]} when it was saved, which "
@@ -82,7 +87,7 @@ class Loader:
                 )
         self.epoch, self._done = state["epoch"], state["batches"]
 
-    def _of(self) -> dict[str, int]:
+    def _sampler_state(self) -> dict[str, int]:
         return {
             "samples": len(self._dataset),
             "global_batch": self._global_batch,
@@ -97,7 +102,38 @@ class Loader:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(len(self._dataset), generator=generator)
-        own = slice(self._samples.start, self._samples.stop)
-        cut = order[:count].view(-1, self._global_batch)[:, own]
+        samples = slice(self._samples.start, self._samples.stop)
+        cut = order[:count].view(-1, self._global_batch)[:, samples]
         batches: list[list[int]] = cut.tolist()
         return batches
+
+
+class UsedSamples:
+    """The digest of a run, on one of its ranks; all of them make it, and use it, together."""
+
+    def __init__(self, slice_rank: int) -> None:
+        """Ranks of one slice read the same samples, and the first of them counts."""
+        self.before = SampleDigest()
+        """What was used until all ranks were asked last."""
+        self._own = SampleDigest()
+        slices = all_gather_json(slice_rank) if dist.is_initialized() else [slice_rank]
+        self._counts = not dist.is_initialized() or slices.index(slice_rank) == dist.get_rank()
+
+    def go_on_from(self, before: SampleDigest) -> None:
+        """Take what was used until a state that is gone on from."""
+        self.before, self._own = before, SampleDigest()
+
+    def add(self, numbers: range) -> None:
+        """Take notice of a batch that this rank was given."""
+        if self._counts:
+            self._own += SampleDigest.of_range(numbers)
+
+    def digest(self) -> SampleDigest:
+        """Return that of all ranks; all of them call it."""
+        figures = torch.tensor([self._own.count, self._own.total, self._own.squares])
+        if dist.is_initialized():
+            dist.all_reduce(figures)
+        count, total, squares = figures.tolist()
+        self.before += SampleDigest(count=count, total=total % PRIME, squares=squares % PRIME)
+        self._own = SampleDigest()
+        return self.before

@@ -16,16 +16,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.runtime.data.corpus import Batch, Corpus, CorpusSamples, shuffled
+from meshwright.runtime.data.corpus import Batch, Corpus, CorpusSamples, permutation
 
 OPEN_ROWS = 64
 """Rows that documents may still be put into: more fill better, fewer keep the order."""
 
 
-def packed(lengths: Sequence[int], *, room: int) -> list[list[int]]:
+def pack_rows(lengths: Sequence[int], *, room: int) -> list[list[int]]:
     """Return the documents of each row, by their place in `lengths`.
 
-    >>> packed([3, 2, 5, 1, 9], room=5)
+    >>> pack_rows([3, 2, 5, 1, 9], room=5)
     [[0, 1], [2], [4], [3]]
     """
     opened: list[tuple[int, int, list[int]]] = []  # by room left, then age
@@ -59,9 +59,9 @@ class PackedSamples:
     @cached_property
     def rows(self) -> list[list[int]]:
         """The documents of each row."""
-        order = shuffled(self.corpus.documents, self.seed)
+        order = permutation(self.corpus.documents, self.seed)
         lengths = np.diff(self.corpus.starts)[order].tolist()
-        return [[int(order[at]) for at in row] for row in packed(lengths, room=self.seq_len + 1)]
+        return [[int(order[at]) for at in row] for row in pack_rows(lengths, room=self.seq_len + 1)]
 
     @property
     def cut(self) -> int:
@@ -104,7 +104,7 @@ class PackedSamples:
     def _row(self, sample: int) -> list[int]:
         epoch, place = divmod(sample, len(self.rows))
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, shuffled(len(self.rows), self.seed, epoch, 1)
+            self._order = epoch, permutation(len(self.rows), self.seed, epoch, 1)
         return self.rows[int(self._order[1][place])]
 
 

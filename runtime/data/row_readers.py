@@ -32,7 +32,7 @@ def rows(path: Path) -> Iterator[tuple[str, Row]]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(_lines(lines, path), start=1):
                 if line.strip():
-                    yield f"line {number}", _parsed(line, number, path)
+                    yield f"line {number}", _parse_row(line, number, path)
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text; save it as UTF-8", file=str(path)) from error
 
@@ -51,7 +51,7 @@ def _lines(file: TextIO, path: Path) -> Iterator[str]:
         number += 1
 
 
-def _parsed(line: str, number: int, path: Path) -> Row:
+def _parse_row(line: str, number: int, path: Path) -> Row:
     place = f"line {number}"
     try:
         row = json_data(line)

@@ -1,6 +1,6 @@
 """Everything that a plan does to one stage, in the order in which it is done.
 
-`transformed` is that order; each function behind it is one technique, and does nothing where the
+`apply_plan` is that order; each function behind it is one technique, and does nothing where the
 plan does not ask for it.  A stage of a language model has the rules of its family (styles, first
 values, names); one of a user's own module has the styles that were given or derived, and has
 values already.
@@ -25,16 +25,19 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import PlacedLayer, Plan
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.schedules import schedule_of
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.torch_internals import act_around, share_memory
 from meshwright.runtime.engine.named_loss import ChunkedHead, head_of, token_loss
 from meshwright.runtime.engine.named_loss import in_chunks as module_in_chunks
-from meshwright.runtime.models.family_adapter import EMBEDDING, HEAD, Adapter, parameter_names
-from meshwright.runtime.models.initialize import first_buffer, materialize
+from meshwright.runtime.models.family_adapter import (
+    Adapter,
+    first_buffer,
+    materialize,
+    parameter_names,
+)
 from meshwright.runtime.models.layer_outline import tree_of
 from meshwright.runtime.models.safetensors_weights import Weights
-from meshwright.runtime.parallel import expert_allgather as gathered_experts
-from meshwright.runtime.parallel import expert_hierarchical_a2a as relayed_experts
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import tensor_parallel as tensor
 from meshwright.runtime.parallel.data_parallel import (
@@ -48,7 +51,11 @@ from meshwright.runtime.parallel.data_parallel import (
     replicated,
     shards,
 )
-from meshwright.runtime.parallel.expert_parallel import ExpertLoad
+from meshwright.runtime.parallel.expert_parallel import (
+    ExpertLoad,
+    mix_by_all_gather,
+    mix_by_hierarchical_all_to_all,
+)
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles, divide
 from meshwright.runtime.techniques import activation_offload as activations
 from meshwright.runtime.techniques import lora
@@ -57,8 +64,7 @@ from meshwright.runtime.techniques.activation_offload import HostTraffic
 from meshwright.runtime.techniques.aligned_linear import products_for, reads_on_grid
 from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 from meshwright.runtime.techniques.compile import Compiler
-from meshwright.runtime.techniques.float8 import products_of
-from meshwright.runtime.techniques.float8_all_gather import NarrowWeights
+from meshwright.runtime.techniques.float8 import NarrowWeights, products_of
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
@@ -131,14 +137,14 @@ class Staged:
     """Weights that are gathered in 8 bits, where the plan says so."""
 
     @property
-    def placed(self) -> tuple[PlacedLayer, ...]:
+    def placed_layers(self) -> tuple[PlacedLayer, ...]:
         """The plan's layers of this stage."""
         return self.plan.stages[self.stage].layers
 
     @property
     def layers(self) -> dict[str, nn.Module]:
         """The layers of a language model, which are units, by name and in order."""
-        return {item.layer: self.module.part(item.layer) for item in self.placed}
+        return {item.layer: self.module.part(item.layer) for item in self.placed_layers}
 
     @property
     def units(self) -> dict[str, nn.Module]:
@@ -160,7 +166,7 @@ class Staged:
     @property
     def chunks_loss(self) -> bool:
         """Whether the head of this stage returns its loss, made in chunks."""
-        return self.plan.loss is not None and HEAD in (item.layer for item in self.placed)
+        return self.plan.loss is not None and HEAD in (item.layer for item in self.placed_layers)
 
     def keeps_gradients(self, item: PlacedLayer) -> bool:
         """Tell whether a layer is a head that keeps gradients, or recomputes by itself."""
@@ -192,7 +198,7 @@ def language_stage(
     adapter.tie(layers)
     _check_parameters(layers, adapter)
     module = RecordedStage(tree_of(layers), recorder, *plan.span_of_stage(stage))
-    return transformed(
+    return apply_plan(
         Staged(
             plan=plan,
             stage=stage,
@@ -226,9 +232,9 @@ def _check_parameters(layers: Mapping[str, nn.Module], adapter: Adapter) -> None
         fresh = {id(p): p for p in layer.parameters() if id(p) not in seen}
         seen |= set(fresh)
         count = sum(
-            fresh[own].numel()
+            fresh[identity].numel()
             for full_name, module, attribute in parameter_names(name, layer)
-            if (own := id(module._parameters[attribute])) in fresh
+            if (identity := id(module._parameters[attribute])) in fresh
             and not (full_name in adapter.tied_names and name != EMBEDDING)
         )
         if count != planned[name].parameters:
@@ -238,7 +244,7 @@ def _check_parameters(layers: Mapping[str, nn.Module], adapter: Adapter) -> None
             )
 
 
-def transformed(staged: Staged) -> Staged:
+def apply_plan(staged: Staged) -> Staged:
     """Apply a plan to a stage, each technique where the plan asks for it.
 
     Positions of context parallelism are divided in its batch.
@@ -259,7 +265,7 @@ def transformed(staged: Staged) -> Staged:
         if asked:
             technique(staged)
     done: dict[int, nn.Parameter] = {}
-    for at, item in enumerate(staged.placed):
+    for at, item in enumerate(staged.placed_layers):
         packing: activations.Packing | None = None
         if described:
             _first_values(staged, item, done)  # whole for one layer at a time
@@ -324,12 +330,12 @@ def _products(staged: Staged) -> None:
 def _experts(staged: Staged) -> None:
     """Divide experts over their ranks, and count how many tokens each gets."""
     plan, place = staged.plan, staged.place
-    mix: Callable[..., Tensor] = experts.mixed
+    mix: Callable[..., Tensor] = experts.mix_by_all_to_all
     if plan.dispatch == "allgather":
-        mix = gathered_experts.mixed
+        mix = mix_by_all_gather
     elif plan.relay is not None:
         across, inside = place.relays(plan.relay)
-        mix = functools.partial(relayed_experts.mixed, across=across, inside=inside)
+        mix = functools.partial(mix_by_hierarchical_all_to_all, across=across, inside=inside)
     for name in staged.module.called_units:
         for path, module in experts.modules_of(staged.module.part(name)).items():
             if isinstance(staged.of, LanguageRules):
@@ -419,12 +425,12 @@ def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Paramete
 
 def _packing(staged: Staged, at: int) -> activations.Packing | None:
     """Return what becomes of a layer's stored tensors, if they do not stay."""
-    item = staged.placed[at]
+    item = staged.placed_layers[at]
     if staged.keeps_gradients(item):
         return None
     if staged.traffic is None:
         staged.traffic = HostTraffic(staged.device)
-    first, last = activations.row_ends(one.activations for one in staged.placed)[at]
+    first, last = activations.row_ends(layer.activations for layer in staged.placed_layers)[at]
     choice, traffic = item.activations, staged.traffic
     return staged.module.packing(item.layer, choice, traffic, first=first, last=last)
 
@@ -445,7 +451,7 @@ def _compilation(staged: Staged, at: int) -> None:
 
     Units of a script that draw stay eager: their numbers follow the sample.
     """
-    compiler, of, name = staged.compiler, staged.of, staged.placed[at].layer
+    compiler, of, name = staged.compiler, staged.of, staged.placed_layers[at].layer
     assert compiler is not None
     if isinstance(of, LanguageRules):
         if staged.compiles(name):
@@ -498,7 +504,9 @@ def _data(staged: Staged, at: int) -> None:
         if unit is not None and not isinstance(unit, FSDPModule):
             _make_contiguous(unit)
             unit.register_forward_hook(no_view)
-            over_data(unit, plan, place.data, device, root=False, besides=_whole(staged))
+            over_data(
+                unit, plan, place.data, device, root=False, besides=unsharded_parameters(staged)
+            )
             if staged.narrow is not None:
                 staged.narrow.take(unit)
 
@@ -507,8 +515,8 @@ def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:
     """Return the experts modules of a unit that data parallelism wraps by themselves."""
     if not _wraps_experts(staged.plan, staged.place):
         return []
-    found = experts.modules_of(staged.module.part(name)).values()
-    return [module for module in found if not isinstance(module, FSDPModule)]
+    modules = experts.modules_of(staged.module.part(name)).values()
+    return [module for module in modules if not isinstance(module, FSDPModule)]
 
 
 # --- the stage as a whole -------------------------------------------------------------------------
@@ -519,13 +527,15 @@ def _root(staged: Staged) -> None:
     plan, place, module, of = staged.plan, staged.place, staged.module, staged.of
     _make_contiguous(module)
     module.register_forward_hook(no_view)
-    over_data(module, plan, place.data, staged.device, root=True, besides=_whole(staged))
+    over_data(
+        module, plan, place.data, staged.device, root=True, besides=unsharded_parameters(staged)
+    )
     root = cast(FSDPModule, module)
     units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
     if isinstance(of, Script):
-        for one in module.modules():
-            if isinstance(one, FSDPModule):
-                of.participation.watch(one)
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                of.participation.watch(child)
         module.order = BackwardOrder(root, units)
     elif plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
         layers = list(staged.layers.values())
@@ -535,17 +545,23 @@ def _root(staged: Staged) -> None:
 
 def _replicas(staged: Staged) -> None:
     """Name the parameters whose gradients replicas sums over copies: FSDP does not."""
-    unused = {id(one) for one in staged.unused}
+    unused = {id(parameter) for parameter in staged.unused}
     shared: Iterable[tuple[nn.Parameter, dist.ProcessGroup]] = ()
     if reduces_apart(staged.plan, staged.place):
         shared = replicated(staged.module, staged.plan, staged.place)
     elif staged.wrapped and isinstance(staged.of, Script):
         group = staged.place.replica_group
-        shared = [(one, group) for one in _whole(staged) if one.requires_grad]
-    staged.replicated = tuple((one, by) for one, by in shared if id(one) not in unused)
+        shared = [
+            (parameter, group)
+            for parameter in unsharded_parameters(staged)
+            if parameter.requires_grad
+        ]
+    staged.replicated = tuple(
+        (parameter, by) for parameter, by in shared if id(parameter) not in unused
+    )
 
 
-def _whole(staged: Staged) -> list[nn.Parameter]:
+def unsharded_parameters(staged: Staged) -> list[nn.Parameter]:
     """Return what FSDP leaves whole: what has no dim, and what no gradient ever moves."""
     scalars = [parameter for parameter in staged.module.parameters() if not parameter.ndim]
     return [*scalars, *staged.unused]

@@ -77,7 +77,7 @@ def script_plan(
             f"has {global_batch} samples for {data} data-parallel ranks; "
             "give one for each at least, or plan fewer",
         )
-    own = global_batch // data
+    samples = global_batch // data
     cluster = f"{ranks} x {device}"
     shares = layout.get("shares")
     stages = pipeline * layout.get("virtual_stages", 1)
@@ -86,10 +86,10 @@ def script_plan(
         size = layout.get("micro_batch", global_batch // sum(shares))
     elif "micro_batch" in layout:
         size = layout["micro_batch"]
-        count = layout.get("micro_batches", own // size)
+        count = layout.get("micro_batches", samples // size)
     else:
-        count = layout.get("micro_batches", min(2 * stages, own) if pipeline > 1 else 1)
-        size = own // count
+        count = layout.get("micro_batches", min(2 * stages, samples) if pipeline > 1 else 1)
+        size = samples // count
     layers = [layer.name for layer in recorder.first.layers]
     if stages > len(layers):
         way_out = f" ({recorder.refused})" if recorder.refused else ""
@@ -103,13 +103,15 @@ def script_plan(
     cuts = layout.get("cuts") or [least + (stage < more) for stage in range(stages)]
     ends = list(itertools.accumulate(cuts))
     treated = {name: layout[name] for name in ("recompute", "activations") if name in layout}
-    placed = [PlacedLayer(layer=one, **treated) for one in layers]
+    placed = [PlacedLayer(layer=name, **treated) for name in layers]
     label = name_of(name)
     return Plan(
         model=PlannedModel(name=label, source=f"script:{label}", digest=recorder.first.digest),
         cluster=cluster,
         groups=(PlannedGroup(name=cluster, devices=ranks),) if shares else None,
-        shares=tuple(Share(group=cluster, micro_batches=one) for one in shares) if shares else None,
+        shares=tuple(Share(group=cluster, micro_batches=count) for count in shares)
+        if shares
+        else None,
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),

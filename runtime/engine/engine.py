@@ -8,7 +8,7 @@ Every rank runs the same script and calls the same methods in the same order.  W
 losses and weights are those of one process with the same micro-batches, to rounding.
 
 `meshwright launch` is such a loop too (runtime.launch.training_loop): of its model the adapter's
-layers are recorded as shapes (`Engine.of`).
+layers are recorded as shapes (`Engine.of_language_model`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import BatchError, LaunchError
 from meshwright.planner.schedules import schedule_of
-from meshwright.runtime.checkpoint.state_snapshot import Snapshot, taken
+from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.loss import Totals, divisor_near
-from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
 from meshwright.runtime.data.loader import Loader
 from meshwright.runtime.engine.engine_state import ScriptState, Stateful, checkpoint_in
 from meshwright.runtime.engine.language_model import LanguageModel
 from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
-from meshwright.runtime.engine.script_records import ScriptRecords
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -54,7 +52,7 @@ from meshwright.runtime.engine.setup import (
 from meshwright.runtime.engine.step_passes import StepPasses
 from meshwright.runtime.engine.user_code import refuse_while_imported
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.engine.user_stage import hooked, refuse_hooks
+from meshwright.runtime.engine.user_stage import hook_counts, refuse_hooks
 from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
@@ -63,6 +61,7 @@ from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
 from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
 from meshwright.runtime.parallel.tensor_styles import Styles
+from meshwright.runtime.run.metrics import ScriptRecords
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.tracing.replayed_stage import MicroBatch
@@ -186,7 +185,7 @@ class Engine:
         )
 
     @classmethod
-    def of(
+    def of_language_model(
         cls,
         model: LanguageModel | TokenModel,
         *,
@@ -199,8 +198,8 @@ class Engine:
         It is made by all ranks of an initialised process group together, or by one process without
         a group.  Batches are what LanguageModel.batch takes.
         """
-        made = cls.__new__(cls)
-        made._begin(
+        engine = cls.__new__(cls)
+        engine._begin(
             model,
             loss=model.loss,
             example=model.example,
@@ -208,7 +207,7 @@ class Engine:
             compare_every=compare_every,
             device=device,
         )
-        return made
+        return engine
 
     def _begin(
         self,
@@ -245,12 +244,12 @@ class Engine:
             streamed=plan.offload == "optimizer",
             learning_rate=model.learning_rate,
         )
-        for one in self.optimizers:
-            one.zero_grad = functools.partial(self._zero_grad_of, one)  # type: ignore[method-assign]
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = functools.partial(self._zero_grad_of, optimizer)  # type: ignore[method-assign]
         self._whole: tuple[dict[Slot, Tensor], StepMeasurement] | None = None
         """Gradients that were asked for, made whole and scaled."""
         modules = [part.module for part in parts]
-        own = isinstance(model, OwnModel)  # a language model's layers have no BatchNorm
+        is_users_module = isinstance(model, OwnModel)  # a language model's layers have no BatchNorm
         self._passes = StepPasses(
             plan,
             self._place,
@@ -259,9 +258,11 @@ class Engine:
             example=example,
             loss=loss,
             gradients=self._optimizers,
-            statistics=RunningStatistics(modules, self._place, kind=batch_norm) if own else None,
+            statistics=RunningStatistics(modules, self._place, kind=batch_norm)
+            if is_users_module
+            else None,
             sums=model.sums,
-            compares=own,
+            compares=is_users_module,
             device=device,
         )
         self._frozen = [
@@ -270,7 +271,7 @@ class Engine:
             for name, parameter in part.module.named_parameters()
             if not parameter.requires_grad
         ]
-        self._hooks = hooked(self._parameters())
+        self._hooks = hook_counts(self._parameters())
         """Our own, of gradients."""
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
@@ -287,23 +288,23 @@ class Engine:
             self._late = LateUpdates(pipeline, self._optimizers, clip_norm, self._average)
         self._optimizers.participation = model.participation
         self._optimizers.tracks_unused = track_unused
-        self._optimizers.agree(lambda: model.beside(parts), every=compare_every)
+        self._optimizers.agree(lambda: model.untrained_tensors(parts), every=compare_every)
         self._state = ScriptState(
             plan,
             self._place,
             self._optimizers,
-            beside=lambda: model.saved(parts),
+            beside=lambda: model.saved_untrained_tensors(parts),
             aliases=model.aliases,
             order=model.order,
             device=device,
         )
-        self.own_values = self._passes.own
+        self.own_values = self._passes.local_gradient_values
         """Sum and count of the last step's loss on this rank alone; behind them, once it is
         measured, the square of the norm of its gradient before the sum over ranks."""
         self.next_sample = 0
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
-        self._records = ScriptRecords.of_this_process() if own and self.leads else None
+        self._records = ScriptRecords.of_this_process() if is_users_module and self.leads else None
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
@@ -375,17 +376,17 @@ class Engine:
         as equal shares as there are.  Raises BatchError where another one has not as many samples
         as the plan's global batch.
         """
-        found, wanted = batches.samples_in(batch), self.plan.global_batch
-        own = self.plan.samples_of(self.slice_rank)
+        samples, wanted = batches.samples_in(batch), self.plan.global_batch
+        share = self.plan.samples_of(self.slice_rank)
         if ragged:
-            own = range(own.start * found // wanted, own.stop * found // wanted)
-        elif found != wanted:
+            share = range(share.start * samples // wanted, share.stop * samples // wanted)
+        elif samples != wanted:
             raise BatchError(
-                f"batch: has {found} samples, and the plan's global batch {wanted}; to train, drop "
-                "the last batch of an epoch if it is smaller (drop_last=True); for evaluate and "
-                "outputs give engine.slice(batch, ragged=True)"
+                f"batch: has {samples} samples, and the plan's global batch {wanted}; to train, "
+                "drop the last batch of an epoch if it is smaller (drop_last=True); for evaluate "
+                "and outputs give engine.slice(batch, ragged=True)"
             )
-        return batches.part_of(batch, own)
+        return batches.part_of(batch, share)
 
     def loader(
         self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
@@ -425,8 +426,8 @@ class Engine:
         before = self._passes.totals.values.clone()
         self._forward_backward(batch)
         self._optimizers.hide()
-        own = self._passes.of_all(self._passes.totals.values - before).tolist()
-        return StepResult(_mean(*own), own[1])
+        totals = self._passes.of_all(self._passes.totals.values - before).tolist()
+        return StepResult(_mean(*totals), totals[1])
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the mean loss by name, to look at or change.
@@ -497,9 +498,9 @@ class Engine:
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
-        made = Averaged(self._optimizers.slots, decay, self._drain)
-        self._state.averages.append(made)
-        return made
+        average = Averaged(self._optimizers.slots, decay, self._drain)
+        self._state.averages.append(average)
+        return average
 
     def end_when(self, out_of_time: Callable[[], bool]) -> None:
         """Let every rank's StepResult say so, after the same step, once this is true on rank 0."""
@@ -535,7 +536,9 @@ class Engine:
         never drains.
         """
         self._refuse_within_step("snapshot")
-        return taken(self.state(), step=self.steps, next_sample=self.next_sample, copied=copied)
+        return take_snapshot(
+            self.state(), step=self.steps, next_sample=self.next_sample, copied=copied
+        )
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from parts of the state of the ranks of any plan after one step.
@@ -614,7 +617,7 @@ class Engine:
         All ranks ask together.  `build().load_state_dict(...)` takes them, ties included.
         """
         self._drain()
-        return self._state.whole("model")
+        return self._state.whole_tensors("model")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters and buffers the values of these whole tensors, by name.
@@ -623,7 +626,7 @@ class Engine:
         shape is another, or the module has no such name.
         """
         self._drain()
-        self._state.take(state)
+        self._state.load_whole(state)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -665,7 +668,7 @@ class Engine:
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
-        self.own_values = self._passes.own
+        self.own_values = self._passes.local_gradient_values
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
         if self._optimizers.settles:
@@ -673,7 +676,7 @@ class Engine:
         self._optimizers.scaled(grads, measured, clip_norm)
         return grads, measured
 
-    def _updated(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> StepResult:
+    def _update(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> StepResult:
         metrics = self._passes.metrics()
         self._optimizers.apply(grads, measured)
         loss, norm, count, drift, ending = measured.report.tolist()
@@ -748,7 +751,7 @@ class Engine:
         """Refuse what torch's modules and wrappers have and an Engine has not."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise missing(name, [one for one in dir(type(self)) if not one.startswith("_")])
+        raise missing(name, [name for name in dir(type(self)) if not name.startswith("_")])
 
 
 def _mean(total: float, count: float) -> LossValue:

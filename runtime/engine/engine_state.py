@@ -30,7 +30,7 @@ from meshwright.runtime.checkpoint.state_snapshot import Snapshot, put_back
 from meshwright.runtime.checkpoint.writer import Saver
 from meshwright.runtime.core import checksums
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.object_collectives import agreed, all_gather_json, broadcast_json
+from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_json, raise_on_all
 from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 
@@ -103,15 +103,16 @@ class ScriptState:
         if self._optimizers.agreement is not None:
             self._optimizers.agreement.refuse_drifted()
         beside = {}
-        with agreed():
+        with raise_on_all():
             if self._place.stage == 0 and self._place.along("tensor") == 0:
-                own = {
-                    name: _plain(f"extra '{name}'", one.state_dict()) for name, one in extra.items()
+                plain_extras = {
+                    name: _plain(f"extra '{name}'", value.state_dict())
+                    for name, value in extra.items()
                 }
-                beside[_own_file(self._place.data_rank)] = _pickled(
+                beside[_own_file(self._place.data_rank)] = _pickle(
                     {
                         "groups": _plain("the optimizer's groups", self._optimizers.settings()),
-                        "extra": own,
+                        "extra": plain_extras,
                     }
                 )
             state = self.tensors()
@@ -130,12 +131,12 @@ class ScriptState:
         place = checkpoint_in(folder)
         if place is None:
             raise LaunchError(f"{folder}: has no complete checkpoint; engine.resume() starts anew")
-        with agreed():
+        with raise_on_all():
             stored = set(checkpoint.stored_names(place))
-            own = own_state(place, self._place.data_rank)
-            absent = next((name for name in extra if name not in own["extra"]), None)
+            rank_state = own_state(place, self._place.data_rank)
+            absent = next((name for name in extra if name not in rank_state["extra"]), None)
             if absent is not None:
-                having = ", ".join(own["extra"]) or "none"
+                having = ", ".join(rank_state["extra"]) or "none"
                 raise LaunchError(f"{place}: has no state of '{absent}'; it has {having}")
             names = [name for name in self.tensors() if name.startswith("model.")]
             lacking = next((name for name in names if name not in stored), None)
@@ -146,75 +147,75 @@ class ScriptState:
             self._optimizers.expect(stored)
             state = {name: value for name, value in self.tensors().items() if name in stored}
         checkpoint.load(place, state)
-        with agreed():
-            self._loaded(state)
-            self._optimizers.take_settings(own["groups"])
+        with raise_on_all():
+            self._after_load(state)
+            self._optimizers.take_settings(rank_state["groups"])
             for name, one in extra.items():
-                one.load_state_dict(own["extra"][name])
+                one.load_state_dict(rank_state["extra"][name])
         return place, checkpoint.progress(place).sample
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from what snapshots have of this rank's state; nothing changes if that lacks."""
-        stored = {name for one in snapshots for name in one.parts}
+        stored = {name for snapshot in snapshots for name in snapshot.parts}
         with self._optimizers.expected(stored):
             state = self.tensors()
             put_back(state, snapshots)
-        self._loaded(state)
+        self._after_load(state)
 
-    def _loaded(self, state: Mapping[str, Tensor]) -> None:
+    def _after_load(self, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it."""
         self._optimizers.loaded(state)
         for at, average in enumerate(self.averages):
             average.loaded(f"ema{at or ''}", state)
 
-    def whole(self, kind: str) -> dict[str, Tensor]:
+    def whole_tensors(self, kind: str) -> dict[str, Tensor]:
         """Return whole tensors of one kind on the CPU of every rank, by name; all ranks call it.
 
         They are in the order of the module on each rank, whatever part it has.
         """
-        own = {}
+        parts = {}
         for name, value in self.tensors().items():
             if name.startswith(f"{kind}."):
                 full = value.full_tensor() if isinstance(value, DTensor) else value
                 # A collective sends memory as it lies: elements in their order, on every rank.
-                own[name.removeprefix(f"{kind}.")] = (
+                parts[name.removeprefix(f"{kind}.")] = (
                     full.detach().cpu().clone(memory_format=torch.contiguous_format)
                 )
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             having = {
                 name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
-                for name, value in own.items()
+                for name, value in parts.items()
             }
             every: list[Any] = all_gather_json(having, group=group)
-            made = {name: like for one in every for name, like in one.items()}
-            for name, (dtype, shape) in sorted(made.items()):
-                value = own.get(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+            shapes = {name: like for rank_shapes in every for name, like in rank_shapes.items()}
+            for name, (dtype, shape) in sorted(shapes.items()):
+                value = parts.get(name, torch.empty(shape, dtype=getattr(torch, dtype)))
                 holder = next(at for at, names in enumerate(every) if name in names)
                 dist.broadcast(value, group=group, group_src=holder)
-                own[name] = value
+                parts[name] = value
         for name, first in self._aliases.items():
-            if first in own:
-                own.setdefault(name, own[first])
+            if first in parts:
+                parts.setdefault(name, parts[first])
         last = len(self._order)
-        return dict(sorted(own.items(), key=lambda one: (self._order.get(one[0], last), one[0])))
+        return dict(sorted(parts.items(), key=lambda one: (self._order.get(one[0], last), one[0])))
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> None:
+    def load_whole(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters and buffers the values of these whole tensors, by name."""
-        own = self.tensors()
-        held = [name.removeprefix("model.") for name in own if name.startswith("model.")]
+        tensors = self.tensors()
+        held = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
         every = all_gather_json(held) if dist.is_initialized() else [held]
-        known = {*self._aliases, *(name for names in every for name in names)}
-        unknown = [name for name in state if name not in known]
+        names_here = {*self._aliases, *(name for names in every for name in names)}
+        unknown = [name for name in state if name not in names_here]
         if unknown:
             raise LaunchError(
                 f"{unknown[0]}: is no parameter or buffer of the module, as {len(unknown)} of "
                 f"{len(state)} given names are not; take off a wrapper's prefix ('module.'), or "
-                f"leave them out (the module has {', '.join(sorted(known)[:3])}, ...)"
+                f"leave them out (the module has {', '.join(sorted(names_here)[:3])}, ...)"
             )
         firsts = {self._aliases.get(name, name): value for name, value in state.items()}
-        for name, value in own.items():
+        for name, value in tensors.items():
             given = firsts.get(name.removeprefix("model."))
             if not name.startswith("model.") or given is None:
                 continue
@@ -230,7 +231,7 @@ class ScriptState:
                 value.to_local().copy_(copied.to_local())
             else:
                 value.copy_(given)
-        self._optimizers.weights_loaded(own)
+        self._optimizers.weights_loaded(tensors)
 
 
 def checkpoint_in(folder: Path) -> Path | None:
@@ -240,15 +241,15 @@ def checkpoint_in(folder: Path) -> Path | None:
     LaunchError, on all ranks, where the newest is damaged.
     """
     place: str | None = None
-    with agreed():
+    with raise_on_all():
         if not dist.is_initialized() or dist.get_rank() == 0:
-            place = _in(folder)
+            place = _user_file(folder)
     if dist.is_initialized():
         place = broadcast_json(place, source=0)
     return None if place is None else Path(place)
 
 
-def _in(folder: Path) -> str | None:
+def _user_file(folder: Path) -> str | None:
     if (folder / checkpoint.META).exists():
         wrong = checkpoint.problem(folder)
         if wrong is not None:
@@ -262,7 +263,7 @@ def _in(folder: Path) -> str | None:
 def _plain(name: str, state: Any) -> Any:
     """Return state of the script's own; refuse what could be written and never be read."""
     try:
-        _unpickled(io.BytesIO(_pickled(state)))
+        _unpickle(io.BytesIO(_pickle(state)))
     except Exception as error:  # state of the user's own may fail in any way
         raise LaunchError(
             f"{name}: cannot be saved as plain data: {checkpoint.short(error)}; let "
@@ -271,13 +272,13 @@ def _plain(name: str, state: Any) -> Any:
     return state
 
 
-def _pickled(value: Any) -> bytes:
-    made = io.BytesIO()
-    torch.save(value, made)
-    return made.getvalue()
+def _pickle(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
-def _unpickled(file: BinaryIO) -> Any:
+def _unpickle(file: BinaryIO) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -287,8 +288,8 @@ def own_state(place: Path, slice_rank: int) -> dict[str, Any]:
     if not path.exists():
         path = place / _own_file(0)
     try:
-        with checksums.opened(path) as file:
-            state: dict[str, Any] = _unpickled(file)
+        with checksums.open_regular(path) as file:
+            state: dict[str, Any] = _unpickle(file)
     except Exception as error:  # a damaged pickle ends in any error
         raise LaunchError(
             f"{path}: cannot be read as plain data: {checkpoint.short(error)}"

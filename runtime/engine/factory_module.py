@@ -84,11 +84,11 @@ class ModuleGraph(nn.Module):
         held: dict[str, Any] = {TOKENS: tokens, POSITIONS: positions}
         for name in self.order:
             module = self.get_submodule(name)
-            made = module(*(held[one] for one in self._reads[name]))
-            if not isinstance(made, Tensor):
-                kind = type(made).__name__
+            output = module(*(held[one] for one in self._reads[name]))
+            if not isinstance(output, Tensor):
+                kind = type(output).__name__
                 raise TypeError(f"{type(module).__name__} returns {kind}, no tensor")
-            held[name] = made
+            held[name] = output
         return held[self.order[-1]]
 
     def reorder(self, layers: Sequence[str], seq_len: int) -> None:
@@ -103,7 +103,7 @@ class ModuleGraph(nn.Module):
         }
         taken = [
             *sorted(recording.derived),
-            *(at for one in layers for at in of_layer.get(one, ())),
+            *(at for layer in layers for at in of_layer.get(layer, ())),
         ]
         self.order = [self.order[at] for at in taken]
 
@@ -130,7 +130,7 @@ class FactoryModel(TokenModel):
             )
         # Without digests nothing is run: an empty table refuses the file.
         file = _load(UserFiles(source, model.files or {}))
-        module = built(lambda: _made(file, source), plan)
+        module = built(lambda: _call_factory(file, source), plan)
         if isinstance(module, ModuleGraph):
             layers = [item.layer for stage in plan.stages for item in stage.layers]
             module.reorder(layers, plan.seq_len)
@@ -149,18 +149,18 @@ class FactoryModel(TokenModel):
 
 
 def graph_of_factory(
-    source: str, *, seq_len: int, known: Mapping[str, str] | None = None
+    source: str, *, seq_len: int, digests: Mapping[str, str] | None = None
 ) -> ModelGraph:
     """Return the ModelGraph of a user's modules; figures are of one sample of `seq_len`.
 
     Layers of one class with parameters of the same shapes and the same traced cost are one kind.
     The user has named the file, or its digests are `known`.
     """
-    files = UserFiles(source, known)
+    files = UserFiles(source, digests)
     file = _load(files)
     with recording_of(source):
         with torch.device("meta"):
-            module = _made(file, source)
+            module = _call_factory(file, source)
         refuse_shared_memory(module)
         numbered = _takes_positions(module)
         graph = graph_on_tokens(
@@ -174,7 +174,7 @@ def graph_of_factory(
             branches=isinstance(module, ModuleGraph) and module.branches,
             named=numbered,
         )
-    return graph.model_copy(update={"source": source, "files": dict(known or files.imported)})
+    return graph.model_copy(update={"source": source, "files": dict(digests or files.imported)})
 
 
 def _units(module: nn.Module) -> Sequence[str] | None:
@@ -206,7 +206,7 @@ def _load(files: UserFiles) -> ModuleType:
     return module
 
 
-def _made(file: ModuleType, source: str) -> nn.Module:
+def _call_factory(file: ModuleType, source: str) -> nn.Module:
     """Call the factory and check what it returns."""
     name = source.rpartition(":")[2]
     factory = getattr(file, name, None)
@@ -237,31 +237,33 @@ def _chain(modules: Sequence[Any], factory: str, source: str) -> ModuleGraph:
 def _branches(returned: dict[Any, Any], factory: str, source: str) -> ModuleGraph:
     """Check a graph of modules: names, what each reads, and that one alone is read by nobody."""
 
-    def refused(why: str) -> DocumentError:
+    def factory_error(why: str) -> DocumentError:
         return DocumentError("", f"{factory}() returns a dict, and {why}", file=source)
 
     modules: dict[str, nn.Module] = {}
     reads: dict[str, tuple[str, ...]] = {}
     for name, entry in returned.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise refused(f"{name!r} is no name; write letters, digits and _")
+            raise factory_error(f"{name!r} is no name; write letters, digits and _")
         if name in (TOKENS, POSITIONS) or name in dir(ModuleGraph):
-            raise refused(f"'{name}' is taken; choose another name")
+            raise factory_error(f"'{name}' is taken; choose another name")
         module, *inputs = entry if isinstance(entry, tuple) else (entry,)
         if not isinstance(module, nn.Module) or not inputs:
-            raise refused(f"'{name}' is not (module, name of what it reads, ...)")
-        for one in inputs:
-            if one not in (TOKENS, POSITIONS) and one not in reads:
-                raise refused(
-                    f"'{name}' reads {one!r}, which does not stand before it; "
+            raise factory_error(f"'{name}' is not (module, name of what it reads, ...)")
+        for source_name in inputs:
+            if source_name not in (TOKENS, POSITIONS) and source_name not in reads:
+                raise factory_error(
+                    f"'{name}' reads {source_name!r}, which does not stand before it; "
                     f"before it are {', '.join([TOKENS, *reads])}"
                 )
         modules[name] = module
         reads[name] = tuple(inputs)
-    read = {one for inputs in reads.values() for one in inputs}
+    read = {name for inputs in reads.values() for name in inputs}
     ends = [name for name in reads if name not in read]
     if len(ends) != 1:
-        raise refused(f"nobody reads {', '.join(ends)}; one module alone, the last, gives the loss")
+        raise factory_error(
+            f"nobody reads {', '.join(ends)}; one module alone, the last, gives the loss"
+        )
     if list(reads)[-1] != ends[0]:
-        raise refused(f"'{ends[0]}', which nobody reads, must stand last")
+        raise factory_error(f"'{ends[0]}', which nobody reads, must stand last")
     return ModuleGraph(modules, reads, branches=True)

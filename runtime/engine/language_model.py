@@ -19,7 +19,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.loss import IGNORED
-from meshwright.runtime.core.mesh import Place, place_of
+from meshwright.runtime.core.mesh import WHOLE, Context, Place, place_of
 from meshwright.runtime.engine.apply_plan import Staged, language_stage
 from meshwright.runtime.engine.unsupported import documents_refused
 from meshwright.runtime.models.families import has_config
@@ -33,7 +33,6 @@ from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
 from meshwright.runtime.parallel import document_attention
-from meshwright.runtime.parallel.context_parallel import WHOLE, Context
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.expert_parallel import imbalance
 from meshwright.runtime.techniques import lora
@@ -144,9 +143,9 @@ class LanguageModel:
         """Return that of the update behind `steps` others."""
         return learning_rate(self.plan.training, steps)
 
-    def loss(self, made: Any, batch: tuple[Tensor, ...]) -> Any:
+    def loss(self, outputs: Any, batch: tuple[Tensor, ...]) -> Any:
         """Return the sum of losses and what it counts; a loss in chunks is the head's."""
-        return next_token_loss(made, batch[1]) if self.plan.loss is None else made
+        return next_token_loss(outputs, batch[1]) if self.plan.loss is None else outputs
 
     def batch(self, given: Any) -> tuple[Tensor, ...]:
         """Return inputs and targets, and where documents begin, at this rank's positions.
@@ -171,14 +170,14 @@ class LanguageModel:
                 most = document_attention.most_documents(starts, self.plan.micro_batch)
                 self.adapter.most_documents = most
             starts = starts.to(self._device, non_blocking=True)
-        made: tuple[Tensor, ...] = (
+        batch: tuple[Tensor, ...] = (
             (inputs, targets) if starts is None else (inputs, targets, starts)
         )
         if self.plan.mesh.context > 1:
-            made = tuple(one[:, self._positions] for one in made)
-        return made
+            batch = tuple(leaf[:, self._positions] for leaf in batch)
+        return batch
 
-    def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+    def untrained_tensors(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what a rank has beside what it trains, by name."""
         held: dict[str, Tensor] = {}
         for part in parts:
@@ -188,7 +187,7 @@ class LanguageModel:
                     held[name] = parameter
         return held
 
-    def saved(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+    def saved_untrained_tensors(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what of that a checkpoint has: with adapters nothing, since none of it changes."""
         if self.plan.training.lora is not None:
             return {}
@@ -250,7 +249,7 @@ def adapter_of(
     context: Context = WHOLE,
     documents: bool = False,
 ) -> Adapter:
-    """Return the adapter for a model that `supported` has nothing against.
+    """Return the adapter for a model that `unsupported_reason` has nothing against.
 
     `dtype` is the type of activations.  `weights` is a folder whose config.json, if it has one,
     gives the settings that ModelGraph's figures leave open.  `context` says which positions of a

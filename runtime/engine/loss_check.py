@@ -23,15 +23,15 @@ from meshwright.planner.errors import BatchError, MeshwrightError, RecordError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.batches import cut_by, part_of, samples_in
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.loss import counted, plain
+from meshwright.runtime.core.loss import loss_sum_of, plain
 from meshwright.runtime.core.side_effects import (
     MOST_CHECKED,
     Changes,
     PythonNumbers,
     RandomNumbers,
-    copied,
+    deepcopy_module,
+    restore_side_effects,
     seed_all,
-    untouched,
 )
 from meshwright.runtime.engine.module_graph import SAMPLES, Loss, few_samples
 from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Value
@@ -74,16 +74,16 @@ def check_loss(
     """
     parts = plan.mesh.data_shard * plan.mesh.data_replicate * plan.micro_batches
     cut = parts > 1 and not isinstance(loss, whole_batch)
-    with untouched(module, recorder.inputs, loss), torch.enable_grad():
+    with restore_side_effects(module, recorder.inputs, loss), torch.enable_grad():
         torch.manual_seed(0)
-        own = copied(loss) if isinstance(loss, nn.Module) else loss
-        trial = _LossTrial(plan, module, recorder, batch, own)
+        loss_copy = deepcopy_module(loss) if isinstance(loss, nn.Module) else loss
+        trial = _LossTrial(plan, module, recorder, batch, loss_copy)
         trial.refuse_own_parameters()
-        found = trial.compared() if cut else None
-        if cut and found is None:
+        reason = trial.difference() if cut else None
+        if cut and reason is None:
             trial.refuse_memory(parts)
         apart = parts > 1 and not by_micro_batch
-        other = trial.coupled_output() if apart and found is None else None
+        other = trial.coupled_output() if apart and reason is None else None
     if other is not None:
         raise RecordError(
             f"{type(module).__name__}: {other}, so that training would depend on how the plan cuts "
@@ -92,9 +92,9 @@ def check_loss(
             "into loss=meshwright.whole_batch(loss), or say Engine(by_micro_batch=True) if its "
             "micro-batch is meant"
         )
-    if found is not None:
+    if reason is not None:
         raise BatchError(
-            f"loss: {found}, so that training would depend on how the plan cuts the batch (into "
+            f"loss: {reason}, so that training would depend on how the plan cuts the batch (into "
             f"{parts} micro-batches here).{_whole_leaf(batch)} If samples belong together, write "
             "loss=meshwright.whole_batch(loss). Otherwise return a sum over samples and the count "
             'of what was summed, such as (F.cross_entropy(out, y, reduction="sum"), len(y))'
@@ -110,9 +110,9 @@ class _LossSums:
     @classmethod
     def of(cls, returned: Any, samples: int) -> _LossSums:
         """Read what a loss returned."""
-        one = counted(returned, samples)
-        values = {"sum": _number(one.total), "count": _number(one.count)}
-        for name, value in one.metrics.items():
+        loss_sum = loss_sum_of(returned, samples)
+        values = {"sum": _number(loss_sum.total), "count": _number(loss_sum.count)}
+        for name, value in loss_sum.metrics.items():
             pair = value if isinstance(value, tuple) else (value, 0.0)
             values |= {f"metric '{name}'": _number(pair[0])}
             values |= {f"count of metric '{name}'": _number(pair[1])}
@@ -121,8 +121,8 @@ class _LossSums:
     def differs(self, parts: list[_LossSums], samples: int) -> str | None:
         """Say which number of the whole is not the sum of the parts'."""
         for name, whole in self.values.items():
-            found = [part.values.get(name, math.nan) for part in parts]
-            total, size = math.fsum(found), abs(whole) + math.fsum(map(abs, found))
+            values = [part.values.get(name, math.nan) for part in parts]
+            total, size = math.fsum(values), abs(whole) + math.fsum(map(abs, values))
             if math.isfinite(whole) and not abs(whole - total) <= CLOSE * size:
                 return (
                     f"its {name} over {samples} samples is {whole:.6g}, and over the same samples "
@@ -143,29 +143,31 @@ class _LossTrial:
         self._batch = batch
         self._loss = loss
 
-    def compared(self) -> str | None:
+    def difference(self) -> str | None:
         """Return what of the whole is not the sum of its parts, if anything."""
         if not has_data(tree_leaves(self._batch)):
             return None
         real = self._is_real()
         few = few_samples(self._batch, SAMPLES)
-        made = self._made(few) if real else _recorded(self._recorder.first, few)
+        made = self._outputs_of(few) if real else _recorded_outputs(self._recorder.first, few)
         loose = [leaf for leaf in tree_leaves(made) if _is_float(leaf) and not _is_sampled(leaf)]
         size = self._size(made)
         if real and loose:
-            return self._compared(lambda batch, _: self._made(batch, drawing=False), size)
-        kinds = [*_repeated(made, 2 * size, real=real), *([lambda *_: made] if real else [])]
+            return self._difference_at(
+                lambda batch, _: self._outputs_of(batch, drawing=False), size
+            )
+        kinds = [*_repeat_outputs(made, 2 * size, real=real), *([lambda *_: made] if real else [])]
         for at, outputs in enumerate(kinds):
             last = real and at == len(kinds) - 1
             try:
                 if not last:
-                    return self._compared(outputs, size)
+                    return self._difference_at(outputs, size)
                 self._sums(outputs, few, range(SAMPLES))
             except _LossError as error:
                 if last:
                     raise BatchError(
-                        f"loss: fails with the module's outputs ({_said(made)}) and the batch "
-                        f"({_said(self._batch)}): {error}; it is loss(outputs, batch), and takes "
+                        f"loss: fails with the module's outputs ({_structure_text(made)}) and the batch "
+                        f"({_structure_text(self._batch)}): {error}; it is loss(outputs, batch), and takes "
                         "its targets out of the batch"
                     ) from error.__cause__
         return None
@@ -175,19 +177,21 @@ class _LossTrial:
         if not self._is_real():
             return
         few = few_samples(self._batch, SAMPLES)
-        made = tree_map(_fresh, self._made(few))
+        outputs = tree_map(_fresh, self._outputs_of(few))
         try:
-            one = counted(self._called(made, few), SAMPLES)
+            loss_sum = loss_sum_of(self._call_loss(outputs, few), SAMPLES)
         except _LossError:
-            return  # what is wrong with it is said by `compared`, or by the first step
-        given = {id(leaf) for leaf in tree_leaves((made, few))}
-        own = next((leaf for leaf in _trained_by(one.total) if id(leaf) not in given), None)
-        if own is not None:
+            return  # what is wrong with it is said by `difference`, or by the first step
+        given = {id(leaf) for leaf in tree_leaves((outputs, few))}
+        parameter = next(
+            (leaf for leaf in _trained_by(loss_sum.total) if id(leaf) not in given), None
+        )
+        if parameter is not None:
             raise BatchError(
-                f"loss: trains a parameter of its own ({list(own.shape)}), and an Engine trains "
-                "those of its module. Make it part of the module, whose forward returns it to the "
-                "loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, write "
-                "requires_grad_(False)"
+                f"loss: trains a parameter of its own ({list(parameter.shape)}), and an Engine "
+                "trains those of its module. Make it part of the module, whose forward returns it "
+                "to the loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, "
+                "write requires_grad_(False)"
             )
 
     def refuse_memory(self, parts: int) -> None:
@@ -195,21 +199,21 @@ class _LossTrial:
         if not self._is_real():
             return
         few = few_samples(self._batch, SAMPLES)
-        made = self._made(few)
+        outputs = self._outputs_of(few)
         before = Changes((self._loss,))
         if before.generators:
             return
-        found = []
-        with untouched(self._loss):
+        reasons = []
+        with restore_side_effects(self._loss):
             for _ in range(2):
                 seed_all(0)
                 try:
-                    returned = self._called(tree_map(_fresh, made), few)
+                    returned = self._call_loss(tree_map(_fresh, outputs), few)
                 except _LossError:
                     return
-                found.append(_LossSums.of(returned, SAMPLES).values)
+                reasons.append(_LossSums.of(returned, SAMPLES).values)
             changed = before.changes()
-        if str(found[0]) != str(found[1]):
+        if str(reasons[0]) != str(reasons[1]):
             what = f" ('{min(changed)}' changes)" if changed else ""
             raise BatchError(
                 f"loss: says something else of the same samples when it is called again{what}, and "
@@ -231,14 +235,14 @@ class _LossTrial:
         batch = few_samples(self._batch, size * count)
         seed_all(0)
         before, asked = RandomNumbers(), inner_loss.times_asked()
-        whole = self._made(batch, drawing=False)
+        whole = self._outputs_of(batch, drawing=False)
         drew = before.drew_torch() or not before.drew_as(PythonNumbers())
         if drew or inner_loss.times_asked() > asked:
             return None
-        parts = [self._made(one, drawing=False) for one in cut_by(batch, size)]
+        parts = [self._outputs_of(part, drawing=False) for part in cut_by(batch, size)]
         for leaf, *of_parts in zip(tree_leaves(whole), *map(tree_leaves, parts), strict=False):
-            if isinstance(leaf, Tensor) and all(isinstance(one, Tensor) for one in of_parts):
-                apart = _apart(leaf, of_parts, size)
+            if isinstance(leaf, Tensor) and all(isinstance(part, Tensor) for part in of_parts):
+                apart = _distance(leaf, of_parts, size)
                 if apart > CLOSE_OUTPUTS:
                     return (
                         "what it makes of a sample depends on the other samples of the batch (by "
@@ -266,21 +270,21 @@ class _LossTrial:
         given = (*tree_leaves(self._batch), *self._module.parameters())
         return count <= MOST_CHECKED and has_data(given)
 
-    def _size(self, made: Any) -> int:
+    def _size(self, outputs: Any) -> int:
         """Return how many samples a part has: those of a micro-batch, or a divisor of it."""
         elements = sum(
-            leaf.numel() // SAMPLES for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
+            leaf.numel() // SAMPLES for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)
         )
         whole = self._plan.micro_batch
         most = max(1, min(MOST_SAMPLES, MOST_ELEMENTS // max(1, 2 * elements)))
         found = max(size for size in range(1, most + 1) if whole % size == 0)
         return found if found > 1 or whole * elements * 2 > MOST_ELEMENTS else whole
 
-    def _made(self, batch: Any, *, drawing: bool = True) -> Any:
+    def _outputs_of(self, batch: Any, *, drawing: bool = True) -> Any:
         """Return what a copy of the module makes, in eval mode where samples must not share."""
-        module = copied(self._module)
+        module = deepcopy_module(self._module)
         norms = [
-            one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)
+            norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)
         ]
         shares = norms or any(layer.draws for layer in self._recorder.first.layers)
         if shares and not drawing:
@@ -291,10 +295,10 @@ class _LossTrial:
                     norm.running_mean = like.new_zeros(norm.num_features)
                     norm.running_var = like.new_ones(norm.num_features)
         args, kwargs = arguments(self._recorder.inputs(own_tensors(batch)))
-        made = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
-        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, made)
+        outputs = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
+        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
-    def _compared(self, outputs: _Outputs, size: int) -> str | None:
+    def _difference_at(self, outputs: _Outputs, size: int) -> str | None:
         samples = 2 * size
         batch = few_samples(self._batch, samples)
         whole = self._sums(outputs, batch, range(samples))
@@ -303,21 +307,21 @@ class _LossTrial:
             return None  # it draws random numbers
         halves = (range(size), range(size, samples))
         try:
-            parts = [self._sums(outputs, part_of(batch, own), own) for own in halves]
+            parts = [self._sums(outputs, part_of(batch, half), half) for half in halves]
         except _LossError as error:
             return f"it can be called on {samples} samples and not on {size} ({error})"
         return whole.differs(parts, samples)
 
-    def _sums(self, outputs: _Outputs, batch: Any, own: range) -> _LossSums:
-        made = outputs(batch, own)
-        with untouched(self._loss):
-            returned = self._called(made, batch)
-        return _LossSums.of(returned, len(own))
+    def _sums(self, outputs: _Outputs, batch: Any, samples: range) -> _LossSums:
+        half = outputs(batch, samples)
+        with restore_side_effects(self._loss):
+            returned = self._call_loss(half, batch)
+        return _LossSums.of(returned, len(samples))
 
-    def _called(self, made: Any, batch: Any) -> Any:
+    def _call_loss(self, outputs: Any, batch: Any) -> Any:
         """Call the loss."""
         try:
-            return self._loss(made, own_tensors(batch))
+            return self._loss(outputs, own_tensors(batch))
         except MeshwrightError:
             raise
         except Exception as error:
@@ -333,17 +337,17 @@ class _LossError(Exception):
     """What a loss raised on outputs that it may not be made for."""
 
 
-def _repeated(made: Any, samples: int, *, real: bool) -> list[_Outputs]:
+def _repeat_outputs(outputs: Any, samples: int, *, real: bool) -> list[_Outputs]:
     """Return outputs for `samples` samples in the ways that are tried, none alike another."""
-    leaves, spec = tree_flatten(made)
+    leaves, spec = tree_flatten(outputs)
 
-    def tiled(change: Callable[[Tensor], Tensor]) -> _Outputs:
-        whole = [_tiled(leaf, samples, change) for leaf in leaves]
+    def tile(change: Callable[[Tensor], Tensor]) -> _Outputs:
+        whole = [_tile_leaf(leaf, samples, change) for leaf in leaves]
         return lambda _, own: part_of(tree_unflatten([_fresh(x) for x in whole], spec), own)
 
     if real:
-        return [tiled(_full), tiled(lambda leaf: leaf)]
-    return [tiled(torch.randn_like), tiled(torch.rand_like), tiled(lambda x: -torch.rand_like(x))]
+        return [tile(_full), tile(lambda leaf: leaf)]
+    return [tile(torch.randn_like), tile(torch.rand_like), tile(lambda x: -torch.rand_like(x))]
 
 
 def _full(leaf: Tensor) -> Tensor:
@@ -351,15 +355,15 @@ def _full(leaf: Tensor) -> Tensor:
     return leaf.float() if leaf.element_size() < 4 else leaf
 
 
-def _tiled(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> Any:
+def _tile_leaf(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> Any:
     if not _is_sampled(leaf):
         return leaf
-    made = leaf.detach()[[at % SAMPLES for at in range(samples)]]
-    if not _is_float(made):
-        return made
-    made = change(made)
-    less = 1 - SHRINK * torch.arange(samples, dtype=made.dtype) / samples
-    return made * less.view(-1, *(1,) * (made.ndim - 1))
+    tile = leaf.detach()[[at % SAMPLES for at in range(samples)]]
+    if not _is_float(tile):
+        return tile
+    tile = change(tile)
+    less = 1 - SHRINK * torch.arange(samples, dtype=tile.dtype) / samples
+    return tile * less.view(-1, *(1,) * (tile.ndim - 1))
 
 
 def _fresh(leaf: Any) -> Any:
@@ -380,10 +384,10 @@ def _trained_by(total: Tensor) -> Iterator[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
-        waiting += [one for one, _ in node.next_functions]
+        waiting += [function for function, _ in node.next_functions]
 
 
-def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
+def _distance(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
     """Return how far an output of samples lies from those of parts of `size`, over its size.
 
     A dim may have several rows for each sample, one after the other or view by view.  0 where no
@@ -395,7 +399,7 @@ def _apart(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
         beside = (*whole.shape[:dim], *whole.shape[dim + 1 :])
         if length != rows * count or not whole.numel():
             continue
-        if any(one.ndim != whole.ndim or one.shape[dim] != rows * size for one in parts):
+        if any(part.ndim != whole.ndim or part.shape[dim] != rows * size for part in parts):
             continue
         if beside != (*first[:dim], *first[dim + 1 :]):
             continue
@@ -412,19 +416,19 @@ def _whole_leaf(batch: Any) -> str:
     """Return in words which list of the batch is as long as its samples and is not cut, if any."""
     samples = samples_in(batch)
     leaves = batch if isinstance(batch, Mapping | tuple | list) else ()
-    for key, one in leaves.items() if isinstance(leaves, Mapping) else enumerate(leaves):
-        numbers = isinstance(one, list) and all(isinstance(x, int | float) for x in one)
-        if (numbers or hasattr(one, "__array_interface__")) and len(one) == samples:
-            kind = type(one).__name__
+    for key, leaf in leaves.items() if isinstance(leaves, Mapping) else enumerate(leaves):
+        numbers = isinstance(leaf, list) and all(isinstance(x, int | float) for x in leaf)
+        if (numbers or hasattr(leaf, "__array_interface__")) and len(leaf) == samples:
+            kind = type(leaf).__name__
             return f" The batch's [{key!r}] is a {kind}, which is not cut: make it a tensor."
     return ""
 
 
-def _recorded(recording: Recording, few: Any) -> Any:
+def _recorded_outputs(recording: Recording, few: Any) -> Any:
     """Return outputs of the shapes of a recording, without a run of the module."""
     given = tree_leaves(few)
 
-    def made(leaf: Any) -> Any:
+    def with_values(leaf: Any) -> Any:
         match leaf:
             case Value(at):
                 value = recording.values[at]
@@ -436,7 +440,7 @@ def _recorded(recording: Recording, few: Any) -> Any:
             case _:
                 return leaf
 
-    return tree_unflatten([made(leaf) for leaf in recording.result], recording.result_spec)
+    return tree_unflatten([with_values(leaf) for leaf in recording.result], recording.result_spec)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -451,7 +455,7 @@ def _number(value: Any) -> float:
     return float(plain(value) if isinstance(value, Tensor) else value)
 
 
-def _said(tree: Any) -> str:
+def _structure_text(tree: Any) -> str:
     """Return what a pytree is made of: `a tuple of Tensor [8, 4], Tensor [8]`."""
     leaves = [
         f"{type(leaf).__name__} {list(leaf.shape)}" if isinstance(leaf, Tensor)

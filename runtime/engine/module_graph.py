@@ -33,8 +33,14 @@ from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.units import name_of
 from meshwright.planner.errors import BatchError, LaunchError, PlanError, RecordError
 from meshwright.runtime.core.batches import samples_in
-from meshwright.runtime.core.loss import counted
-from meshwright.runtime.core.side_effects import Changes, PythonNumbers, copied, seed_all, untouched
+from meshwright.runtime.core.loss import loss_sum_of
+from meshwright.runtime.core.side_effects import (
+    Changes,
+    PythonNumbers,
+    deepcopy_module,
+    restore_side_effects,
+    seed_all,
+)
 from meshwright.runtime.engine.named_loss import check_chunks, head_of, token_loss
 from meshwright.runtime.optim.sharded_optimizer import (
     Factory,
@@ -48,8 +54,7 @@ from meshwright.runtime.parallel.attention_api import bytes_of, noted, positions
 from meshwright.runtime.parallel.context_check import check_parts, check_positions
 from meshwright.runtime.parallel.tensor_regions import take_parts
 from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles
-from meshwright.runtime.tracing.layer_identity import identities
-from meshwright.runtime.tracing.meta_costs import traced_call
+from meshwright.runtime.tracing.meta_costs import identities, traced_call
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.trace import Recording, called_name
 from meshwright.runtime.tracing.tracer import Inputs, Recorder, arguments, can_be_tried, own_tensors
@@ -88,7 +93,7 @@ def script_model(
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
     """
-    with untouched(module, inputs, loss, optimizer, groups):
+    with restore_side_effects(module, inputs, loss, optimizer, groups):
         few = few_samples(batch, SAMPLES)
         return _graph_of(
             module,
@@ -125,8 +130,8 @@ def _graph_of(
         identities(module, recording) if recorder.is_fake else list(range(len(recording.layers)))
     )
     traced = _figures(recorder, few, loss, kinds)
-    shared = [one.shares for one in traced]
-    figures = [_halved(one.trace) for one in traced]
+    shared = [layer.shares for layer in traced]
+    figures = [_halve(layer.trace) for layer in traced]
     if branches:  # what a layer passes on of others is theirs
         figures = [
             trace.model_copy(update={"output_bytes": size // SAMPLES})
@@ -138,19 +143,19 @@ def _graph_of(
         else frozenset()
     )
     styles = DerivedStyles(module, recorder, tried) if degrees else None
-    divided = _divided(module, recorder, few, loss, degrees, styles, gathered, kinds, traced)
+    divided = _divided_layers(module, recorder, few, loss, degrees, styles, gathered, kinds, traced)
     if branches:
         divided = [
-            parts and tuple(_handing_on(one, trace.output_bytes) for one in parts)
+            parts and tuple(_handing_on(part, trace.output_bytes) for part in parts)
             for parts, trace in zip(divided, figures, strict=True)
         ]
-    own = _own_parameters(recording)
+    own_parameters = _own_parameters(recording)
     matrices = [
         tuple(module.get_parameter(name).numel() for name in names if name in gathered)
-        for names in own
+        for names in own_parameters
     ]
-    counts = [_count(module, names) for names in own]
-    logits = [None] * (len(own) - 1) + [_logits(module, recorder, few, loss, shared[-1])]
+    counts = [_count(module, names) for names in own_parameters]
+    logits = [None] * (len(own_parameters) - 1) + [_logits(module, recorder, few, loss, shared[-1])]
     beside = list(zip(counts, matrices, shared, strict=True))
     names_of_kinds = _kinds(module, recording, figures, beside)
     layers = [
@@ -171,7 +176,7 @@ def _graph_of(
             recording.layers,
             names_of_kinds,
             figures,
-            own,
+            own_parameters,
             counts,
             divided,
             matrices,
@@ -195,7 +200,7 @@ def _positions(
     module: nn.Module, recorder: Recorder, few: Any, loss: Loss | None, shared: Sequence[RankShares]
 ) -> int | None:
     """Return how many positions a sample has, where ranks can have some of them each."""
-    if loss is None or not any(one.keys_bytes for one in shared):
+    if loss is None or not any(shares.keys_bytes for shares in shared):
         return None
     try:
         check_positions(module, recorder, few, loss, "mesh.context")
@@ -220,12 +225,12 @@ def _logits(
     assert isinstance(head, nn.Linear)
     if path not in recording.layers[-1].units:
         return None
-    (made,) = (node.made for node in recording.nodes if node.unit == path)
+    (values,) = (node.made for node in recording.nodes if node.unit == path)
     return TracedLogits(
-        rows=recording.values[made[0][1]].shape.numel() // head.out_features // SAMPLES,
+        rows=recording.values[values[0][1]].shape.numel() // head.out_features // SAMPLES,
         width=head.in_features,
         outputs=head.out_features,
-        trace=_halved(last.without_loss),
+        trace=_halve(last.without_loss),
     )
 
 
@@ -260,10 +265,10 @@ def check_module(plan: Plan, recorder: Recorder) -> None:
     graph = plan.model.graph
     if graph is None or graph.recording is None:
         return
-    found = recorder.first
-    if found.digest != graph.recording:
+    recording = recorder.first
+    if recording.digest != graph.recording:
         planned = {layer.name: layer.parameters for layer in graph.layers}
-        here = [layer.name for layer in found.layers]
+        here = [layer.name for layer in recording.layers]
         named = [name for name in here if name not in planned]
         named += [name for name in planned if name not in here]
         other = f"it differs in {', '.join(named[:3])}" if named else "shapes or calls differ"
@@ -286,16 +291,16 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
         return frozenset()
     # One unit is replayed as the module itself.
     backward = recorder.refused is None
-    with untouched(module, recorder.inputs), torch.enable_grad():
-        twin = copied(module)
-        once = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few), backward=backward)
-        changed = _changed(recorder, module.named_parameters(), twin.named_parameters())
-        buffers = _changed(recorder, module.named_buffers(), twin.named_buffers())
-        again = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few))
+    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+        twin = deepcopy_module(module)
+        once = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few), backward=backward)
+        changed = _changed_names(recorder, module.named_parameters(), twin.named_parameters())
+        buffers = _changed_names(recorder, module.named_buffers(), twin.named_buffers())
+        again = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few))
     if not once.makes_as(again):  # statistics that no training forward reads are none of these
         changed |= buffers
-    with untouched(module, recorder.inputs), torch.enable_grad():
-        other = copied(module)
+    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+        other = deepcopy_module(module)
         stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
         replayed = _ForwardTrial.of(
             other, lambda: stage(micro=MicroBatch(own_tensors(few))), backward=backward
@@ -320,7 +325,7 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
     return again.changes | changed
 
 
-def _changed(
+def _changed_names(
     recorder: Recorder, before: Iterable[tuple[str, Tensor]], now: Iterable[tuple[str, Tensor]]
 ) -> set[str]:
     """Return the names of tensors that have other values now."""
@@ -328,7 +333,7 @@ def _changed(
     return {
         recorder.aliases.get(name, name)
         for name, then in before
-        if name in here and not _same(then, here[name])
+        if name in here and not _equal(then, here[name])
     }
 
 
@@ -342,7 +347,7 @@ def refuse_changing(
     may make it once in a step.
     """
     ranks = plan.mesh.data_shard * plan.mesh.data_replicate
-    recomputed = any(item.recompute != "none" for one in plan.stages for item in one.layers)
+    recomputed = any(item.recompute != "none" for layer in plan.stages for item in layer.layers)
     again = plan.micro_batches > 1 or recomputed or twice
     if changing and (again or (ranks > 1 and by_samples())):
         forwards = ranks * plan.micro_batches
@@ -360,27 +365,29 @@ def changes_by_samples(
 ) -> bool:
     """Whether what a forward changes depends on its samples or draws, as all but tensors may."""
     other = tree_map(_of_first_sample, few)
-    if all(map(_same, tree_leaves(few), tree_leaves(other))):
+    if all(map(_equal, tree_leaves(few), tree_leaves(other))):
         return True
-    found: list[dict[str, Tensor]] = []
+    rounds: list[dict[str, Tensor]] = []
     for seed, batch in enumerate((few, other)):
-        with untouched(module, recorder.inputs), torch.enable_grad():
-            twin = copied(module)
+        with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+            twin = deepcopy_module(module)
             seed_all(seed)
-            _called(twin, recorder, batch)
-        found.append({**dict(twin.named_parameters()), **dict(twin.named_buffers())})
-    return not all(name in found[0] and _same(*(one[name] for one in found)) for name in changing)
+            _forward_of(twin, recorder, batch)
+        rounds.append({**dict(twin.named_parameters()), **dict(twin.named_buffers())})
+    return not all(
+        name in rounds[0] and _equal(*(values[name] for values in rounds)) for name in changing
+    )
 
 
 def _of_first_sample(leaf: Any) -> Any:
     """Return a leaf of a batch whose samples are copies of the first, halved where they can be."""
     if not isinstance(leaf, Tensor) or not leaf.ndim:
         return leaf
-    made = leaf[:1].expand_as(leaf)
-    return made / 2 if leaf.is_floating_point() else made.clone()
+    samples = leaf[:1].expand_as(leaf)
+    return samples / 2 if leaf.is_floating_point() else samples.clone()
 
 
-def _called(module: nn.Module, recorder: Recorder, few: Any) -> Any:
+def _forward_of(module: nn.Module, recorder: Recorder, few: Any) -> Any:
     args, kwargs = arguments(recorder.inputs(own_tensors(few)))
     return module(*args, **kwargs)
 
@@ -406,14 +413,14 @@ class _ForwardTrial:
         leaves = tree_leaves(run())
         changes, numbers = before.changes(), PythonNumbers()
         gradients = _gradients(module, leaves) if backward else {}
-        leaves = [one.detach() if isinstance(one, Tensor) else one for one in leaves]
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return cls(leaves, changes, numbers, gradients)
 
     def makes_as(self, other: _ForwardTrial) -> bool:
         """Tell whether both made the same, and drew as many random numbers of Python's own."""
         return (
             len(self.leaves) == len(other.leaves)
-            and all(map(_same, self.leaves, other.leaves))
+            and all(map(_equal, self.leaves, other.leaves))
             and self.numbers.drew_as(other.numbers)
         )
 
@@ -436,18 +443,18 @@ def _gradients(module: nn.Module, leaves: Sequence[Any]) -> dict[str, tuple[floa
 
     Empty where the module has no backward here, which its training would say.
     """
-    outputs = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
-    weights = [_pattern(one) for one in outputs]
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    weights = [_pattern(output) for output in outputs]
     try:
         torch.autograd.backward(outputs, weights)
     except Exception:
         return {}
-    found = {}
+    grads = {}
     for name, parameter in module.named_parameters():
         grad, parameter.grad = parameter.grad, None
         if grad is not None and not grad.is_sparse:
-            found[name] = (float(grad.norm()), float((grad * _pattern(grad)).sum()))
-    return found
+            grads[name] = (float(grad.norm()), float((grad * _pattern(grad)).sum()))
+    return grads
 
 
 def _pattern(like: Tensor) -> Tensor:
@@ -455,14 +462,14 @@ def _pattern(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), device=like.device).cos().to(like.dtype).view(like.shape)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return bool(one == other)
-    if one.shape != other.shape:
+def _equal(first: Any, other: Any) -> bool:
+    if not (isinstance(first, Tensor) and isinstance(other, Tensor)):
+        return bool(first == other)
+    if first.shape != other.shape:
         return False
     # Equal as a rule, which is told in a tenth of the time.
-    return torch.equal(one, other) or torch.allclose(
-        one, other, rtol=1e-4, atol=1e-6, equal_nan=True
+    return torch.equal(first, other) or torch.allclose(
+        first, other, rtol=1e-4, atol=1e-6, equal_nan=True
     )
 
 
@@ -531,16 +538,16 @@ def _figures(
     Layers of one of `kinds` are computed once.
     """
     count = len(kinds)
-    found: list[_TracedLayer] = []
-    made: dict[Hashable, _TracedLayer] = {}
+    layers: list[_TracedLayer] = []
+    traces: dict[Hashable, _TracedLayer] = {}
     with recorder.without_data(batch) as (module, given):
         exchanged = _exchanges(module)
         with noted() as named, _KeysOfAttention() as any_attention:
             for at, kind in enumerate(kinds):
-                if kind in made:
-                    found.append(made[kind])
+                if kind in traces:
+                    layers.append(traces[kind])
                     continue
-                taken = found[-1].passed if found else ()
+                taken = layers[-1].passed if layers else ()
                 is_last = at == count - 1
                 trace, _, passed = _figures_of(
                     RecordedStage(module, recorder, at, at + 1),
@@ -556,9 +563,9 @@ def _figures(
                     notes.clear()
                 if is_last and isinstance(loss, token_loss):
                     shares = replace(shares, without_loss=_last(module, recorder, given))
-                made[kind] = _TracedLayer(trace, shares, passed)
-                found.append(made[kind])
-    return found
+                traces[kind] = _TracedLayer(trace, shares, passed)
+                layers.append(traces[kind])
+    return layers
 
 
 def _last(module: nn.Module, recorder: Recorder, batch: Any) -> LayerTrace:
@@ -592,18 +599,18 @@ def _exchanges(module: nn.Module) -> dict[str, tuple[int, int]]:
 
     Behind them stands how many experts each token has chosen.
     """
-    found: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
 
     def note(path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         if not experts.are_called_with(args):
             return
         hidden, index = args[:2]
         size = index.numel() * hidden.shape[-1] * hidden.element_size()
-        found[path] = size, index.shape[1]
+        spans[path] = size, index.shape[1]
 
-    for path, one in experts.modules_of(module).items():
-        one.register_forward_pre_hook(functools.partial(note, path))
-    return found
+    for path, module_of_experts in experts.modules_of(module).items():
+        module_of_experts.register_forward_pre_hook(functools.partial(note, path))
+    return spans
 
 
 def _experts(
@@ -617,7 +624,7 @@ def _experts(
     return TracedExperts(
         count=math.gcd(*map(experts.count_of, parts)),
         hidden=int(parts[0].get_parameter("down_proj").shape[1]),
-        parameters=sum(p.numel() for one in parts for p in one.parameters()),
+        parameters=sum(p.numel() for part in parts for p in part.parameters()),
         exchanged_bytes=sum(size for size, _ in exchanged.values()) // SAMPLES,
         per_token=max(choices for _, choices in exchanged.values()),
     )
@@ -632,20 +639,20 @@ def _figures_of(
     across: _Counting | None = None,
 ) -> tuple[LayerTrace, _TensorSums, tuple[Tensor, ...]]:
     """Return the figures of a stage, what it sums over `across`, and what it hands on."""
-    made: list[Any] = []
+    results: list[Any] = []
     sums = _TensorSums()
-    given = tuple(one.detach().requires_grad_(one.requires_grad) for one in taken)
+    given = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in taken)
 
     def call() -> tuple[Tensor, ...]:
         nonlocal sums
-        made.append(stage(*given, micro=MicroBatch(batch)))
+        results.append(stage(*given, micro=MicroBatch(batch)))
         if across is not None:
-            sums = across.counted()
-        return tuple(leaf for leaf in tree_leaves(made[0]) if isinstance(leaf, Tensor))
+            sums = across.take_sums()
+        return tuple(leaf for leaf in tree_leaves(results[0]) if isinstance(leaf, Tensor))
 
     def total(*_: Tensor) -> Tensor:
         assert loss is not None
-        return counted(loss(made[0], batch), SAMPLES).total
+        return loss_sum_of(loss(results[0], batch), SAMPLES).total
 
     trace, passed = traced_call(
         call,
@@ -653,17 +660,17 @@ def _figures_of(
         loss=total if loss is not None else None,
         saving=across.save if across is not None else lambda: None,
     )
-    handed_on = tuple(one.detach().requires_grad_(one.requires_grad) for one in passed)
+    handed_on = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in passed)
     return trace, sums, handed_on
 
 
 def _own_parameters(recording: Recording) -> list[list[str]]:
     """[layer] Names of parameters, those that several layers read in the first."""
-    known: set[str] = set()
+    names: set[str] = set()
     result = []
     for layer in recording.layers:
-        result.append([name for name in layer.parameters if name not in known])
-        known |= set(layer.parameters)
+        result.append([name for name in layer.parameters if name not in names])
+        names |= set(layer.parameters)
     return result
 
 
@@ -674,7 +681,7 @@ def _count(module: nn.Module, names: Iterable[str]) -> int:
 # --- over a tensor axis --------------------------------------------------------------------------
 
 
-def _divided(
+def _divided_layers(
     module: nn.Module,
     recorder: Recorder,
     batch: Any,
@@ -700,15 +707,15 @@ def _divided(
         units = {name: unit for name, unit in styles.of(degree).items() if unit.regions}
         if not units:
             continue
-        made: dict[Hashable, DividedLayer] = {}
+        by_identity: dict[Hashable, DividedLayer] = {}
         with recorder.without_data(batch) as (part, given):
             for at, layer in enumerate(recording.layers):
                 inside = {name: units[name] for name in layer.units if name in units}
                 if not inside:
                     continue
-                own = tuple(of[1:] for of in sizes[at])
-                kind = kinds[at], own, tuple(id(units.get(name)) for name in layer.units)
-                if kind not in made:
+                unit_sizes = tuple(of[1:] for of in sizes[at])
+                kind = kinds[at], unit_sizes, tuple(id(units.get(name)) for name in layer.units)
+                if kind not in by_identity:
                     across = _Counting(degree)
                     for name, unit in inside.items():
                         take_parts(part.get_submodule(name), unit.regions, 0, degree)
@@ -720,8 +727,8 @@ def _divided(
                         loss=loss if layer is recording.layers[-1] else None,
                         across=across,
                     )
-                    made[kind] = _divided_layer(part, sizes[at], degree, trace, sums)
-                found[at].append(made[kind])
+                    by_identity[kind] = _divided_layer(part, sizes[at], degree, trace, sums)
+                found[at].append(by_identity[kind])
     return [tuple(layers) or None for layers in found]
 
 
@@ -746,16 +753,16 @@ def _divided_layer(
             for (_, whole, gathered), size in zip(sizes, here, strict=True)
             if gathered and size < whole
         ),
-        trace=_halved(trace),
+        trace=_halve(trace),
         sums_bytes=tuple(size // SAMPLES for size in sums.again),
         last_sum_bytes=sums.last // SAMPLES,
         copies_bytes=tuple(size // SAMPLES for size in sums.copies),
     )
 
 
-def _handing_on(one: DividedLayer, output_bytes: int) -> DividedLayer:
-    return one.model_copy(
-        update={"trace": one.trace.model_copy(update={"output_bytes": output_bytes})}
+def _handing_on(layer: DividedLayer, output_bytes: int) -> DividedLayer:
+    return layer.model_copy(
+        update={"trace": layer.trace.model_copy(update={"output_bytes": output_bytes})}
     )
 
 
@@ -794,17 +801,17 @@ class _Counting:
         """Count a tensor that is saved for backward."""
         self.saved += 1
 
-    def counted(self) -> _TensorSums:
+    def take_sums(self) -> _TensorSums:
         """Return what was counted since the last time."""
         sizes = [size for size, _ in self.sums]
         stops = bool(self.sums) and self.saved == self.sums[-1][1]
-        made = (
+        sums = (
             _TensorSums(sizes[:-1], sizes[-1], self.copies)
             if stops
             else _TensorSums(sizes, 0, self.copies)
         )
         self.sums, self.copies, self.saved = [], [], 0
-        return made
+        return sums
 
 
 class _CopiedGradient(torch.autograd.Function):
@@ -817,7 +824,7 @@ class _CopiedGradient(torch.autograd.Function):
         return grad.clone()
 
 
-def _halved(figures: LayerTrace) -> LayerTrace:
+def _halve(figures: LayerTrace) -> LayerTrace:
     return LayerTrace(
         forward_flops=figures.forward_flops / SAMPLES,
         stored_bytes=figures.stored_bytes // SAMPLES,

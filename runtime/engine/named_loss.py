@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.loss import IGNORED
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.models.family_adapter import next_token_loss
 from meshwright.runtime.parallel.attention_api import SeenKeys, seeing, seen_now
 from meshwright.runtime.techniques import lora
@@ -46,17 +46,17 @@ class token_loss:  # noqa: N801 - read as the function that it is to its user
 
     def __call__(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the sum of losses and how many there are."""
-        made, targets = self._logits(outputs), self.targets(batch)
-        if made.ndim:
-            return next_token_loss(made, targets)
-        return made, (targets != IGNORED).sum()  # the sum already
+        logits, targets = self._logits(outputs), self.targets(batch)
+        if logits.ndim:
+            return next_token_loss(logits, targets)
+        return logits, (targets != IGNORED).sum()  # the sum already
 
 
 def _logits_in(outputs: Any) -> Tensor:
-    made = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    made = outputs["logits"] if made is None else made
-    assert isinstance(made, Tensor)
-    return made
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    logits = outputs["logits"] if logits is None else logits
+    assert isinstance(logits, Tensor)
+    return logits
 
 
 class ChunkedHead:
@@ -91,19 +91,19 @@ def head_of(recording: Recording, module: nn.Module) -> str:
     """
     read = {at for node in recording.nodes for at in values_of(node.leaves)}
     ends = {leaf.at for leaf in recording.result if isinstance(leaf, Value)} - read
-    found = [
+    heads = [
         node.unit
         for node in recording.nodes
         if node.unit
         and type(module.get_submodule(node.unit)) in (nn.Linear, DeferredLinear)
         and ends & {value for _, value in node.made}
     ]
-    if len(found) != 1:
+    if len(heads) != 1:
         raise LaunchError(
             f"loss: is in chunks, and {type(module).__name__} does not return what one nn.Linear "
             "makes, as it is; leave it out"
         )
-    return found[0]
+    return heads[0]
 
 
 @torch.no_grad()
@@ -125,8 +125,8 @@ def check_chunks(
         raise LaunchError(f"loss: is in chunks, and {name} has an adapter; leave it out")
     if not can_be_tried(module, few):
         return
-    with untouched(module, recorder.inputs, loss):
-        twin = copied(module).eval()
+    with restore_side_effects(module, recorder.inputs, loss):
+        twin = deepcopy_module(module).eval()
         args, kwargs = arguments(recorder.inputs(few))
         whole = loss(twin(*args, **kwargs), few)[0]
         head = twin.get_submodule(name)

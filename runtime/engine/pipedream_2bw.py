@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from meshwright.planner.schedules import schedule
 from meshwright.planner.schedules.schedule_record import Action
-from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.trace import Recording
@@ -52,11 +52,11 @@ class WeightVersions:
         newest = self.newest
         values = self._of[newest]
         if len(self._of) == 2:
-            made = self._of.pop(min(self._of))
+            weights = self._of.pop(min(self._of))
         else:
-            made = [torch.empty_like(value) for value in values]
-        torch._foreach_copy_(made, values)
-        self._of[newest + 1] = made
+            weights = [torch.empty_like(value) for value in values]
+        torch._foreach_copy_(weights, values)
+        self._of[newest + 1] = weights
         self.use(newest + 1)
 
 
@@ -75,7 +75,7 @@ class StalePipeline(RecordedPipeline):
         device: torch.device,
         loss: Callable[[Any, MicroBatch], Tensor],
     ) -> None:
-        """`own` is the one stage of this rank, by its number.
+        """`stages` has the one stage of this rank, by its number.
 
         `groups` are of the same ranks: one for activations, one for gradients.
 
@@ -152,33 +152,33 @@ class StalePipeline(RecordedPipeline):
         """Run a micro-batch forward; return its loss, if this is the last stage."""
         self.versions.use(max(0, step - 1))
         taken = [
-            self._received(like, self._part.stage - 1).requires_grad_(like.requires_grad)
+            self._receive(like, self._part.stage - 1).requires_grad_(like.requires_grad)
             for like in (self._part.inputs if self._part.stage else ())
         ]
         self._module.select(micro_batch)
-        made = self._part.module(*taken)
-        made = (made,) if self._last_stage else made
+        outputs = self._part.module(*taken)
+        outputs = (outputs,) if self._last_stage else outputs
         if not self._last_stage:
-            for output in made:
+            for output in outputs:
                 self._send(output.detach(), self._group, self._part.stage + 1)
-        self._in_flight[step, micro_batch] = taken, made
-        return list(made) if self._last_stage else []
+        self._in_flight[step, micro_batch] = taken, outputs
+        return list(outputs) if self._last_stage else []
 
     def _backward(self, step: int, micro_batch: int) -> None:
         """Run a micro-batch backward, on the weights of its forward, into its step's gradients."""
         self.versions.use(max(0, step - 1))
-        taken, made = self._in_flight.pop((step, micro_batch))
-        made = tuple(output for output in made if output.requires_grad)
+        taken, outputs = self._in_flight.pop((step, micro_batch))
+        outputs = tuple(output for output in outputs if output.requires_grad)
         gradients = [
             torch.empty_like(output, memory_format=torch.contiguous_format)
-            for output in (() if self._last_stage else made)
+            for output in (() if self._last_stage else outputs)
         ]
         for gradient in gradients:
             dist.recv(gradient, group=self._gradient_group, group_src=self._part.stage + 1)
-        known = self._grads.get(step) or [None] * len(self._parameters)
-        for parameter, grad in zip(self._parameters, known, strict=True):
+        grads = self._grads.get(step) or [None] * len(self._parameters)
+        for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
-        torch.autograd.backward(made, gradients or None)
+        torch.autograd.backward(outputs, gradients or None)
         self._grads[step] = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -219,10 +219,10 @@ class LateUpdates:
         `totals` are the sum and count of this rank's losses of the step that has begun.
         """
         if not self._pipeline.due():
-            said = torch.cat((totals, totals.new_tensor([self._optimizers.ending()])))
-            dist.all_reduce(said)
-            self._counts.append(said[1])
-            return float(said[0] / said[1]), self._norm, float(said[2])
+            figures = torch.cat((totals, totals.new_tensor([self._optimizers.ending()])))
+            dist.all_reduce(figures)
+            self._counts.append(figures[1])
+            return float(figures[0] / figures[1]), self._norm, float(figures[2])
         self._pipeline.begin_update()
         optimizers = self._optimizers
         optimizers.follow()

@@ -2,6 +2,10 @@
 
 torch adds the sends and receives to a compute-only list; which computation comes when is
 meshwright.planner.schedules.schedule's decision alone.
+
+Under a schedule of stages of a recorded module, what crosses is the stages' own, and the batch is
+everywhere: every rank gives all micro-batches of its slice to `run_all`, and a stage takes the one
+whose number the schedule says.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +27,8 @@ from meshwright.planner.errors import LaunchError
 from meshwright.planner.schedules.schedule import Order
 from meshwright.runtime.core.torch_internals import PipelineAction, PipelineRuntime, fsdp_parameters
 from meshwright.runtime.techniques.split_backward import WeightGradients
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.trace import Recording
 
 GRADIENTS_ON_THE_WAY = 2
 """Sent gradients that may be under way before a stage waits for the oldest.
@@ -116,26 +122,26 @@ class Pipeline:
         for number, (batch, target) in enumerate(pairs):
             x: Tensor | tuple[Tensor, ...] = batch
             for part in self._parts:
-                own = self._rank_of[part.stage]
+                rank = self._rank_of[part.stage]
                 before = self._rank_of.get(part.stage - 1)
                 after = self._rank_of.get(part.stage + 1)
-                if before is not None and before != own:
-                    x = tuple(self._received(one, before) for one in _tuple(part.inputs))
+                if before is not None and before != rank:
+                    x = tuple(self._receive(declared, before) for declared in _tuple(part.inputs))
                 if part.select is not None:
                     part.select(number)
-                x = made = part.module(*_tuple(x))
+                x = output = part.module(*_tuple(x))
                 if after is None:
-                    losses.append(self._loss(made, target))
-                elif after != own:
-                    for one in _tuple(x):
-                        send = dist.isend(one.contiguous(), group=self._group, group_dst=after)
+                    losses.append(self._loss(output, target))
+                elif after != rank:
+                    for tensor in _tuple(x):
+                        send = dist.isend(tensor.contiguous(), group=self._group, group_dst=after)
                         assert send is not None
                         sends.append(send)
         for send in sends:
             send.wait()
         return losses
 
-    def _received(self, declared: Tensor, source: int) -> Tensor:
+    def _receive(self, declared: Tensor, source: int) -> Tensor:
         """Wait for a tensor like a declared one from another rank of the pipeline."""
         buffer = torch.empty(declared.shape, dtype=declared.dtype, device=self._device)
         dist.recv(buffer, group=self._group, group_src=source)
@@ -208,7 +214,7 @@ class _PipelineStage(PipelineStage):
             self._allocate(self.args_recv_info[fwd_chunk_id], self._declared_inputs)
         receives = super().get_fwd_recv_ops(fwd_chunk_id)
         self._coming_activations[fwd_chunk_id] = [
-            _started(receive, receive.group) for receive in receives
+            _start(receive, receive.group) for receive in receives
         ]
         return []
 
@@ -220,7 +226,7 @@ class _PipelineStage(PipelineStage):
             self._allocate(tuple(i for i, _ in coming), tuple(like for _, like in coming))
         receives = super().get_bwd_recv_ops(bwd_chunk_id)
         self._coming_gradients[bwd_chunk_id] = [
-            _started(receive, self._gradient_group) for receive in receives
+            _start(receive, self._gradient_group) for receive in receives
         ]
         return []
 
@@ -237,8 +243,8 @@ class _PipelineStage(PipelineStage):
         with _as_raised():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
-            for one, declared in zip(_tuple(output), self._declared_outputs, strict=True):
-                self._check_output(one, declared)
+            for tensor, declared in zip(_tuple(output), self._declared_outputs, strict=True):
+                self._check_output(tensor, declared)
         return output
 
     # torch 2.11 lets neighbours exchange a message first, over the communicator that batches use.
@@ -304,13 +310,13 @@ class _PipelineStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         sends = super().get_fwd_send_ops(fwd_chunk_id)
         if sends:
-            self.sent_activations[fwd_chunk_id] = [_started(send, send.group) for send in sends]
+            self.sent_activations[fwd_chunk_id] = [_start(send, send.group) for send in sends]
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         sends = super().get_bwd_send_ops(bwd_chunk_id)
         if sends:
-            self.sent_gradients.append([_started(send, self._gradient_group) for send in sends])
+            self.sent_gradients.append([_start(send, self._gradient_group) for send in sends])
         while len(self.sent_gradients) > GRADIENTS_ON_THE_WAY:
             for work in self.sent_gradients.popleft():
                 work.wait()
@@ -354,7 +360,7 @@ def _tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
-def _started(message: dist.P2POp, group: dist.ProcessGroup | None) -> dist.Work:
+def _start(message: dist.P2POp, group: dist.ProcessGroup | None) -> dist.Work:
     sends = message.op is dist.isend
     work: dist.Work = message.op(
         message.tensor.contiguous() if sends else message.tensor,
@@ -369,3 +375,69 @@ def _without_buffer(info: Any) -> Any:
     info = copy.copy(info)
     info.buffer = None
     return info
+
+
+class RecordedPipeline(Pipeline):
+    """This rank's stages of a recorded module, and the schedule that drives them."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, RecordedStage],
+        orders: tuple[Order, ...],
+        *,
+        recording: Recording,
+        micro_batches: int,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        device: torch.device,
+        loss: Callable[[Any, MicroBatch], Tensor],
+        stores: Mapping[int, WeightGradients] | None = None,
+    ) -> None:
+        """`recording` has the shapes that cross, of micro-batches of one shape.
+
+        `loss` of the module's outputs, as one number; gradients are those of its sum.
+
+        `stores` are by stage, where the schedule makes weight gradients apart.
+        """
+        self._recorded = tuple(stages.values())
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        for stage in self._recorded:
+            stage.loss = loss
+        parts = [
+            StagePart(
+                stage=at,
+                module=stage,
+                inputs=stage.received(recording) or (number,),
+                outputs=stage.sent(recording) or torch.empty((), device="meta", requires_grad=True),
+                store=stores[at] if stores else None,
+                select=stage.select,
+            )
+            for at, stage in stages.items()
+        ]
+        super().__init__(
+            parts,
+            orders,
+            micro_batches=micro_batches,
+            groups=groups,
+            device=device,
+            loss=lambda made, _: made,
+        )
+        # What torch cuts and hands on; on the device, where it would be copied to.
+        self._numbers = torch.arange(micro_batches, device=device)
+
+    def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run one step on all micro-batches; return their losses on the last stage."""
+        with self._first_inputs(micro_batches) as numbers:
+            return self.run(numbers, numbers)
+
+    def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run all micro-batches forward only; return their losses on the last stage."""
+        with self._first_inputs(micro_batches) as numbers:
+            return self.evaluate(numbers, numbers)
+
+    @contextlib.contextmanager
+    def _first_inputs(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
+        for stage in self._recorded:
+            stage.micro_batches = tuple(micro_batches)
+        yield self._numbers[: len(micro_batches)]
+        for stage in self._recorded:
+            stage.micro_batches = ()

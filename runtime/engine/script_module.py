@@ -28,7 +28,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.core.batches import samples_in
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.side_effects import untouched
+from meshwright.runtime.core.side_effects import restore_side_effects
 from meshwright.runtime.engine.module_graph import DEGREES, batch_leaves, script_model
 from meshwright.runtime.engine.setup import built, check_functions
 from meshwright.runtime.engine.user_code import UserFiles, in_users_file
@@ -54,23 +54,23 @@ class OwnScript:
     """Digests of the file and of what it imported beside it."""
 
     @classmethod
-    def of_file(cls, source: str, known: Mapping[str, str] | None = None) -> OwnScript:
+    def of_file(cls, source: str, digests: Mapping[str, str] | None = None) -> OwnScript:
         """Import the file of `script.py:build`; with `known` digests, only what has them."""
-        files = UserFiles(source, known)
+        files = UserFiles(source, digests)
         file = in_users_file(source, files.load)
         name = source.rpartition(":")[2]
         given: dict[str, Any] = {
             one: getattr(file, one, None) for one in (name, "batch", "units", *_FUNCTIONS)
         }
-        for one in (name, "loss"):
-            if not callable(given[one]):
+        for required in (name, "loss"):
+            if not callable(given[required]):
                 raise DocumentError(
-                    "", f"has no function '{one}'; name one that it has", file=source
+                    "", f"has no function '{required}'; name one that it has", file=source
                 )
         if callable(given["batch"]):
             given["batch"] = in_users_file(source, given["batch"])
         return cls(
-            build=given.pop(name), source=source, files=dict(known or files.imported), **given
+            build=given.pop(name), source=source, files=dict(digests or files.imported), **given
         )
 
     @property
@@ -93,7 +93,7 @@ class OwnScript:
         """Return the module's layers and what each costs; nothing is computed."""
         if self.batch is None:
             raise DocumentError("batch", "is missing; give an example of a global batch")
-        with untouched(self.build):
+        with restore_side_effects(self.build):
             graph: ModelGraph = script_model(
                 built(self.build, {}),
                 self.batch,

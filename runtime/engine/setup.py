@@ -17,7 +17,7 @@ from meshwright.planner.documents.document import read
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import BatchError, LaunchError, OptimizerError
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_json
-from meshwright.runtime.launch.script_rank_main import PLAN_VARIABLE
+from meshwright.runtime.run.environment import PLAN_VARIABLE
 
 
 def plan_or_layout(
@@ -114,7 +114,7 @@ def join_ranks(device: torch.device, *, timeout_s: float | None = None) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized() or ranks == 1 or "RANK" not in os.environ:
         return
-    from meshwright.runtime.launch.training_loop import join  # noqa: PLC0415 - a process that runs alone needs none of it
+    from meshwright.runtime.core.process_group import join  # noqa: PLC0415 - a process that runs alone needs none of it
 
     with contextlib.suppress(KeyError):
         join(

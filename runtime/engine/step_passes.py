@@ -33,14 +33,14 @@ from meshwright.runtime.core.global_batch_loss import (
     surrogate,
     whole_batch,
 )
-from meshwright.runtime.core.loss import Totals, counted
+from meshwright.runtime.core.loss import Totals, loss_sum_of
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
 from meshwright.runtime.core.torch_internals import forget_forward_order
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.engine.pipedream_2bw import StalePipeline
-from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.gradients import Gradients
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
 from meshwright.runtime.parallel.attention_api import divided, positions_in
@@ -144,9 +144,9 @@ class StepPasses:
         self._renew(batch)
         if self._compares:
             self._agree(batch, any_size=True)
-        found = batches.samples_in(batch)
+        samples = batches.samples_in(batch)
         counts = torch.zeros(self._place.data_degree, device=self._device)
-        counts[self._place.data_rank] = found
+        counts[self._place.data_rank] = samples
         if self._place.mesh is not None:
             dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         self._counts = [int(count) for count in counts.tolist()]
@@ -155,7 +155,7 @@ class StepPasses:
                 f"batch: slices have {self._counts} samples, and whole_batch(loss) gathers some of "
                 "each; give every slice at least one"
             )
-        some = batches.part_of(batch, range(1)) if found else _zeros(batch)
+        some = batches.part_of(batch, range(1)) if samples else _zeros(batch)
         self._filler = batches.on_device(some, self._device)
         return self._micros(
             batches.cut_by(batch, self._plan.micro_batch), step=step, drawing=drawing
@@ -177,10 +177,10 @@ class StepPasses:
         first = self._plan.samples_of(self._place.data_rank).start
         return [
             MicroBatch(
-                batches.on_device(one, self._device),
+                batches.on_device(micro_batch, self._device),
                 step_seed(self._plan.training.seed, step, first + at * size) if drawing else None,
             )
-            for at, one in enumerate(cut)
+            for at, micro_batch in enumerate(cut)
         ]
 
     def _agree(self, batch: Any, *, any_size: bool = False) -> None:
@@ -199,31 +199,34 @@ class StepPasses:
         if not (fed_alike or gathers or (several and due)):
             return
         fed = self._place.data_rank * self._place.context.degree + self._place.context.rank
-        own = [fed, batches.shape_print(batch)]
+        print_of_rank = [fed, batches.shape_print(batch)]
         if due:
-            own.append(batches.fingerprint(batch))
-        every = all_gather_json(own)
+            print_of_rank.append(batches.fingerprint(batch))
+        every = all_gather_json(print_of_rank)
         if gathers and (other := next((s for s in every if s[1] != every[0][1]), None)):
             raise BatchError(
                 f"batch: slices {every[0][0]} and {other[0]} have samples of different shapes, and "
                 "whole_batch(loss) gathers all; pad them to one length"
             )
         first: dict[int, tuple[int, list[int]]] = {}
-        for rank, said in enumerate(every):
-            other, wanted = first.setdefault(said[0], (rank, said))
-            if said != wanted:
-                what = "samples" if said[1] == wanted[1] else "shapes"
+        for rank, rank_print in enumerate(every):
+            other, wanted = first.setdefault(rank_print[0], (rank, rank_print))
+            if rank_print != wanted:
+                what = "samples" if rank_print[1] == wanted[1] else "shapes"
                 raise BatchError(
-                    f"batch: ranks {other} and {rank} feed slice {said[0]} and have different "
-                    f"{what}; seed the loader alike on all ranks and take engine.slice(batch)"
+                    f"batch: ranks {other} and {rank} feed slice {rank_print[0]} and have "
+                    f"different {what}; seed the loader alike on all ranks and take "
+                    "engine.slice(batch)"
                 )
         if due and several and self._place.context.degree == 1:
-            self._refuse_one_slice(own[1:], {tuple(said[1:]) for said in every})
+            self._refuse_one_slice(
+                print_of_rank[1:], {tuple(rank_print[1:]) for rank_print in every}
+            )
 
-    def _refuse_one_slice(self, own: list[int], every: set[tuple[int, ...]]) -> None:
+    def _refuse_one_slice(self, print_of_rank: list[int], every: set[tuple[int, ...]]) -> None:
         """Refuse slices that are all the same, in this batch and in another one before."""
-        before, self._one_slice = self._one_slice, own if len(every) == 1 else None
-        if self._one_slice is not None and before not in (None, own):
+        before, self._one_slice = self._one_slice, print_of_rank if len(every) == 1 else None
+        if self._one_slice is not None and before not in (None, print_of_rank):
             raise BatchError(
                 f"batch: all {self._place.data_degree} slices are the same samples, again and "
                 "again, so that most of the data are never seen; give engine.slice(batch) of the "
@@ -236,17 +239,17 @@ class StepPasses:
     def train(self, micros: Sequence[MicroBatch]) -> None:
         """Add the gradients of all micro-batches, and note their losses."""
         host.forget_sums()
-        sums = self._summed(micros)
+        sums = self._sum_over_batch(micros)
         if isinstance(self._loss, whole_batch):
             with running(InnerLosses(_forget, None, sums)):
                 self._whole_gradients(self._loss, micros)
         if self._replicas is not None:
             self._replicas.begin()
-        one = self._backward_of(torch.ones((), device=self._device))
+        unit_grad = self._backward_of(torch.ones((), device=self._device))
         draws = any(layer.draws for layer in self._recorder.first.layers)  # and may drop all layers
         last = self._plan.rank_of_stage(len(self._plan.stages) - 1) == self._place.stage
         self._learns = draws or not last
-        with running(InnerLosses(self._note_inner, one, sums)):
+        with running(InnerLosses(self._note_inner, unit_grad, sums)):
             if self._plan.mesh.pipeline > 1:
                 self.pipeline_of(micros).run_all(micros)
             else:
@@ -256,7 +259,7 @@ class StepPasses:
                 "loss: has no gradient in any micro-batch of this rank: it depends on nothing that "
                 "is trained. Make it of the module's outputs, without detach(), no_grad() or item()"
             )
-        host.summed()
+        host.sum_gradients()
         if self._replicas is not None:
             self._replicas.finish()
         if self._statistics is not None:
@@ -265,7 +268,7 @@ class StepPasses:
     def evaluate(self, micros: Sequence[MicroBatch]) -> None:
         """Note the losses of all micro-batches of `cut_any` in eval mode, and learn nothing."""
         with self._mode(training=False):
-            inner = InnerLosses(self._note_inner, None, self._summed(micros))
+            inner = InnerLosses(self._note_inner, None, self._sum_over_batch(micros))
             with running(inner):
                 if isinstance(self._loss, whole_batch):
                     self._whole_gradients(self._loss, micros)
@@ -288,47 +291,47 @@ class StepPasses:
     def outputs(self, micros: Sequence[MicroBatch], *, training: bool) -> Any:
         """Return what the module makes of `cut_any`, on every rank, without gradients."""
         with self._mode(training=training):
-            inner = InnerLosses(_forget, None, self._summed(micros))
+            inner = InnerLosses(_forget, None, self._sum_over_batch(micros))
             with running(inner):
-                made = self._outputs(micros)
+                outputs = self._outputs(micros)
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
-            own = self._place.stage == last
-            leaves = tree_leaves(made) if own else []
+            is_last = self._place.stage == last
+            leaves = tree_leaves(outputs) if is_last else []
             if any(not isinstance(leaf, Tensor) for leaf in leaves):
                 raise LaunchError(
                     "outputs: are not all tensors, and cannot be sent to other ranks; "
                     "return tensors from the module"
                 )
-            sent = broadcast_tensors(leaves if own else None, source=last, group=group)
+            sent = broadcast_tensors(leaves if is_last else None, source=last, group=group)
             # Every rank has recorded what the module returns.
             spec = self._recorder.first.result_spec
             each = spec.num_leaves
-            made = [
+            outputs = [
                 tree_unflatten([leaf.to(self._device) for leaf in sent[at : at + each]], spec)
                 for at in range(0, len(sent), each)
             ]
-        whole = self._at_all_positions(batches.joined(made), micros)
+        whole = self._at_all_positions(batches.join_samples(outputs), micros)
         return whole if micros else batches.part_of(whole, range(0))
 
-    def _at_all_positions(self, made: Any, micros: Sequence[MicroBatch]) -> Any:
+    def _at_all_positions(self, outputs: Any, micros: Sequence[MicroBatch]) -> Any:
         """Return outputs of this rank's positions together with those of the others."""
         place = self._place.context
         if place.degree == 1 or not micros:
-            return made
-        own = positions_in(micros[0].batch)
+            return outputs
+        positions = positions_in(micros[0].batch)
         return tree_map(
             lambda x: (
                 whole_positions(x, place)
-                if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own
+                if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == positions
                 else x
             ),
-            made,
+            outputs,
         )
 
     @torch.no_grad()
-    def _summed(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
+    def _sum_over_batch(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
         """Return what the module sums over the batch, by a forward of all micro-batches."""
         if not self._sums:
             return None
@@ -376,9 +379,9 @@ class StepPasses:
             return
         # As many at once as a step has, all of one shape.
         for _, alike in itertools.groupby(micros, lambda micro: key_of(micro.batch)):
-            own = list(alike)
-            for at in range(0, len(own), self._plan.micro_batches):
-                some = own[at : at + self._plan.micro_batches]
+            values = list(alike)
+            for at in range(0, len(values), self._plan.micro_batches):
+                some = values[at : at + self._plan.micro_batches]
                 self.pipeline_of(some).evaluate_all(some)
 
     def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
@@ -396,8 +399,8 @@ class StepPasses:
     @torch.no_grad()
     def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:
         """Return what the module makes of each micro-batch, where this rank has the last stage."""
-        made: list[Any] = []
-        self._taken = made
+        outputs: list[Any] = []
+        self._taken = outputs
         heads = [part.chunked for part in self._parts if part.chunked is not None]
         try:
             for head in heads:
@@ -410,9 +413,9 @@ class StepPasses:
         self._let_go()
         if self._statistics is not None:
             self._statistics.forget()
-        for one, micro in zip(made, micros, strict=False):
-            batches.check_samples(one, micro.batch)
-        return made
+        for output, micro in zip(outputs, micros, strict=False):
+            batches.check_samples(output, micro.batch)
+        return outputs
 
     def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:
         """Note the loss of the whole batch, and its gradient by the outputs of each micro-batch."""
@@ -420,29 +423,29 @@ class StepPasses:
         made = self._outputs(micros)
         if not made:
             return
-        own = batches.joined([micro.batch for micro in micros])
+        own = batches.join_samples([micro.batch for micro in micros])
         outputs, batch = (
-            of_all_slices(self._at_all_positions(one, micros), place, self._counts)
-            for one in (batches.joined(made), own)
+            of_all_slices(self._at_all_positions(tree, micros), place, self._counts)
+            for tree in (batches.join_samples(made), own)
         )
         # All have the same.
         notes = place.data_rank == place.along("tensor") == place.context.rank == 0
         if not torch.is_grad_enabled():
             if notes:
                 samples = sum(self._counts) if self._counts else plan.global_batch
-                self.totals.add(counted(loss(outputs, batch), samples))
+                self.totals.add(loss_sum_of(loss(outputs, batch), samples))
             return
-        one, grads = gradients_by_output(
+        loss_sum, grads = gradients_by_output(
             loss,
             outputs,
             batch,
-            own=plan.samples_of(place.data_rank),
+            samples=plan.samples_of(place.data_rank),
             size=plan.micro_batch,
             parts=plan.global_batch // plan.micro_batch * place.context.degree,
         )
-        grads = [divided(one, place.context) for one in grads]
+        grads = [divided(grad, place.context) for grad in grads]
         if notes:
-            self.totals.add(one)
+            self.totals.add(loss_sum)
         self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}
 
     def _let_go(self) -> None:
@@ -465,10 +468,10 @@ class StepPasses:
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
         samples = batches.samples_in(micro.batch)
-        one = counted(self._loss(outputs, micro.batch), samples)
+        loss_sum = loss_sum_of(self._loss(outputs, micro.batch), samples)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
-            (self.totals if self._surveyed is None else self._surveyed).add(one)
-        return self._start_of(one.total)
+            (self.totals if self._surveyed is None else self._surveyed).add(loss_sum)
+        return self._start_of(loss_sum.total)
 
     def _note_inner(self, value: Tensor) -> None:
         if self._place.along("tensor") == 0:
@@ -484,22 +487,22 @@ class StepPasses:
 
     def _backward_of(self, total: Tensor) -> Tensor:
         """Return what backward of a sum of losses begins at."""
-        return self._gradients.scale.applied(total / (self._gradients.divisor * self._divided))
+        return self._gradients.scale.scale_loss(total / (self._gradients.divisor * self._divided))
 
     def measure_own_gradient(self) -> None:
-        """Let `own` have the square of this rank's gradient from the next step on."""
+        """Let `local_gradient_values` have the square of this rank's gradient from the next step on."""
         if self._replicas is not None:
             self._replicas.measures_own = True
 
     @property
-    def own(self) -> Tensor:
+    def local_gradient_values(self) -> Tensor:
         """What the last step gave on this rank alone: see Engine.own_values."""
         square = None if self._replicas is None else self._replicas.own_square
         totals = self.totals.values.clone()
         return totals if square is None else torch.cat((totals, square.to(totals).view(1)))
 
     def _new_replicas(self) -> Replicas | None:
-        replicated = [one for part in self._parts for one in part.replicated]
+        replicated = [parameter for part in self._parts for parameter in part.replicated]
         if not replicated:
             return None
         apart = any(part.store is not None for part in self._parts)
@@ -560,15 +563,15 @@ class StepPasses:
             self._metric_names = self._agreed_names()
         if not self._metric_names:
             return {}
-        own = self.totals.metrics
-        unknown = [name for name in own if name not in self._metric_names]
+        metrics = self.totals.metrics
+        unknown = [name for name in metrics if name not in self._metric_names]
         if unknown:
             raise BatchError(
                 f"metrics: '{unknown[0]}' was not there in the first step; return the same names "
                 "in each"
             )
         none = torch.zeros(2, dtype=torch.float64, device=self._device)
-        pairs = self.of_all(torch.stack([own.get(name, none) for name in self._metric_names]))
+        pairs = self.of_all(torch.stack([metrics.get(name, none) for name in self._metric_names]))
         return {
             name: total / count if count else float("nan")
             for name, (total, count) in zip(self._metric_names, pairs.tolist(), strict=True)

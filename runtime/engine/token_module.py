@@ -130,8 +130,8 @@ class TokenModel(OwnModel):
         )
         self.counts = plan.seq_len
 
-    def _tried(self, few: Any) -> Any:
-        return tuple(one[:, :TRIED_POSITIONS] for one in few)
+    def _trial_batch(self, few: Any) -> Any:
+        return tuple(leaf[:, :TRIED_POSITIONS] for leaf in few)
 
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what this rank trains by the settings of the plan's training."""
@@ -147,20 +147,20 @@ class TokenModel(OwnModel):
                 "starts are given if and only if the engine was made for documents; "
                 "leave them out, or plan a job with documents"
             )
-        made: tuple[Tensor, ...] = (inputs, targets)
+        batch: tuple[Tensor, ...] = (inputs, targets)
         if self._always or self._sees_less(self.plan):
             places = torch.arange(self.plan.seq_len, device=inputs.device).expand_as(inputs)
             if starts is not None:
                 starts = starts.to(inputs.device, non_blocking=True)
-                made += (places - starts, starts)
+                batch += (places - starts, starts)
             else:
-                made += (places,)
-        return divided(made, self.place.context)
+                batch += (places,)
+        return divided(batch, self.place.context)
 
     def _sees_less(self, plan: Plan) -> bool:
         return super()._sees_less(plan) or self._documents
 
-    def _seen(self, batch: Any) -> SeenKeys:
+    def _seen_keys(self, batch: Any) -> SeenKeys:
         starts = batch[3] if self._documents else None
         return SeenKeys(context=self.place.context, starts=starts, batch=batch)
 
@@ -172,6 +172,6 @@ class TokenModel(OwnModel):
 def _vocabulary(module: nn.Module) -> int:
     """Return how many numbers all tables know, and the last product tells apart."""
     parts = list(module.modules())
-    tables = [one.num_embeddings for one in parts if isinstance(one, nn.Embedding)]
-    heads = [one.out_features for one in parts if isinstance(one, nn.Linear)][-1:]
+    tables = [part.num_embeddings for part in parts if isinstance(part, nn.Embedding)]
+    heads = [part.out_features for part in parts if isinstance(part, nn.Linear)][-1:]
     return min([*tables, *heads, MOST_NUMBERS])

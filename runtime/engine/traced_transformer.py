@@ -10,29 +10,23 @@ plan's seed, or those of a folder of safetensors files.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.planner.documents.document import refuse_irregular
 from meshwright.planner.documents.model import ModelGraph, recorded_file
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.units import name_of
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.checkpoint.weight_export import DType
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.side_effects import copied
+from meshwright.runtime.core.side_effects import deepcopy_module
 from meshwright.runtime.engine.named_loss import token_loss
 from meshwright.runtime.engine.setup import built
 from meshwright.runtime.engine.token_module import TokenModel, graph_on_tokens, recording_of
-from meshwright.runtime.parallel.attention_api import library_attention
+from meshwright.runtime.models.library_model import build_library_model, library_config
 from meshwright.runtime.tracing.tracer import can_be_tried
-
-_NAMED_ATTENTION = "meshwright_named"
-"""What the library calls attention that can be divided and restricted to documents."""
 
 
 def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
@@ -42,7 +36,7 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
     """
     with recording_of(source):
         with torch.device("meta"):
-            module = _built(_configuration(source))
+            module = build_library_model(_configuration(source))
         name = name_of(recorded_file(source))
         graph = graph_on_tokens(
             module,
@@ -62,7 +56,7 @@ def _takes_our_attention(config: Any) -> bool:
     """
     try:
         with torch.device("meta"):
-            return _takes_positions(_built(config, named=True))
+            return _takes_positions(build_library_model(config, named=True))
     except (KeyError, ValueError):
         return False
 
@@ -87,7 +81,7 @@ class LibraryModel(TokenModel):
         self._config = _configuration(plan.model.source)
         named = documents or plan.mesh.context > 1
         try:
-            module = built(lambda: _built(self._config, weights, named=named), plan)
+            module = built(lambda: build_library_model(self._config, weights, named=named), plan)
         except (KeyError, ValueError) as error:
             if not named:
                 raise
@@ -116,72 +110,8 @@ class LibraryModel(TokenModel):
         return text
 
 
-def saved_by_library(
-    config: Path, named: Mapping[str, Tensor], folder: Path, *, dtype: DType
-) -> None:
-    """Write a folder as the library's `save_pretrained` does, of weights by module names."""
-    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
-
-    module: Any = _built(_config_at(config))
-    lacking, unknown = module.load_state_dict(named, strict=False)
-    assert not unknown, unknown
-    tied = set(dict(module.named_parameters(remove_duplicate=False))) - set(
-        dict(module.named_parameters())
-    )
-    absent = [name for name in lacking if name not in tied]
-    if absent:
-        raise LaunchError(
-            f"{config.parent}: has no {absent[0]}, which the model has; "
-            "restore it, or plan again from the folder as it is"
-        )
-    disable_progress_bar()
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    module.to(types[dtype]).save_pretrained(folder)
-
-
 def _configuration(source: str) -> Any:
-    return _config_at(Path(recorded_file(source)))
-
-
-def _config_at(file: Path) -> Any:
-    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
-
-    folder = file.parent if file.suffix == ".json" else file
-    refuse_irregular(folder)
-    try:
-        config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its checks of fields raise several kinds
-        raise LaunchError(f"{file}: transformers refuses the config.json: {error}") from error
-    config.use_cache = False
-    return config
-
-
-def _built(config: Any, weights: Path | None = None, *, named: bool = False) -> nn.Module:
-    """Return the library's own model; `named` gives it attention that can be divided."""
-    from transformers import (  # noqa: PLC0415 - takes seconds to import
-        AttentionInterface,
-        AutoModelForCausalLM,
-    )
-
-    settings = {}
-    if named:
-        AttentionInterface.register(_NAMED_ATTENTION, library_attention)
-        settings = {"attn_implementation": _NAMED_ATTENTION}
-    if weights is not None:
-        refuse_irregular(weights)
-        made = AutoModelForCausalLM.from_pretrained(
-            weights,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **settings,
-        )
-    else:
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **settings)
-    module: nn.Module = made.train()
-    return module
+    return library_config(Path(recorded_file(source)))
 
 
 @torch.no_grad()
@@ -194,8 +124,10 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
         return
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % config.get_text_config().vocab_size
-    tried = copied(module).eval()
-    first, second = (tried(**_inputs((one,))).logits[:, :-1] for one in (tokens, other))
+    tried = deepcopy_module(module).eval()
+    first, second = (
+        tried(**_inputs((tokens_variant,))).logits[:, :-1] for tokens_variant in (tokens, other)
+    )
     if not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
         causal = "set is_decoder: true in its config.json, or " * hasattr(config, "is_decoder")
         raise LaunchError(
@@ -213,7 +145,7 @@ def _refuse_other_attention(module: nn.Module, config: Any, batch: tuple[Tensor,
     """
     if not can_be_tried(module):
         return
-    tried: Any = copied(module).eval()
+    tried: Any = deepcopy_module(module).eval()
     given = _inputs(tuple(leaf[:1] for leaf in batch))
     ours = tried(**given).logits
     tried.set_attn_implementation("eager")

@@ -20,7 +20,7 @@ from meshwright.planner.frameworks.native_limits import layer_obstacle, obstacle
 from meshwright.planner.schedules import PLAIN, schedule_of
 
 
-def supported(plan: Plan, model: ModelGraph) -> str | None:
+def unsupported_reason(plan: Plan, model: ModelGraph) -> str | None:
     """Return why this plan cannot be executed for this model, or None if it can."""
     return next(_obstacles(plan, model), None)
 
@@ -37,8 +37,8 @@ def foreign(plan: Plan) -> str | None:
 
 def documents_refused(plan: Plan, model: ModelGraph) -> str | None:
     """Return why attention cannot be restricted to documents of a sample, or None if it can."""
-    own, a = is_own(plan.model.source), model.architecture
-    if not own and (a is None or a.family == "reference"):
+    is_users_module, a = is_own(plan.model.source), model.architecture
+    if not is_users_module and (a is None or a.family == "reference"):
         return (
             f"documents: {plan.model.name} is no model of transformers, and attention of others is "
             "not restricted to documents here; train on text, or with meshwright.Engine"

@@ -46,11 +46,11 @@ class UserFiles:
     written down.
     """
 
-    def __init__(self, source: str, known: Mapping[str, str] | None) -> None:
+    def __init__(self, source: str, digests: Mapping[str, str] | None) -> None:
         self.source = source
         self.main = _file_of(source)
         self.folder = self.main.parent
-        self.known = known
+        self.known = digests
         self.imported: dict[str, str] = {}
 
     def load(self) -> ModuleType:
@@ -87,15 +87,15 @@ class UserFiles:
         return text
 
 
-def check_files(source: str, known: Mapping[str, str] | None) -> None:
+def check_files(source: str, digests: Mapping[str, str] | None) -> None:
     """Refuse a user's file, or one that it imported, which is not what its digest says."""
     main = _file_of(source)
-    if not known or main.name not in known:
+    if not digests or main.name not in digests:
         raise DocumentError(
             "", f"is code, and the document that names it has no digest of it; {TRUST}", file=source
         )
-    for name in known:
-        _compare(name, _read(main.parent / name, source), known, source)
+    for name in digests:
+        _compare(name, _read(main.parent / name, source), digests, source)
 
 
 def trains_in_script(source: str) -> bool:
@@ -110,8 +110,8 @@ def trains_in_script(source: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False  # whoever imports it says so
     names: list[str] = []
-    for one in body:
-        match one:
+    for statement in body:
+        match statement:
             case ast.FunctionDef(name=name):
                 names.append(name)
             case ast.Assign(targets=targets):
@@ -163,11 +163,11 @@ def _digest(text: bytes) -> str:
     return "sha256:" + hashlib.sha256(text).hexdigest()
 
 
-def _compare(name: str, text: bytes, known: Mapping[str, str], source: str) -> None:
-    if name not in known:
+def _compare(name: str, text: bytes, digests: Mapping[str, str], source: str) -> None:
+    if name not in digests:
         why = f"imports {name}, which it did not when it was planned"
-    elif known[name] != _digest(text):
-        why = f"{name} is not the file that was planned ({known[name][:23]}...)"
+    elif digests[name] != _digest(text):
+        why = f"{name} is not the file that was planned ({digests[name][:23]}...)"
     else:
         return
     raise DocumentError("", f"{why}; {TRUST}", file=source)

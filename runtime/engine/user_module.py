@@ -144,7 +144,7 @@ class OwnModel:
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
         self._device = device
-        self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
+        self._styles = styles_by_name(plan, module, recorder, tensor, self._trial_batch(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
         self.loss = loss
@@ -158,14 +158,14 @@ class OwnModel:
         """Refuse a module whose experts, loss or positions cannot be divided as the plan wants."""
         degree = plan.mesh.expert
         if degree > 1:
-            found = experts.modules_of(module)
-            if not found:
+            experts_modules = experts.modules_of(module)
+            if not experts_modules:
                 raise LaunchError(
                     f"mesh.expert: is {degree}, and no module of {type(module).__name__} has "
                     "gate_up_proj and down_proj of several experts; use ZeRO 3, which divides all"
                 )
-            for path, one in found.items():
-                experts.check(one, path, degree)
+            for path, module_of_experts in experts_modules.items():
+                experts.check(module_of_experts, path, degree)
         if plan.loss is not None:
             check_chunks(plan.loss, module, recorder, few, loss)
         if not self._sees_less(plan):
@@ -180,18 +180,18 @@ class OwnModel:
         """Let a node of a micro-batch see and draw what this rank's positions do."""
         place = self.place.context
         with ExitStack() as held:
-            held.enter_context(seeing(self._seen(batch)))
+            held.enter_context(seeing(self._seen_keys(batch)))
             if place.degree > 1 and node.draws:
                 length = positions_in(batch) * place.degree
-                own = place.positions(length)
-                held.enter_context(DividedDraws(node.name, self._draws, own, length))
+                positions = place.positions(length)
+                held.enter_context(DividedDraws(node.name, self._draws, positions, length))
             yield
 
-    def _seen(self, batch: Any) -> SeenKeys:
+    def _seen_keys(self, batch: Any) -> SeenKeys:
         """Return what attention sees in a micro-batch."""
         return SeenKeys(context=self.place.context, batch=batch)
 
-    def _tried(self, few: Any) -> Any:
+    def _trial_batch(self, few: Any) -> Any:
         """Return the batch of trials, for the tensor axis, of what is divided there."""
         return few
 
@@ -202,7 +202,7 @@ class OwnModel:
         parts = tuple(
             script_stage(
                 plan,
-                own,
+                stage_names,
                 self.recorder,
                 self.place,
                 stage=stage,
@@ -212,7 +212,7 @@ class OwnModel:
                 loss=self.loss if isinstance(self.loss, token_loss) else None,
                 compiler=compiler,
             )
-            for stage, own in zip(
+            for stage, stage_names in zip(
                 numbers,
                 modules_of(plan, self.module, self.recorder, self.place, numbers),
                 strict=True,
@@ -234,21 +234,21 @@ class OwnModel:
         """Return what this rank trains; of a parameter that several stages read, each its copy."""
         degrees = self.place.degrees
         world = 1 if self.place.mesh is None else degrees.devices // degrees.pipeline
-        found: dict[str, Slot] = {}
+        slots: dict[str, Slot] = {}
         for part in parts:
             for path, parameter in part.module.named_parameters():
                 name = self.aliases.get(path, path)
                 if not parameter.requires_grad:
                     continue
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                if name in found:
-                    first = found[name]
+                if name in slots:
+                    first = slots[name]
                     if parameter is not first.parameter:
                         copies = (*first.copies_here, (parameter, local.detach()))
-                        found[name] = replace(first, copies_here=copies)
+                        slots[name] = replace(first, copies_here=copies)
                     continue
                 tied = self._holders.get(name)
-                found[name] = Slot(
+                slots[name] = Slot(
                     name=name,
                     parameter=parameter,
                     local=local.detach(),
@@ -259,7 +259,7 @@ class OwnModel:
                     tied=tied,
                     factor=part.factors.get(path, 1.0),
                 )
-        return tuple(found.values())
+        return tuple(slots.values())
 
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what is trained by its settings, equal on all ranks."""
@@ -269,11 +269,11 @@ class OwnModel:
         """Return what a user's step is given, at this rank's positions."""
         return divided(given, self.place.context)
 
-    def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+    def untrained_tensors(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what a rank has beside what it trains, by name."""
         return frozen_and_buffers([part.module for part in parts])
 
-    saved = beside
+    saved_untrained_tensors = untrained_tensors
     """What of that a checkpoint has."""
 
     def learning_rate(self, steps: int) -> float | None:

@@ -19,11 +19,11 @@ from meshwright.planner.errors import LaunchError
 from meshwright.planner.frameworks.native_limits import script_obstacle
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import Place, wants_mesh
-from meshwright.runtime.engine.apply_plan import Script, Staged, is_block, transformed
+from meshwright.runtime.core.seeds import seed_of
+from meshwright.runtime.engine.apply_plan import Script, Staged, apply_plan, is_block
 from meshwright.runtime.engine.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
-from meshwright.runtime.models.initialize import seed_of
 from meshwright.runtime.parallel.data_parallel import reduces_apart
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora
@@ -36,13 +36,13 @@ from meshwright.runtime.tracing.unused_parameters import Participation
 def check_layers(plan: Plan, recorder: Recorder) -> None:
     """Refuse a plan that places other layers than the module has."""
     planned = [item.layer for stage in plan.stages for item in stage.layers]
-    found = [layer.name for layer in recorder.first.layers]
-    if planned != found:
-        at = next((i for i, (a, b) in enumerate(zip(planned, found)) if a != b), len(planned))  # noqa: B905
+    names = [layer.name for layer in recorder.first.layers]
+    if planned != names:
+        at = next((i for i, (a, b) in enumerate(zip(planned, names)) if a != b), len(planned))  # noqa: B905
         raise LaunchError(
-            f"the plan has {len(planned)} layers and the module {len(found)}; the first that "
+            f"the plan has {len(planned)} layers and the module {len(names)}; the first that "
             f"differs is number {at}: {[*planned, 'none'][min(at, len(planned))]} in the plan, "
-            f"{[*found, 'none'][min(at, len(found))]} in the module; plan again with this module"
+            f"{[*names, 'none'][min(at, len(names))]} in the module; plan again with this module"
         )
 
 
@@ -51,11 +51,11 @@ def refuse_plan(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool = 
 
     `by_plan` says that the optimizer is that of the plan's `training`.
     """
-    for text in _refused(plan, module, loss, by_plan=by_plan):
+    for text in _refusals(plan, module, loss, by_plan=by_plan):
         raise LaunchError(text)
 
 
-def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
+def _refusals(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
     """Yield why each field of a plan is refused, and what to do instead.
 
     Fields of the layout are claimed in planner.frameworks.native_limits; those beside it are
@@ -70,7 +70,7 @@ def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> I
             f"document_len: is {plan.document_len}, {not_by_engine}; say it to "
             "meshwright.attention(..., starts=...), or by masks, and leave it out"
         )
-    # What is by the plan was asked for by `supported`.
+    # What is by the plan was asked for by `unsupported_reason`.
     obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)
     if obstacle is not None:
         yield str(obstacle)
@@ -115,8 +115,8 @@ def refuse_without_products(plan: Plan, module: nn.Module, recorder: Recorder) -
         return
     units = {node.unit for node in recorder.first.nodes if node.unit is not None}
     parts = (module.get_submodule(unit) for unit in units)
-    inside = (one for part in parts if is_block(part) for one in part.modules())
-    if not any(type(one) is nn.Linear for one in inside):
+    inside = (child for part in parts if is_block(part) for child in part.modules())
+    if not any(type(child) is nn.Linear for child in inside):
         raise LaunchError(
             f"precision: is {plan.precision}, and no unit of {type(module).__name__} has an "
             "nn.Linear inside; name units around them with units=, or use bf16"
@@ -135,16 +135,16 @@ def modules_of(
     """
     if not wraps_stages(plan, place):
         return [module] * len(stages)
-    known: set[str] = set()
+    seen_names: set[str] = set()
     result = []
     for stage in stages:
         layers = recorder.first.layers[slice(*plan.span_of_stage(stage))]
         read = {recorder.aliases[name] for layer in layers for name in layer.parameters}
-        shared = sorted(read & known)
+        shared = sorted(read & seen_names)
         for name in shared:
             _refuse_untrained(module, recorder, name, plan.schedule)
         result.append(copy.deepcopy(module) if shared else module)
-        known |= read
+        seen_names |= read
     return result
 
 
@@ -176,23 +176,23 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
         return {}
     layers = iter(recorder.first.layers)
     holders: dict[str, set[int]] = {}
-    for stage, one in enumerate(plan.stages):
-        for _ in one.layers:
+    for stage, placed in enumerate(plan.stages):
+        for _ in placed.layers:
             for name in next(layers).parameters:
                 holders.setdefault(recorder.aliases[name], set()).add(plan.rank_of_stage(stage))
     result: dict[str, dist.ProcessGroup] = {}
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for name, ranks in sorted(holders.items()):
         at = tuple(sorted(ranks))
         if len(at) == 1:
             continue
-        if at not in made:
+        if at not in groups:
             for pipeline in place.pipelines:
                 group = dist.new_group([pipeline[rank] for rank in at])
                 if dist.get_rank() in pipeline:
-                    made[at] = group
+                    groups[at] = group
         if place.stage in at:
-            result[name] = made[at]
+            result[name] = groups[at]
     return result
 
 
@@ -204,7 +204,7 @@ def refuse_hooks(
     Those that data parallelism puts in their place have none, and a gradient that a hook sees is
     that of a part of a batch.
     """
-    for name, count in hooked(parameters).items():
+    for name, count in hook_counts(parameters).items():
         if count > ours.get(name, 0):
             raise LaunchError(
                 f"{name}: has a gradient hook, which sees gradients of parts of the batch or is "
@@ -213,24 +213,24 @@ def refuse_hooks(
             )
 
 
-def hooked(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+def hook_counts(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
     """Return how many gradient hooks parameters have, by name, of those that have some."""
     return {
         name: count
-        for name, one in parameters
+        for name, parameter in parameters
         if (
-            count := len(one._backward_hooks or ())
-            + len(getattr(one, "_post_accumulate_grad_hooks", None) or ())
+            count := len(parameter._backward_hooks or ())
+            + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
         )
     }
 
 
 def refuse_sparse(module: nn.Module) -> None:
     """Refuse tables whose gradients are sparse: ranks sum gradients as dense memory."""
-    for name, one in module.named_modules():
-        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise LaunchError(
-                f"{name or type(one).__name__}: {type(one).__name__}(sparse=True) makes sparse "
+                f"{name or type(child).__name__}: {type(child).__name__}(sparse=True) makes sparse "
                 "gradients, which ranks cannot sum; build it with sparse=False"
             )
 
@@ -238,17 +238,17 @@ def refuse_sparse(module: nn.Module) -> None:
 def refuse_shared_memory(module: nn.Module) -> None:
     """Refuse numbers that belong to several elements of parameters: plans would tell them apart."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
-    for name, one in module.named_parameters():
-        if _overlaps_itself(one):
+    for name, parameter in module.named_parameters():
+        if _overlaps_itself(parameter):
             raise LaunchError(
                 f"{name}: has elements that stand several times in the same memory; make it "
                 "contiguous"
             )
-        pairs = zip(one.shape, one.stride(), strict=True)
-        span = 1 + sum((size - 1) * stride for size, stride in pairs) if one.numel() else 0
-        begin = int(one.storage_offset()) * one.element_size()
-        end = begin + span * one.element_size()
-        others = seen.setdefault(one.untyped_storage()._cdata, [])
+        pairs = zip(parameter.shape, parameter.stride(), strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in pairs) if parameter.numel() else 0
+        begin = int(parameter.storage_offset()) * parameter.element_size()
+        end = begin + span * parameter.element_size()
+        others = seen.setdefault(parameter.untyped_storage()._cdata, [])
         for other_begin, other_end, other in others:
             if begin < other_end and other_begin < end:
                 raise LaunchError(
@@ -320,7 +320,7 @@ def script_stage(
     if wraps and recorder.refused is not None:
         # What runs between units is not known, and ranks may run other units: gathered whole.
         made.units = {}
-    return transformed(
+    return apply_plan(
         Staged(
             plan=plan,
             stage=stage,

@@ -89,21 +89,21 @@ def how(code: int, failure: Failure | None) -> str:
 
 def device_lost(code: int, failure: Failure | None, log: str) -> bool:
     """Tell whether a rank's device is gone, from its exit code, its own words and its log."""
-    said = f"{failure.message if failure else ''}\n{log}"
-    if _ASSERTION in said:
+    text = f"{failure.message if failure else ''}\n{log}"
+    if _ASSERTION in text:
         return False
-    return names_hardware(said) or (failure is None and code == -9)
+    return names_hardware(text) or (failure is None and code == -9)
 
 
-def names_hardware(said: str) -> bool:
+def names_hardware(words: str) -> bool:
     """Tell whether a driver's words name the hardware as what failed.
 
     >>> names_hardware("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus")
     True
     """
-    if any(sign in said for sign in _HARDWARE):
+    if any(sign in words for sign in _HARDWARE):
         return True
-    return any(int(number) in _HARDWARE_XIDS for number in _XID.findall(said))
+    return any(int(number) in _HARDWARE_XIDS for number in _XID.findall(words))
 
 
 def assertion(failure: Failure) -> bool:
@@ -146,7 +146,7 @@ def recorder(folder: Path) -> dict[str, str]:
     }
 
 
-def behind(folder: Path, group: str) -> dict[int, int]:
+def fewest_collectives(folder: Path, group: str) -> dict[int, int]:
     """Return how many collectives of a group each rank began that began the fewest.
 
     Read from the flight recorder's files; empty where there are none, or all began as many.
@@ -156,7 +156,7 @@ def behind(folder: Path, group: str) -> dict[int, int]:
         number = file.name.removeprefix("rank-")
         with contextlib.suppress(Exception):  # a file that is no record says nothing
             data = read_bytes(file, most=MAX_BYTES)
-            status: Mapping[str, Any] = _recorded(data)["pg_status"]
+            status: Mapping[str, Any] = _unpickle_record(data)["pg_status"]
             begun[int(number)] = int(status[group]["last_enqueued_collective"])
     if len(set(begun.values())) < 2:
         return {}
@@ -173,9 +173,9 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"names {module}.{name}")
 
 
-def _recorded(data: bytes) -> dict[str, Any]:
+def _unpickle_record(data: bytes) -> dict[str, Any]:
 
-    found = _PlainUnpickler(io.BytesIO(data)).load()
-    if not isinstance(found, dict):
+    data_read = _PlainUnpickler(io.BytesIO(data)).load()
+    if not isinstance(data_read, dict):
         raise ValueError("is not a record")
-    return found
+    return data_read

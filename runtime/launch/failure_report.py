@@ -19,18 +19,13 @@ from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.preflight import Preflight
-from meshwright.runtime.launch.rank_processes import (
-    BadEnd,
-    blames_a_peer,
-    is_timeout,
-    log_end,
-    log_text,
-)
+from meshwright.runtime.launch.rank_processes import BadEnd, blames_a_peer, is_timeout, log_end
 from meshwright.runtime.resilience.hang_detector import HungRank
 from meshwright.runtime.resilience.heartbeat import stack_file
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.recovery_policy import RankEnd
 from meshwright.runtime.run.rendezvous import NodeLeft
+from meshwright.runtime.run.run_folder import log_text
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
@@ -76,7 +71,7 @@ class RankLost(RankFailed):
     """A rank ended as if its device were gone: killed from outside, or by its driver."""
 
 
-def happened(ready: Preflight, event: Event) -> None:
+def log_event(ready: Preflight, event: Event) -> None:
     """Write down what happened, on the node that leads."""
     if ready.ranks.leads:
         run.append_record(event, run.events_file(ready.output))
@@ -86,7 +81,7 @@ def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> R
     """Return the error that names the rank that the others wait for, and where they do."""
     first, *others = waiting
     lead = f"the run hangs after step {after_step}: {first.text}"
-    lead += "".join(f"; {one.text}" for one in others[:MOST_WAITING])
+    lead += "".join(f"; {rank.text}" for rank in others[:MOST_WAITING])
     return RanksHang(
         f"{lead}{way_on(ready)}. Stacks of all ranks are in {ready.output / 'flight'}",
         lead=lead,
@@ -107,7 +102,7 @@ def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> No
     end = error.end if isinstance(error, RankFailed) else None
     cause = end.cause if end else "program"
     rank = end.rank if end else None
-    happened(ready, incident(cause, str(error), after_step=after_step, rank=rank))
+    log_event(ready, incident(cause, str(error), after_step=after_step, rank=rank))
 
 
 def keep_evidence(ready: Preflight) -> None:
@@ -167,8 +162,8 @@ def _out_of_memory(
     held = dict(failure.held) if failure is not None else {}
     total = failure.needed_bytes if failure is not None else memory.most_bytes
     needed = None
-    said = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in held.items() if size)
-    text = f"; held: {said}" if said else ""
+    sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in held.items() if size)
+    text = f"; held: {sizes}" if sizes else ""
     text += f"; needed {bytes_text(total)} at least" if total else ""
     if memory.prediction is not None and not on_host:
         stage = memory.prediction.stages[_stage_of(ready, ended.rank)]
@@ -259,12 +254,12 @@ def bad_end(
     )
 
 
-def _how(ready: Preflight, bad: BadEnd, said: str, *, after_step: int) -> tuple[str, bool]:
+def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tuple[str, bool]:
     """Return which rank ended the run and how, and whether it waited for others in vain."""
     ended, failure = bad.cause, bad.failure
-    waited = faults.hang(said)
+    waited = faults.hang(message)
     if waited is not None:
-        late = faults.behind(ready.output, waited.group)
+        late = faults.fewest_collectives(ready.output, waited.group)
         others = ", ".join(f"rank {rank} began {count}" for rank, count in late.items())
         how = f"{waited.text} after step {after_step}"
         return (f"{how}; {others}" if others else how), True

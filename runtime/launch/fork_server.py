@@ -18,191 +18,21 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
-from meshwright.planner.system.safe_files import open_below
+from meshwright.runtime.launch.fork_client import LAUNCHER, MOST_BYTES
+from meshwright.runtime.run.rank_exit import die_with_launcher, leave
 
-OWN = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-)  # fmt: skip
-"""What each rank gets anew; all else of its environment was there when torch was imported."""
-MESHWRIGHT = "MESHWRIGHT_"
-LAUNCHER = "MESHWRIGHT_LAUNCHER"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """That the launcher gets, and ends us."""
-IMPORTS = (
-    "torch.distributed",
-    "meshwright.runtime.launch.training_loop",
-    "meshwright.runtime.resilience.in_memory_checkpoint",
-    "meshwright.runtime.resilience.step_replay",
-)
-MOST_BYTES = 65536
-
-
-class ForkedRank:
-    """A rank that a zygote forks: what subprocess.Popen says of a process."""
-
-    def __init__(self, zygote: Zygote) -> None:
-        self._zygote = zygote
-        self.process = 0
-        self.code: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """Its process; 0 before it runs."""
-        return self.process
-
-    def tell(self, number: signal.Signals) -> None:
-        """Send a signal to it and the processes that it started."""
-        if self.process:
-            os.killpg(self.process, number)
-        elif number == signal.SIGKILL:
-            self._zygote.end()  # it may be about to begin
-
-    def poll(self) -> int | None:
-        """Return how it ended, as subprocess.Popen.poll does."""
-        self._zygote.look()
-        return self.code
-
-    def wait(self) -> int:
-        """Wait until it has ended."""
-        while (code := self.poll()) is None:
-            self._zygote.await_news()
-        return code
-
-
-class Zygote:
-    """A launcher's side, while a `with` block lasts; the process starts with the first rank."""
-
-    def __init__(self, imports: Sequence[str] = IMPORTS) -> None:
-        """`imports` are modules that all ranks need."""
-        self._imports = tuple(imports)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._environment: dict[str, str] = {}
-        self._ranks: list[ForkedRank] = []
-
-    def __enter__(self) -> Zygote:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end()
-
-    def start(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        log: Path,
-        inherits: Sequence[int] = (),
-    ) -> ForkedRank:
-        """Let a rank run rank_main with arguments; what it prints goes to its log."""
-        self.warm(environment, log=log)
-        assert self._socket is not None
-        rank = ForkedRank(self)
-        order = {
-            "number": len(self._ranks),
-            "arguments": list(arguments),
-            "environment": dict(environment),
-            "inherits": list(inherits),
-        }
-        self._ranks.append(rank)
-        told = os.memfd_create("meshwright-rank")
-        try:
-            os.write(told, json.dumps(order).encode())
-            with open_below(log, within=log.parents[1]) as out:
-                descriptors = [told, out.fileno(), *inherits]
-                with contextlib.suppress(BrokenPipeError):  # it is gone, which `look` finds
-                    socket.send_fds(self._socket, [b"rank"], descriptors)
-        finally:
-            os.close(told)
-        return rank
-
-    def warm(self, environment: Mapping[str, str], *, log: Path) -> None:
-        """Let the process be there, with an environment like that of ranks to come."""
-        common = {
-            name: value
-            for name, value in environment.items()
-            if name not in OWN and not name.startswith(MESHWRIGHT)
-        }
-        if self._socket is None or common != self._environment:
-            self.end()
-            self._begin(common, log)
-
-    def look(self) -> None:
-        """Take what the zygote tells; where it is gone, so are its ranks."""
-        while self._socket is not None and select.select([self._socket], [], [], 0)[0]:
-            try:
-                told = self._socket.recv(MOST_BYTES)
-            except ConnectionResetError:
-                told = b""
-            if not told:
-                self.end()
-                return
-            news = json.loads(told)
-            rank = self._ranks[news["number"]]
-            rank.process = news.get("process", rank.process)
-            rank.code = news.get("code")
-
-    def fileno(self) -> int:
-        """Return what becomes readable when a rank starts or ends, once the first was started."""
-        assert self._socket is not None
-        return self._socket.fileno()
-
-    def await_news(self) -> None:
-        """Wait until the zygote tells something."""
-        if self._socket is not None:
-            select.select([self._socket], [], [], 1.0)
-
-    def end(self) -> None:
-        """End the zygote, and with it what still runs of its ranks."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._socket is not None:
-            self._socket.close()
-        for rank in self._ranks:
-            rank.code = -signal.SIGKILL if rank.code is None else rank.code
-        self._process, self._socket, self._ranks = None, None, []
-
-    def _begin(self, environment: Mapping[str, str], log: Path) -> None:
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its, open_below(log.with_name("zygote.log"), within=log.parents[1]) as out:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "meshwright.runtime.launch.fork_server",
-                    str(its.fileno()),
-                    *self._imports,
-                ],
-                env={**environment, LAUNCHER: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-            )
-        self._socket, self._environment = ours, dict(environment)
 
 
 def main() -> int:
     """Import what ranks need, then fork one for each request, and tell how each ends."""
-    from meshwright.runtime.launch.rank_main import die_with_launcher  # noqa: PLC0415 - before torch is imported
-
     die_with_launcher()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -219,11 +49,11 @@ def main() -> int:
         readable, _, _ = select.select(watched, [], [])
         if ended in readable:
             os.read(ended, MOST_BYTES)
-            for rank, code in _ended(running):
+            for rank, code in _ended_ranks(running):
                 connection.send(json.dumps({"number": rank, "code": code}).encode())
         if connection in readable:
-            told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 16)
-            if not told:
+            message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 16)
+            if not message:
                 return 0
             order, out, *inherits = descriptors
             with os.fdopen(order, "rb") as file:
@@ -254,15 +84,15 @@ def _import(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
+def _ended_ranks(running: dict[int, int]) -> list[tuple[int, int]]:
     """Return the ranks that have ended, by number, with what Popen calls their return codes."""
-    found = []
+    ranks = []
     while running:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:
             break
-        found.append((running.pop(process), os.waitstatus_to_exitcode(status)))
-    return found
+        ranks.append((running.pop(process), os.waitstatus_to_exitcode(status)))
+    return ranks
 
 
 def _become(
@@ -291,7 +121,7 @@ def _become(
         code = rank.main(asked["arguments"])
     except BaseException:
         traceback.print_exc()
-    rank.leave(code)
+    leave(code)
 
 
 def _set_threads(environment: Mapping[str, str]) -> None:

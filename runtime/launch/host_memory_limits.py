@@ -14,12 +14,12 @@ _KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _MOST = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
-def killed_for_memory(own: Path = OWN_GROUPS, groups: Path = GROUPS) -> int:
+def killed_for_memory(group_file: Path = OWN_GROUPS, groups: Path = GROUPS) -> int:
     """Return how many processes of this one's control group were killed for memory; 0 if unknown.
 
     Ranks are in the group of their launcher.  Both versions of control groups are read.
     """
-    for line in _text(own).splitlines():
+    for line in _text(group_file).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":

@@ -32,8 +32,8 @@ from meshwright.runtime.launch.failure_report import (
     RankFailed,
     RanksHang,
     bad_end,
-    happened,
     incident,
+    log_event,
     way_on,
     write_incident,
 )
@@ -42,7 +42,7 @@ from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.monitor import Looks, Pace
 from meshwright.runtime.launch.preflight import Preflight, preflight
 from meshwright.runtime.launch.rank_config import write_orders
-from meshwright.runtime.launch.rank_processes import supervised
+from meshwright.runtime.launch.rank_processes import supervise
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import BEACONS, beacons
 from meshwright.runtime.run import preemption as notice
@@ -111,10 +111,10 @@ def launch(asked: Launch) -> RunReport | None:
         try:
             orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
             if asked.expect is not None and ready.ranks.leads:
-                _expect(ready, asked.expect, say, told=asked.survive)
+                _expect(ready, asked.expect, say, announced=asked.survive)
             if asked.before is not None:
-                happened(ready, asked.before)
-            happened(ready, _attempt(ready, orders))
+                log_event(ready, asked.before)
+            log_event(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
             shared |= _of_survival(ready, asked)
             looks = Looks(ready, shown, asked)
@@ -136,12 +136,12 @@ def launch(asked: Launch) -> RunReport | None:
 
 def _of_survival(ready: Preflight, asked: Launch) -> dict[str, str]:
     """Return what ranks are given to copy their state, and to end where the run grows."""
-    found: dict[str, str] = {}
+    environment: dict[str, str] = {}
     if asked.agent is not None:
-        found |= growth.environment(ready.output)
+        environment |= growth.environment(ready.output)
     if asked.slots is not None:
-        found |= asked.slots.environment(len(ready.ranks.devices))
-    return found
+        environment |= asked.slots.environment(len(ready.ranks.devices))
+    return environment
 
 
 def _telemetry(ready: Preflight) -> Telemetry:
@@ -164,7 +164,7 @@ def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
 
 
 def _expect(
-    ready: Preflight, expect: Callable[[int], Expected], say: Terminal, *, told: bool
+    ready: Preflight, expect: Callable[[int], Expected], say: Terminal, *, announced: bool
 ) -> None:
     """Write down what a run should take, before its first attempt; a long one is printed too."""
     if run.expected_of(ready.output) is not None:
@@ -172,10 +172,10 @@ def _expect(
     done = checkpoint.progress(ready.resumed).step if ready.resumed else 0
     if ready.run.steps <= done:
         return
-    found = expect(ready.run.steps - done)
-    happened(ready, found)
-    if found.seconds["steps"] > SAID_S or (told and found.is_of_training):
-        say.print(f"goodput predicted {expected_text(found)}")
+    expected = expect(ready.run.steps - done)
+    log_event(ready, expected)
+    if expected.seconds["steps"] > SAID_S or (announced and expected.is_of_training):
+        say.print(f"goodput predicted {expected_text(expected)}")
 
 
 def _attempt(ready: Preflight, orders: RankOrders) -> Event:
@@ -197,11 +197,11 @@ def _noticing(ready: Preflight, shown: ProgressLine) -> Iterator[dict[str, str]]
         return
     shared = notice.environment(ready.output)
 
-    def noticed(number: int) -> None:
+    def on_notice(number: int) -> None:
         shown.say.print(notice.leave_notice(ready.output, number))
-        happened(ready, incident("notice", notice.name_of(number), after_step=shown.step))
+        log_event(ready, incident("notice", notice.name_of(number), after_step=shown.step))
 
-    with signals_interrupt(noticed):
+    with signals_interrupt(on_notice):
         yield shared
 
 
@@ -232,7 +232,7 @@ def _supervise(
             looks.pace = Pace(ready, shown, seen, asked.prediction, most)
         shown.follow(run.metrics_file(ready.output))
         try:
-            bad = supervised(
+            bad = supervise(
                 ready.command,
                 list(ready.ranks.devices),
                 lambda rank, port: {**ready.ranks.environment(rank, port=port), **recorded},
@@ -271,24 +271,26 @@ def _report(
     ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, started_s: float
 ) -> RunReport | None:
     """Return the report on the node with rank 0, from the records of all nodes."""
-    own = {
+    records = {
         rank: read(RankRecord, run.record_file(ready.output, rank)).model_dump(mode="json")
         for rank in ready.ranks.devices
     }
-    known = {
-        int(rank): record for told in rendezvous.all_gather(own) for rank, record in told.items()
+    all_records = {
+        int(rank): record
+        for node_records in rendezvous.all_gather(records)
+        for rank, record in node_records.items()
     }
     if not ready.ranks.leads:
-        stopped = {record["stopped"] for record in own.values()}
+        stopped = {record["stopped"] for record in records.values()}
         if "notice" in stopped:
             raise HandedOver(f"a notice ended the run{way_on(ready)}")
         if "grow" in stopped:
             raise EndsToGrow(_GROWS, lead=_GROWS, output=ready.output)
         return None
-    ranks = [RankRecord.model_validate(known[rank]) for rank in range(ready.ranks.world)]
+    ranks = [RankRecord.model_validate(all_records[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
     ended = ranks[0].stopped
-    happened(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
+    log_event(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
     if ended == "grow":
         raise EndsToGrow(f"{_GROWS}, that of step {done}", lead=_GROWS, output=ready.output)
     report = summarise(

@@ -10,7 +10,7 @@ from meshwright.planner.documents.events import Decision, Expected
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.whatif.pricing.survival import SaveFigures
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.resilience.node_agent import NodeAgent
 from meshwright.runtime.resilience.shared_memory import Slots
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -71,5 +71,5 @@ class Launch:
     @property
     def peak_step_s(self) -> float | None:
         """What a step would take with every device at its peak."""
-        found = self.prediction
-        return found.mfu * found.step_time_s or None if found else None
+        prediction = self.prediction
+        return prediction.mfu * prediction.step_time_s or None if prediction else None

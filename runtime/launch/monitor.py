@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from meshwright.planner.documents.events import Drift, PhaseDone, SaveFailed, StepRecord, events_of
 from meshwright.planner.documents.prediction import Prediction
-from meshwright.runtime.launch.failure_report import happened, hung
+from meshwright.runtime.launch.failure_report import hung, log_event
 from meshwright.runtime.launch.host_memory_limits import most_bytes
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.preflight import Preflight
@@ -50,10 +50,10 @@ class Pace:
                 self._most[rank] = most_bytes(places[place].process) or self._most.get(rank, 0)
         local = self._seen.paces()
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
-        for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
-            happened(self._ready, found)
-            if isinstance(found, Drift):
-                self._shown.say.print(f"warning: {found.text}")
+        for event in self._watch.look([record.step_s for record in news], paces, self._shown.step):
+            log_event(self._ready, event)
+            if isinstance(event, Drift):
+                self._shown.say.print(f"warning: {event.text}")
 
 
 class Looks:
@@ -95,7 +95,7 @@ class Looks:
                 measured_s=took_s,
                 predicted_s=self._predicted_s,
             )
-            happened(self._ready, started)
+            log_event(self._ready, started)
             if self._asked.begun is not None and self._ready.ranks.leads:
                 self._asked.begun()
         if self.agent is not None:

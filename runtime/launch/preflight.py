@@ -28,7 +28,7 @@ from meshwright.planner.schedules import PLAIN, schedule_of
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.data import corpus as data
 from meshwright.runtime.data.corpus import Files
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.models import config_fields as library_fields
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.run_folder import Device, orders_file
@@ -103,7 +103,7 @@ class Preflight:
         return "\n".join(lines)
 
 
-def cuda_environment(own: Mapping[str, str]) -> dict[str, str]:
+def cuda_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of ranks on CUDA, unless the user's environment says otherwise.
 
     Segments of the allocator that grow leave less memory unused where sizes differ.  Devices have
@@ -113,9 +113,9 @@ def cuda_environment(own: Mapping[str, str]) -> dict[str, str]:
     {}
     """
     result: dict[str, str] = {}
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & own.keys():
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         result |= dict([ALLOCATOR])
-    if "CUDA_DEVICE_ORDER" not in own:
+    if "CUDA_DEVICE_ORDER" not in environment:
         result["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return result
 
@@ -140,11 +140,11 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             result[name] = os.environ.get(name, "lo")
     # An empty entry is the folder where the rank is started, which PYTHONSAFEPATH leaves in.
-    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = str(Path(str(sys.modules["meshwright"].__file__)).resolve().parent.parent)
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        known.insert(0, root)
-    result["PYTHONPATH"] = os.pathsep.join(known)
+        paths.insert(0, root)
+    result["PYTHONPATH"] = os.pathsep.join(paths)
     return result
 
 
@@ -176,7 +176,7 @@ def preflight(
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
     warnings = check_devices(plan, chosen, local_ranks)
-    reason = supported(plan, model)
+    reason = unsupported_reason(plan, model)
     if reason:
         raise LaunchError(f"{plan_path}: {reason}")
     if run.data is None:
@@ -224,8 +224,8 @@ def ranks_of_node(plan: Plan, node: int, nodes: Sequence[int]) -> dict[int, int]
     if len(nodes) == 1:
         return devices
     first = sum(nodes[:node])
-    own = range(first, first + nodes[node])
-    return {rank: device - first for rank, device in devices.items() if device in own}
+    ranks = range(first, first + nodes[node])
+    return {rank: device - first for rank, device in devices.items() if device in ranks}
 
 
 def cores() -> int:
@@ -245,11 +245,11 @@ def cuda_devices() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
-def found_here(said: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
+def found_here(planned: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
     """Return what a plan says of its model, with the files as they were found on this machine."""
-    source = locate_model(said.source, plan_path)
-    here = source if source == said.source else str(Path(source).absolute())
-    return said.model_copy(update={"source": here, "graph": said.graph and model})
+    source = locate_model(planned.source, plan_path)
+    here = source if source == planned.source else str(Path(source).absolute())
+    return planned.model_copy(update={"source": here, "graph": planned.graph and model})
 
 
 def _check_trains_on_text(model: ModelGraph) -> None:
@@ -305,18 +305,18 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
             f"accelerator and {have} cores, which carry at most {RANKS_PER_CORE * have}. Plan "
             "again for `--cluster local`, or launch where the devices are"
         )
-    found = []
+    problems = []
     if ranks > have:
-        found.append(
+        problems.append(
             f"{ranks} ranks share {have} cores; step times will not be those of a real machine"
         )
     load = os.getloadavg()[0]
     if load > have:
-        found.append(
+        problems.append(
             f"load {load:.0f} on {have} cores: other programs run here, so measured seconds will "
             "mean little"
         )
-    return found
+    return problems
 
 
 def checkpoint_to_resume(run: LaunchRun) -> Path | None:
@@ -384,10 +384,10 @@ def _drawn(plan: Plan, weights: Path | None) -> list[str]:
         config = plain(read_text(file))
     except DocumentError:
         return []  # who reads it for the model says why
-    found = library_fields.drawn(config) if isinstance(config, dict) else {}
-    if not found:
+    fields = library_fields.drawn(config) if isinstance(config, dict) else {}
+    if not fields:
         return []
-    said = ", ".join(f"{name} {value}" for name, value in found.items())
+    said = ", ".join(f"{name} {value}" for name, value in fields.items())
     return [f"{file}: {said}: off, since what they draw would depend on the plan"]
 
 

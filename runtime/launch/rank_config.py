@@ -170,5 +170,5 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
         f"{int(first.counts.sum())} of its {plan.seq_len} targets, which stand in [[ ]]:"
     )
     marks = [False, *first.counts[0].tolist()]
-    shown = Conversations(ready.tokenizer).shown(first.tokens[0].tolist()[:length], marks)
+    shown = Conversations(ready.tokenizer).marked_text(first.tokens[0].tolist()[:length], marks)
     say.print(shown)

@@ -3,32 +3,35 @@
 The first rank that ends badly ends all.  A rank never outlives the launcher: it asks the kernel to
 be killed with its parent, and the launcher kills what still runs whenever it leaves.
 
-`supervised` is the whole of it, for one node of several: what launches a plan and what measures a
-machine both go through it.
+`supervise` is the whole of it, for one node of several: what launches a plan and what measures a
+machine both go through it.  What rank 0 prints goes to the launcher's own console too.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import select
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from meshwright.planner.system.safe_files import open_below
-from meshwright.runtime.launch.console import Console
-from meshwright.runtime.launch.fork_server import ForkedRank, Zygote
+from meshwright.runtime.launch.fork_client import ForkedRank, Zygote
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.addresses import listening_socket
 from meshwright.runtime.run.authenticated_channel import without_secret
 from meshwright.runtime.run.rendezvous import Rendezvous
-from meshwright.runtime.run.run_folder import Failure
+from meshwright.runtime.run.run_folder import Failure, log_text
 
 POLL_S = 0.05
 SETTLE_S = 0.5
@@ -160,13 +163,13 @@ class RunningRanks:
     def end(self, *, grace_s: float) -> None:
         """End what still runs: ask first, kill after the grace."""
         try:
-            self._tell(signal.SIGTERM)
+            self._send_signal(signal.SIGTERM)
             deadline = time.monotonic() + grace_s
             while self._look() and time.monotonic() < deadline:
                 self._await_end()
         finally:
             # Reached also when a second Ctrl-C cuts the grace short.
-            self._tell(signal.SIGKILL)
+            self._send_signal(signal.SIGKILL)
             for process in self._processes:
                 process.wait()
             for descriptor in self._descriptors:
@@ -203,13 +206,13 @@ class RunningRanks:
     def _bad(self) -> list[Exit]:
         return [seen for seen in self._exits.values() if seen.code != 0]
 
-    def _tell(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         """Send a signal to each rank that runs, and to the processes that it started."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     if isinstance(process, ForkedRank):
-                        process.tell(number)
+                        process.send_signal(number)
                     else:
                         os.killpg(process.pid, number)
 
@@ -223,7 +226,7 @@ class BadEnd:
     failure: Failure | None
 
 
-def supervised(
+def supervise(
     command: Sequence[str],
     ranks: Sequence[int],
     environment: Callable[[int, str], Mapping[str, str]],
@@ -289,9 +292,9 @@ def first_cause(exits: Sequence[Exit], failures: Sequence[Failure]) -> tuple[Exi
     A rank that was killed says nothing and its peers complain of lost connections, so a signal
     comes before words, and other words before complaints about peers.
     """
-    said = {failure.rank: failure for failure in failures}
+    failure_of = {failure.rank: failure for failure in failures}
     for ended in exits:
-        if ended.code < 0 and ended.rank not in said:
+        if ended.code < 0 and ended.rank not in failure_of:
             return ended, None
     spoke = [failure for failure in failures if any(e.rank == failure.rank for e in exits)]
     for failure in sorted(spoke, key=lambda f: (blames_a_peer(f), f.at_unix_s)):
@@ -320,27 +323,56 @@ def free_socket(address: str = "127.0.0.1") -> tuple[int, int]:
     return listening.detach(), port
 
 
-def log_text(log: Path) -> str:
-    """Return the last 64 KiB of a log; nothing if there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def log_end(log: Path) -> str:
     """Return a sentence that has the end of a log, behind another one; nothing for an empty log.
 
     >>> log_end(Path("/nowhere/rank-00000.log"))
     ''
     """
-    said = last_lines(log)
-    return f". The end of {log}:{said}" if said else ""
+    text = last_lines(log)
+    return f". The end of {log}:{text}" if text else ""
 
 
 def last_lines(log: Path, count: int = 12) -> str:
     """Return the end of a log, each line indented."""
     lines = [line for line in log_text(log).splitlines() if line.strip()][-count:]
     return "".join(f"\n    {line[:300]}" for line in lines)
+
+
+CHUNK_BYTES = 1 << 16
+
+
+LAST_WORDS_S = 5.0
+
+
+"""How long to wait for what a process that has ended left in its pipe."""
+
+
+class Console:
+    """Copies a child's output and errors to its log and to this process's own, as they come."""
+
+    def __init__(self, output: IO[bytes], errors: IO[bytes], log: Path) -> None:
+        self._log = log
+        self._threads = [
+            threading.Thread(target=self._copy, args=(pipe, name), daemon=True)
+            for pipe, name in ((output, "stdout"), (errors, "stderr"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Wait until all that was written is shown; what its own children still write is not."""
+        for thread in self._threads:
+            thread.join(timeout=LAST_WORDS_S)
+
+    def _copy(self, pipe: IO[bytes], name: str) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        with pipe, opened(self._log, within=self._log.parents[1], append=True) as log:
+            while part := pipe.read1(CHUNK_BYTES):  # type: ignore[attr-defined]
+                # A full disk costs nobody the console, and a console that is gone not the log.
+                with contextlib.suppress(OSError):
+                    log.write(part)
+                with contextlib.suppress(OSError, ValueError):
+                    stream = getattr(sys, name)
+                    stream.write(decoder.decode(part))
+                    stream.flush()

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.errors import HandedOver
-from meshwright.runtime.launch.rank_main import die_with_launcher, leave, tell
 from meshwright.runtime.run import preemption as notice
-
-PLAN_VARIABLE = "MESHWRIGHT_PLAN"
-"""Names the plan's file for a script's Engine."""
-OUTPUT_VARIABLE = "MESHWRIGHT_OUTPUT"
-"""Names the folder where a script's Engine writes its metrics."""
+from meshwright.runtime.run.environment import OUTPUT_VARIABLE
+from meshwright.runtime.run.rank_exit import die_with_launcher, leave, tell
+from meshwright.runtime.run.run_folder import handed_over
 
 
 def main() -> int:
@@ -37,22 +34,17 @@ def main() -> int:
         if ended.code in (None, 0):
             return 0
         code = ended.code if isinstance(ended.code, int) else 1
-        said = "" if isinstance(ended.code, int) else str(ended.code)
-        if said:
-            print(said, file=sys.stderr)
-        tell("SystemExit", said, **_place())
+        message = "" if isinstance(ended.code, int) else str(ended.code)
+        if message:
+            print(message, file=sys.stderr)
+        tell("SystemExit", message, **_place())
         return code
     except HandedOver:
         _hand_over()
     except BaseException as error:
-        _say(error, script)
+        _report_error(error, script)
         return 1
     return 0
-
-
-def handed_over(output: Path, rank: int) -> Path:
-    """Return the file by which a rank says that its script has saved and ended for a notice."""
-    return output / "ranks" / f"rank-{rank:05}.handed-over"
 
 
 def _hand_over() -> None:
@@ -66,7 +58,7 @@ def _place() -> dict[str, Any]:
     return {"rank": int(os.environ["RANK"]), "output": Path(os.environ[OUTPUT_VARIABLE])}
 
 
-def _say(error: BaseException, script: str) -> None:
+def _report_error(error: BaseException, script: str) -> None:
     """Print where the script failed, and tell the launcher."""
     from meshwright.planner.system.safe_files import open_below  # noqa: PLC0415
     from meshwright.runtime.launch.rank_processes import blames_a_peer  # noqa: PLC0415

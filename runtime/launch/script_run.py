@@ -26,17 +26,16 @@ from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import HandedOver, Interrupted, LaunchError
 from meshwright.planner.system.safe_files import folder_within
 from meshwright.runtime.launch import failure_cause as faults
-from meshwright.runtime.launch import script_rank_main as script_rank
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
     cuda_devices,
     ranks_of_node,
 )
-from meshwright.runtime.launch.rank_processes import BadEnd, log_end, supervised
-from meshwright.runtime.launch.script_rank_main import OUTPUT_VARIABLE, PLAN_VARIABLE
+from meshwright.runtime.launch.rank_processes import BadEnd, log_end, supervise
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.environment import OUTPUT_VARIABLE, PLAN_VARIABLE
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.node_rank import ALONE, NodeRank
 from meshwright.runtime.run.rendezvous import Rendezvous
@@ -163,11 +162,11 @@ def run_script(
     started = _Started(plan, plan_path, script, tuple(arguments), folder, ranks)
     progress = _ScriptProgress(run.metrics_file(folder), say)
 
-    def noticed(number: int) -> None:
+    def on_notice(number: int) -> None:
         progress.ends_s = time.monotonic() + notice.GRACE_S
         say(notice.leave_notice(folder, number))
 
-    with alone_in(folder), signals_interrupt(noticed):
+    with alone_in(folder), signals_interrupt(on_notice):
         if leads:
             write(plan, run.plan_file(folder))
             run.metrics_file(folder).unlink(missing_ok=True)
@@ -223,7 +222,7 @@ def _attempt(
         for name in ("logs", "ranks"):
             folder_within(folder, name, emptied_of="rank-*")
         try:
-            bad = supervised(
+            bad = supervise(
                 [
                     sys.executable,
                     "-u",
@@ -249,7 +248,7 @@ def _attempt(
             progress.refresh(now=True)
             if bad is None:
                 rendezvous.all_gather("done")  # nodes leave together
-                if any(script_rank.handed_over(folder, rank).exists() for rank in ranks.devices):
+                if any(run.handed_over(folder, rank).exists() for rank in ranks.devices):
                     raise HandedOver(
                         f"a notice ended the script after step {_steps_done(folder)}; start it "
                         "again and it goes on from what it saved"
@@ -267,10 +266,10 @@ def _attempt(
 
 def _check_script(script: Path) -> None:
     try:
-        found = script.is_file()
+        is_file = script.is_file()
     except (OSError, ValueError):  # a name that no file can have
-        found = False
-    if not found:
+        is_file = False
+    if not is_file:
         raise LaunchError(f"{script}: is no file; name the script that trains")
     try:
         with warnings.catch_warnings():
@@ -298,8 +297,8 @@ def _steps_done(folder: Path) -> int:
 def _how(bad: BadEnd, folder: Path) -> str:
     ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "SystemExit":
-        said = f": {failure.message[:300]}" if failure.message else ""
-        how = f"exited with code {ended.code}{said}"
+        message = f": {failure.message[:300]}" if failure.message else ""
+        how = f"exited with code {ended.code}{message}"
     else:
         how = faults.how(ended.code, failure)
     done = _steps_done(folder)

@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +34,13 @@ from meshwright.planner.system.gc_pause import keep_freed, pause_collector
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.checkpoint.state_snapshot import boxes
-from meshwright.runtime.core import numa as near_cores
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.data.corpus import Corpus, CorpusSamples
 from meshwright.runtime.data.packing import PackedSamples, samples_of
 from meshwright.runtime.engine.engine import Engine, StepResult
 from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
 from meshwright.runtime.resilience.heartbeat import Beacon, own_seconds
@@ -51,12 +49,11 @@ from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.loggers import Logger, TensorBoard, WeightsAndBiases
 from meshwright.runtime.run.metrics import Metrics
-from meshwright.runtime.run.run_folder import Device, RankOrders, RankRecord, Stopped
+from meshwright.runtime.run.run_folder import RankOrders, RankRecord, Stopped
 
 if TYPE_CHECKING:
-    from meshwright.runtime.checkpoint.writer import Saver
+    from meshwright.runtime.checkpoint.writer import Saver, SaveSchedule
     from meshwright.runtime.engine.token_module import TokenModel
-    from meshwright.runtime.launch.checkpoint_interval import SaveSchedule
     from meshwright.runtime.resilience.in_memory_checkpoint import Mirror, MirroredState
     from meshwright.runtime.resilience.step_replay import Replays
 
@@ -84,7 +81,9 @@ def token_engine(
     """
     described = trained_model(plan, model, device=device, weights=weights, documents=documents)
     clip_norm = plan.training.clip_norm
-    return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
+    return Engine.of_language_model(
+        described, clip_norm=clip_norm, compare_every=compare_every, device=device
+    )
 
 
 def trained_model(
@@ -101,7 +100,7 @@ def trained_model(
     `place` is this rank's if it is not that of all ranks in the plan.
     """
     plan.check_model(model)
-    reason = supported(plan, model)
+    reason = unsupported_reason(plan, model)
     if reason:
         raise LaunchError(reason)
     how: dict[str, Any] = {
@@ -147,34 +146,6 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     if orders.device == "cpu":  # whose tensors are on the heap
         keep_freed()
     return loop.run()
-
-
-def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> None:
-    """Join the process group: over the launcher's socket, or as torchrun's environment says."""
-    timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    own = None
-    if device == "cuda":
-        # Communicators form now, on this device, rather than inside the first step.
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(own)
-        near_cores.bind(own)
-    listening = os.environ.get("MESHWRIGHT_STORE_FD")
-    if listening is None:
-        dist.init_process_group(backend, timeout=timeout, device_id=own)
-        return
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=int(listening) if rank == 0 else None,
-    )
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=own
-    )
 
 
 class NotANumber(LaunchError):  # noqa: N818 - reads as the sentence that it is
@@ -236,7 +207,7 @@ class Loop:
         if orders.checkpoint:
             from meshwright.runtime.checkpoint import tokenizer_files as companions  # noqa: PLC0415 - of runs that are saved
             from meshwright.runtime.checkpoint.writer import Saver  # noqa: PLC0415
-            from meshwright.runtime.data.sample_ranges import UsedSamples  # noqa: PLC0415
+            from meshwright.runtime.data.loader import UsedSamples  # noqa: PLC0415
         if mirror is not None:
             from meshwright.runtime.resilience.step_replay import Replays, can_replay  # noqa: PLC0415 - that survive
         self.engine = engine
@@ -258,7 +229,9 @@ class Loop:
                 run=orders.token,
                 config=engine.configuration(),
                 keep=orders.keep_checkpoints,
-                companions=companions.found(orders.tokenizer, orders.weights, plan.model.source),
+                companions=companions.tokenizer_files(
+                    orders.tokenizer, orders.weights, plan.model.source
+                ),
             )
             if orders.checkpoint
             else None
@@ -343,7 +316,7 @@ class Loop:
 
     def _held_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank, by kind; on a GPU with what else its allocator has."""
-        sizes = {name: _local_bytes(one) for name, one in self.engine.state().items()}
+        sizes = {name: _local_bytes(tensor) for name, tensor in self.engine.state().items()}
         model = sum(size for name, size in sizes.items() if name.startswith("model."))
         held = {
             "parameters": model,
@@ -368,7 +341,9 @@ class Loop:
         while ends is None and self.steps_done < self.orders.steps:
             step = self.steps_done + 1
             begin = time.perf_counter()
-            result = self._step() if step != watched else peak.of(self._step, self.engine.state())
+            result = (
+                self._step() if step != watched else peak.watch(self._step, self.engine.state())
+            )
             step_s.append(time.perf_counter() - begin)
             self._check(step, result)
             self.steps_done = step
@@ -396,14 +371,14 @@ class Loop:
                     self._saver.begin(state, self._progress(loss))
                     if ends is None and step < self.orders.steps and _ends_to_grow():
                         ends = "grow"
-                schedule.stepped(step, step_s, metrics)
+                schedule.after_step(step, step_s, metrics)
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)
         self._beacon.tell(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
         saved = self._last_saved()
         if schedule is not None:
-            schedule.tell(metrics)
+            schedule.report_last_save(metrics)
         if metrics is not None:
             metrics.close()
         return RankRecord(
@@ -446,14 +421,14 @@ class Loop:
                 saver.finish()
             saver.check()
             return
-        failed = saver.failed(waits=waits)
+        failed = saver.take_failure(waits=waits)
         if failed is not None and metrics is not None:
             step, why = failed
             metrics.happened(SaveFailed(at_unix_s=time.time(), step=step, why=why[:MOST_WHY]))
 
     def _save_schedule(self, saver: Saver) -> SaveSchedule:
         """Return when this run is saved from here on."""
-        from meshwright.runtime.launch.checkpoint_interval import SaveSchedule  # noqa: PLC0415
+        from meshwright.runtime.checkpoint.writer import SaveSchedule  # noqa: PLC0415
 
         return SaveSchedule(self.orders, saver, after_step=self.steps_done)
 
@@ -489,8 +464,8 @@ class Loop:
         else:
             batch = self._coming[1].result()
         if self._used is not None:
-            own = self.plan.samples_of(self.engine.slice_rank)
-            self._used.add(range(first + own.start, first + own.stop))
+            samples = self.plan.samples_of(self.engine.slice_rank)
+            self._used.add(range(first + samples.start, first + samples.stop))
         after = first + self.plan.global_batch
         reading = self._ahead.submit(self._own_batch, self.samples, after)
         self._coming = after, reading
@@ -498,13 +473,13 @@ class Loop:
 
     def _step(self) -> StepResult:
         if not self._beacon.is_seen:
-            return self._stepped(self._next_batch())
+            return self._take_step(self._next_batch())
         self._beacon.tell(self.steps_done + 1, "batch")
         begin_s = time.perf_counter()
         batch = self._next_batch()
         self._beacon.tell(self.steps_done + 1, "step")
         data_s, before_s = time.perf_counter() - begin_s, self._own_s()
-        result = self._stepped(batch)
+        result = self._take_step(batch)
         self._beacon.stepped(
             data_s=data_s,
             work_s=self._own_s() - before_s,
@@ -516,7 +491,7 @@ class Loop:
         """Seconds of this rank's own work; 0 where a device does it, which says nothing of that."""
         return own_seconds() if self.orders.device == "cpu" else 0.0
 
-    def _stepped(self, batch: tuple[Tensor, ...]) -> StepResult:
+    def _take_step(self, batch: tuple[Tensor, ...]) -> StepResult:
         # A step's random numbers depend on nothing before it, so none need to be saved.
         seed = step_seed(
             self.plan.training.seed,
@@ -556,7 +531,7 @@ class Loop:
         if is_nonsense:
             self.engine.refuse_drifted()  # damaged memory says more than what became of it
         if self._replays is not None:
-            self._replays.took(step, **_values(result), own=self.engine.own_values)
+            self._replays.took(step, **_values(result), gradient=self.engine.own_values)
             if self._replays.doubts(step):
                 again_from = self._done_again(step, self._replays)
         if is_nonsense:
@@ -574,7 +549,7 @@ class Loop:
         self._put_back(kept)
         for step in range(kept.step + 1, last + 1):
             result = self._step()
-            replays.compare(step, **_values(result), own=self.engine.own_values)
+            replays.compare(step, **_values(result), gradient=self.engine.own_values)
             self.steps_done = step
         self.steps_done = last - 1
         replays.came_again(last)
@@ -666,7 +641,7 @@ class _Peak:
         self._bytes: int | None = None
         self._counting = False
 
-    def of(self, step: Callable[[], StepResult], held: Mapping[str, Tensor]) -> StepResult:
+    def watch(self, step: Callable[[], StepResult], held: Mapping[str, Tensor]) -> StepResult:
         """Take the step and watch it; `held` are weights and optimizer state."""
         if self._blind:
             return step()

@@ -144,7 +144,7 @@ def drawn(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in DRAWS if config.get(name)}
 
 
-def unexecuted(config: Any, layer_types: Sequence[str]) -> Iterator[str]:
+def unexecuted_fields(config: Any, layer_types: Sequence[str]) -> Iterator[str]:
     """Yield what a configuration asks for that is not executed: the field, its value, the way out.
 
     `layer_types` has the kind of attention of each layer as it was planned.

@@ -10,7 +10,7 @@ from meshwright.planner.architectures.parameters import block_kinds, slides
 from meshwright.planner.documents.document import refuse_irregular
 from meshwright.planner.documents.model import Architecture, Experts
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.models.config_fields import DRAWS, unexecuted
+from meshwright.runtime.models.config_fields import DRAWS, unexecuted_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +138,9 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
     if folder is not None:
         config = _read(folder, a)
         for name, figure in figures.items():
-            known = getattr(config, name, figure)
-            if known is not None and known != figure:
-                raise LaunchError(f"{folder}: {name} is {known}, and the plan's model has {figure}")
+            value = getattr(config, name, figure)
+            if value is not None and value != figure:
+                raise LaunchError(f"{folder}: {name} is {value}, and the plan's model has {figure}")
     else:
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
 
@@ -174,7 +174,7 @@ def _read(folder: Path, a: Architecture) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its checks of fields raise several kinds
         raise LaunchError(f"{folder}: transformers refuses the config.json: {error}") from error
-    refused = next(unexecuted(config, _types(a)), None)
+    refused = next(unexecuted_fields(config, _types(a)), None)
     if refused:
         raise LaunchError(f"{folder}: {refused}")
     return config

@@ -23,18 +23,16 @@ from torch.utils._pytree import tree_map
 
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.head import Head
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD, TensorStyle
+from meshwright.runtime.core.mesh import WHOLE, Context
 from meshwright.runtime.core.torch_internals import unseen_by_recompute
 from meshwright.runtime.models.families import FAMILIES, configuration
-from meshwright.runtime.models.family_adapter import EMBEDDING, HEAD, Adapter, Head, TensorStyle
+from meshwright.runtime.models.family_adapter import Adapter
 from meshwright.runtime.parallel import document_attention
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import softcap_attention as capped
-from meshwright.runtime.parallel.context_parallel import (
-    WHOLE,
-    Context,
-    attention,
-    for_each_query_head,
-)
+from meshwright.runtime.parallel.context_parallel import attention, for_each_query_head
 
 _STYLES: dict[str, TensorStyle | None] = {
     "colwise": "columns",
@@ -208,7 +206,7 @@ class HuggingFace(Adapter):
         if a.family == "gpt_oss":
             # The library's own adds biases in place to what selective recompute keeps.
             inner = layer.mlp.experts
-            inner.forward = functools.partial(experts.mixed, inner)
+            inner.forward = functools.partial(experts.mix_by_all_to_all, inner)
         if not self.family.hands_on and self._context.degree > 1:
             inner = layer.self_attn
             inner.forward = functools.partial(inner.forward, context=self._context)
@@ -319,8 +317,8 @@ class HuggingFace(Adapter):
         if self.architecture.norm == "layer" and not self.family.norm_class:
             return nn.LayerNorm(self.architecture.hidden_size, eps=epsilon)
         kind = self.family.norm_class or f"{self.family.classes}RMSNorm"
-        made: nn.Module = getattr(self._modeling, kind)(self.architecture.hidden_size, eps=epsilon)
-        return made
+        norm: nn.Module = getattr(self._modeling, kind)(self.architecture.hidden_size, eps=epsilon)
+        return norm
 
     def _rotary_table(self, index: int, *, length: int | None = None) -> Any:
         """Return what a block rotates by in a sequence of `length`: cosines and sines, or both.
@@ -395,15 +393,15 @@ class HuggingFace(Adapter):
         return tree_map(chosen, table, short)
 
     def _fixed(self, index: int) -> dict[str, Any]:
-        own = self.family.own_attention  # which is told its window, and makes no mask
-        mask = None if own else self._mask(index)
+        has_own_attention = self.family.own_attention  # which is told its window, and makes no mask
+        mask = None if has_own_attention else self._mask(index)
         fixed: dict[str, Any] = {"use_cache": False, "attention_mask": mask}
         if self.architecture.positions == "rotary":
             table = self._rotary_table(index)
             fixed["position_embeddings"] = tree_map(
                 lambda part: part[self._held].unsqueeze(0), table
             )
-        if self._context.degree > 1 or own:
+        if self._context.degree > 1 or has_own_attention:
             fixed["context"] = self._context
         return fixed
 
@@ -445,13 +443,13 @@ class HuggingFace(Adapter):
 
     def _once(self, starts: Tensor, key: Any, make: Callable[[], Any]) -> Any:
         """Return what is made of `starts`, from the first layer of its micro-batch that asked."""
-        of, made = self._of_starts
+        of, tables = self._of_starts
         if of is None or of() is not starts:
-            made = {}
-            self._of_starts = (weakref.ref(starts), made)
-        if key not in made:
-            made[key] = unseen_by_recompute(make)
-        return made[key]
+            tables = {}
+            self._of_starts = (weakref.ref(starts), tables)
+        if key not in tables:
+            tables[key] = unseen_by_recompute(make)
+        return tables[key]
 
     def _window(self, index: int) -> int:
         """Return how many keys a query of a block sees, its own among them; 0 is all."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.planner.documents.plan import Plan
-from meshwright.runtime.models.family_adapter import HEAD, Adapter
+from meshwright.runtime.core.layer_names import HEAD
+from meshwright.runtime.models.family_adapter import Adapter
 from meshwright.runtime.tracing.tracer import Recorder
 
 
@@ -48,11 +49,11 @@ class _LayerShape(nn.Module):
         self._shape, self._dtype, self._results = like.shape, like.dtype, results
 
     def forward(self, *taken: Tensor) -> Tensor | tuple[Tensor, ...]:
-        made = tuple(
+        layers = tuple(
             torch.empty(self._shape, dtype=self._dtype, device="meta") * self.scale
             for _ in range(self._results)
         )
-        return made if len(made) > 1 else made[0]
+        return layers if len(layers) > 1 else layers[0]
 
 
 class _Outline(nn.Module):
@@ -64,11 +65,13 @@ class _Outline(nn.Module):
         self._modules = tree_of(layers)._modules
 
     def forward(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Any:
-        made: Any = tokens
+        output: Any = tokens
         for name in self._names:
             beside = starts if name != HEAD else targets if self._chunks else None
-            made = self.get_submodule(name)(*(one for one in (made, beside) if one is not None))
-        return made
+            output = self.get_submodule(name)(
+                *(tensor for tensor in (output, beside) if tensor is not None)
+            )
+        return output
 
 
 def tree_of(layers: Mapping[str, nn.Module]) -> nn.Module:

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.planner.documents.model import Architecture, Experts, ModelGraph
-from meshwright.runtime.models.family_adapter import EMBEDDING, HEAD, Adapter, Head, TensorStyle
-from meshwright.runtime.parallel.context_parallel import (
-    WHOLE,
-    Context,
-    attention,
-    for_each_query_head,
-)
-from meshwright.runtime.parallel.expert_parallel import mixed
+from meshwright.runtime.core.head import Head
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD, TensorStyle
+from meshwright.runtime.core.mesh import WHOLE, Context
+from meshwright.runtime.models.family_adapter import Adapter
+from meshwright.runtime.parallel.context_parallel import attention, for_each_query_head
+from meshwright.runtime.parallel.expert_parallel import mix_by_all_to_all
 
 ROTARY_BASE = 10000.0
 NORM_EPSILON = 1e-5
@@ -63,16 +61,16 @@ class Attention(nn.Module):
         )
         query, key = rotated(query, self.rotary), rotated(key, self.rotary)
         if self.context.degree > 1:
-            mixed = attention(query, key, value, self.context)
+            mix_by_all_to_all = attention(query, key, value, self.context)
         else:
             if query.is_cuda and query.dtype == torch.float32:
                 # Fused kernels take groups of heads in 16 bits alone; without one there would be
                 # scores of every pair of positions in memory.
                 key, value = for_each_query_head(query, key, value)
-            mixed = functional.scaled_dot_product_attention(
+            mix_by_all_to_all = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
             )
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(mix_by_all_to_all.transpose(1, 2).flatten(2))
 
 
 class GatedMlp(nn.Module):
@@ -102,7 +100,7 @@ class ExpertWeights(nn.Module):
 
     def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return each token's weighted sum of its experts' outputs."""
-        return mixed(self, tokens, index, weights)
+        return mix_by_all_to_all(self, tokens, index, weights)
 
 
 class Mixture(nn.Module):

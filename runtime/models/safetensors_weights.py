@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.planner.documents.document import json_data, read_text
 from meshwright.planner.errors import DocumentError, LaunchError
+from meshwright.runtime.core.layer_names import Region
 
 EXPERTS = {
     "mixtral": {
@@ -57,9 +58,6 @@ ROWS = 4096
 
 Cut = tuple[int, int, int]
 """A part of a tensor: (dim, index, parts)."""
-
-Region = tuple[int, int, int]
-"""Some of a part: (dim, from, to before)."""
 
 
 class Weights:
@@ -112,9 +110,9 @@ class Weights:
         Nothing else of it is read.  Where dim 1 has several `pieces` one above the other, each of
         them is cut.  The result is contiguous and has memory of its own.
         """
-        found = self._found(name, shape, cut, pieces=pieces, keep=keep)
+        tensor = self._found(name, shape, cut, pieces=pieces, keep=keep)
         # A slice has the strides of the whole, and what the file is mapped to changes with it.
-        return found.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return tensor.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
     def refuse_untied(self, first: str, second: str) -> None:
         """Refuse files that have two tensors with different values where the model has one."""
@@ -122,14 +120,14 @@ class Weights:
         if None in names or names[0] == names[1]:
             return
         with contextlib.ExitStack() as files:
-            one, other = (
+            first_rows, other = (
                 files.enter_context(_opened(self._file[name])).get_slice(name)
                 for name in names
                 if name is not None
             )
-            rows, *_ = one.get_shape()
-            alike = one.get_shape() == other.get_shape() and all(
-                torch.equal(one[row : row + ROWS], other[row : row + ROWS])
+            rows, *_ = first_rows.get_shape()
+            alike = first_rows.get_shape() == other.get_shape() and all(
+                torch.equal(first_rows[row : row + ROWS], other[row : row + ROWS])
                 for row in range(0, rows, ROWS)
             )
         if not alike:
@@ -148,9 +146,9 @@ class Weights:
         keep: Region | None = None,
     ) -> Tensor:
         """Return the same in the type and memory of the file."""
-        known = self._known(name)
-        if known is not None:
-            return self._matrix(known, shape, cut, pieces=pieces, keep=keep)
+        name_in_file = self._known(name)
+        if name_in_file is not None:
+            return self._matrix(name_in_file, shape, cut, pieces=pieces, keep=keep)
         ends = self._experts(name)
         if ends is None:
             raise LaunchError(
@@ -175,12 +173,14 @@ class Weights:
             keep = (keep[0] - 1, *keep[1:])
         if count == 0:
             return torch.empty((0, *shape[1:]))
-        one = torch.Size((shape[1] // len(patterns), *shape[2:]))
+        matrix_shape = torch.Size((shape[1] // len(patterns), *shape[2:]))
         return torch.stack(
             [
                 torch.cat(
                     [
-                        self._matrix(self._required(prefix + p.format(expert)), one, cut, keep=keep)
+                        self._matrix(
+                            self._required(prefix + p.format(expert)), matrix_shape, cut, keep=keep
+                        )
                         for p in patterns
                     ]
                 )
@@ -193,12 +193,12 @@ class Weights:
         return next((n for n in (name, name.partition(".")[2]) if n in self._file), None)
 
     def _required(self, name: str) -> str:
-        known = self._known(name)
-        if known is None:
+        name_in_file = self._known(name)
+        if name_in_file is None:
             raise LaunchError(
                 f"{self.folder}: has no tensor '{name}'; give weights of the plan's model"
             )
-        return known
+        return name_in_file
 
     def _experts(self, name: str) -> tuple[str, tuple[str, ...]] | None:
         """Return prefix and ends of the matrices that files have in place of a tensor."""
@@ -254,8 +254,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return of each tensor the file that has it."""
-    found = json_data(read_text(index), most_values=MOST_NAMES)
-    files = found.get("weight_map") if isinstance(found, dict) else None
+    index_data = json_data(read_text(index), most_values=MOST_NAMES)
+    files = index_data.get("weight_map") if isinstance(index_data, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{index.name} has no weight_map of names to files")
     return files

@@ -76,14 +76,14 @@ def adamw(
 def _adamw(
     training: Training, device: torch.device, offload: Offload, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    made = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups, betas=(training.beta1, training.beta2), eps=training.epsilon, fused=True
     )
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Made now rather than at the first step, so that a checkpoint can load.
-            made.state[parameter] = _first_state(parameter, device, offload)
-    return made
+            optimizer.state[parameter] = _first_state(parameter, device, offload)
+    return optimizer
 
 
 def _first_state(parameter: Tensor, device: torch.device, offload: Offload) -> dict[str, Tensor]:

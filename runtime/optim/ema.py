@@ -64,8 +64,8 @@ class Averaged:
 
     def state(self, kind: str) -> dict[str, Tensor]:
         """Return the averages by name, sharing live memory."""
-        found = {
+        averages = {
             f"{kind}.{slot.name}": whole_part(slot, value)
             for slot, value in zip(self._slots, self._values, strict=True)
         }
-        return found | {f"{kind}-updates": self._updates}
+        return averages | {f"{kind}-updates": self._updates}

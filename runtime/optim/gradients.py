@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
@@ -299,8 +299,8 @@ class Gradients:
     def _refuse_changed(self) -> None:
         assert self.participation is not None
         changed = self.participation.changed
-        own = [slot.name for slot in self.slots if id(slot.parameter) in changed]
-        every = all_gather_json(own) if self.place.mesh is not None else [own]
+        names_here = [slot.name for slot in self.slots if id(slot.parameter) in changed]
+        every = all_gather_json(names_here) if self.place.mesh is not None else [names_here]
         rank, name = next((rank, names[0]) for rank, names in enumerate(every) if names)
         raise LaunchError(
             f"{name}: the forward of rank {rank} changes this parameter in place, as "
@@ -309,11 +309,12 @@ class Gradients:
         )
 
     def _unused_by_rank(self) -> dict[str, tuple[int, ...]]:
-        own = sorted(self._without)
-        every = all_gather_json(own) if self.place.mesh is not None else [own]
-        names = sorted({name for found in every for name in found})
+        names_here = sorted(self._without)
+        every = all_gather_json(names_here) if self.place.mesh is not None else [names_here]
+        names = sorted({name for names_of_rank in every for name in names_of_rank})
         return {
-            name: tuple(at for at, found in enumerate(every) if name in found) for name in names
+            name: tuple(at for at, names_of_rank in enumerate(every) if name in names_of_rank)
+            for name in names
         }
 
     def _used_anywhere(self) -> set[str]:
@@ -322,8 +323,8 @@ class Gradients:
             every = all_gather_json([slot.name for slot in self.slots])
             self._names = sorted({name for names in every for name in names})
         lacking = {slot.name for slot in self._lacking}
-        own = {slot.name for slot in self.slots} - lacking
-        flags = torch.tensor([float(name in own) for name in self._names]).to(self.device)
+        names_here = {slot.name for slot in self.slots} - lacking
+        flags = torch.tensor([float(name in names_here) for name in self._names]).to(self.device)
         dist.all_reduce(flags)
         pairs = zip(self._names, flags.tolist(), strict=True)
         return {name for name, count in pairs if count}
@@ -453,13 +454,13 @@ def take_sections(slot: Slot, local: Tensor, whole: Tensor) -> None:
     parts = [part_of(whole, 0, slot.sections, rank, degree) for rank in range(degree)]
     parameter = slot.parameter
     assert isinstance(parameter, DTensor)
-    own = distribute_tensor(
+    shard = distribute_tensor(
         torch.cat(parts).to(local.device),
         parameter.device_mesh,
         parameter.placements,
         src_data_rank=None,
     )
-    local.copy_(own.to_local())
+    local.copy_(shard.to_local())
 
 
 def _tensor_degree(slot: Slot) -> int:

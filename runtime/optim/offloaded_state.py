@@ -4,6 +4,11 @@ Parameters are updated in buckets: the state of one comes while the one before i
 optimizer steps with the gradients of that bucket alone, and the state goes back.  That is right for
 any optimizer whose update of one parameter needs no other; whether one is like that is tried at the
 start (`steps_apart`).
+
+Some optimizers keep state in few bits, such as AdamW8bit of torchao.  Such a tensor is a subclass
+that looks like fp32 and has integers with a scale for each block of the flattened part.  A
+checkpoint has its values in fp32: any plan cuts those, and quantising them again in the same blocks
+gives the same integers, but for a scale that may be one rounding off.
 """
 
 from __future__ import annotations
@@ -14,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.planner.errors import OptimizerError
 from meshwright.runtime.core import pinned_memory as host
-from meshwright.runtime.core.side_effects import untouched
-from meshwright.runtime.optim.low_bit_state import is_quantized
+from meshwright.runtime.core.side_effects import restore_side_effects
 
 BUCKET_BYTES = 64 * 2**20
 """Of state, which is what a bucket moves."""
@@ -34,8 +39,8 @@ def steps_apart(new: Callable[[list[nn.Parameter]], Optimizer]) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(4, 2, 3, 3, generator=generator)
-    together, apart = ([nn.Parameter(one.clone()) for one in values] for _ in range(2))
-    with untouched(new), torch.compiler.set_stance("force_eager"):
+    together, apart = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    with restore_side_effects(new), torch.compiler.set_stance("force_eager"):
         whole, streamed = new(together), new(apart)
         for both in grads:
             for parameter, grad in zip(together, both, strict=True):
@@ -56,17 +61,21 @@ class StreamedState:
 
     def step(self, users: Mapping[nn.Parameter, Optimizer]) -> None:
         """Update the parameters that have a gradient, each by its optimizer."""
-        grads = {one: one.grad for one in users if one.grad is not None and one.numel()}
+        grads = {
+            parameter: parameter.grad
+            for parameter in users
+            if parameter.grad is not None and parameter.numel()
+        }
         for parameter in users:
             parameter.grad = None
-        buckets = list(_buckets({one: users[one] for one in grads}))
+        buckets = list(_buckets({parameter: users[parameter] for parameter in grads}))
         coming = self._coming(*buckets[0]) if buckets else []
         going: list[_OnItsWay] = []
         for at, (optimizer, bucket) in enumerate(buckets):
             homes = {
-                (id(one.state), one.key): one.source
-                for one in coming
-                if host.on_host(one.source)  # what a checkpoint was read into may not be yet
+                (id(parameter.state), parameter.key): parameter.source
+                for parameter in coming
+                if host.on_host(parameter.source)  # what a checkpoint was read into may not be yet
             }
             for one in coming:
                 one.state[one.key] = one.copied.wait()
@@ -121,8 +130,8 @@ class _OnItsWay:
 
 
 def _arrive(going: Sequence[_OnItsWay]) -> None:
-    for one in going:
-        one.state[one.key] = one.copied.wait()
+    for parameter in going:
+        parameter.state[parameter.key] = parameter.copied.wait()
 
 
 def _buckets(
@@ -158,3 +167,42 @@ def _tensors(
                 )
             if isinstance(value, Tensor) and value.ndim:
                 yield state, key, value
+
+
+def is_quantized(value: Any) -> bool:
+    """Tell whether a tensor is made of other ones and can be read as fp32."""
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and hasattr(type(value), "__tensor_flatten__")
+        and "dequantize" in vars(type(value))
+    )
+
+
+def plain_values(value: Tensor) -> Tensor:
+    """Return a tensor of state as its values."""
+    return value.dequantize() if is_quantized(value) else value
+
+
+def take_values(value: Any, given: Tensor) -> None:
+    """Quantise values that such a tensor had once.
+
+    The table of a signed state has no -1: a block whose largest element is negative was stored as
+    less than that, and its scale would shrink each time.
+    """
+    lowest = -float(value.qmap[0]) if hasattr(value, "qmap") else 0.0
+    if lowest > 0.0:
+        blocks = given.reshape(-1, value.block_size)
+        low = blocks.amin(dim=1, keepdim=True)
+        restored = low / lowest
+        shrunk = (blocks == low) & (-restored > blocks.amax(dim=1, keepdim=True))
+        given = blocks.where(~shrunk, restored).view(given.shape)
+    value.copy_(given)
+
+
+def bytes_of(value: Tensor) -> int:
+    """Return the bytes that a tensor of state takes."""
+    if not is_quantized(value):
+        return value.nbytes
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    return sum(getattr(value, name).nbytes for name in names)

@@ -107,9 +107,9 @@ class Agreement:
                 # No subset of 1, 1, ..., 1 and what takes them back sums to 0 but all of it.
                 self._factors[key] = 1.0 if dist.get_rank() != ranks[-1] else 1.0 - len(ranks)
         sums: dict[str, list[tuple[str, str]]] = {}
-        for one in declared:
-            key = f"summed by ranks {', '.join(map(str, one.ranks))}"
-            sums.setdefault(key, []).append((one.name, one.text))
+        for axis in declared:
+            key = f"summed by ranks {', '.join(map(str, axis.ranks))}"
+            sums.setdefault(key, []).append((axis.name, axis.text))
         _agreed(sums)
 
     @property
@@ -130,10 +130,10 @@ class Agreement:
             key = self._key(name, tensor)
             if key in self._factors:
                 shared.setdefault(key, []).append((name, tensor))
-        found = torch.zeros(2, dtype=torch.float64, device=device)
+        digest = torch.zeros(2, dtype=torch.float64, device=device)
         for key, tensors in shared.items():
-            found += self._factors[key] * _halves(_digest(tensors, device))
-        return found
+            digest += self._factors[key] * _halves(_digest(tensors, device))
+        return digest
 
     def refuse_drifted(self) -> None:
         """Compare replicas now; all ranks call it together.
@@ -160,8 +160,12 @@ class Agreement:
                     name, tensor.requires_grad, int(_digest([(name, tensor)], tensor.device))
                 ]  # fmt: skip
         every = all_gather_json(own)
-        for label in dict.fromkeys(label for found in every for label in found):
-            holders = {rank: found[label] for rank, found in enumerate(every) if label in found}
+        for label in dict.fromkeys(label for digests_of_rank in every for label in digests_of_rank):
+            holders = {
+                rank: digests_of_rank[label]
+                for rank, digests_of_rank in enumerate(every)
+                if label in digests_of_rank
+            }
             digests = {rank: digest for rank, (_, _, digest) in holders.items()}
             if len(set(digests.values())) > 1:
                 name, trained, _ = next(iter(holders.values()))
@@ -180,14 +184,14 @@ class Agreement:
         if place.degrees.pipeline == 1:
             return {}
         leads = place.data_rank == place.along("tensor") == place.along("context") == 0
-        own = [[name, t.requires_grad and name not in tied] for name, t in tensors.items()]
-        found: dict[str, list[int]] = {}
+        flags = [[name, t.requires_grad and name not in tied] for name, t in tensors.items()]
+        groups: dict[str, list[int]] = {}
         apart: set[str] = set()
-        for stage, names in all_gather_json([place.stage, own if leads else []]):
+        for stage, names in all_gather_json([place.stage, flags if leads else []]):
             for name, alone in names:
-                found.setdefault(name, []).append(stage)
+                groups.setdefault(name, []).append(stage)
                 apart |= {name} if alone else set()
-        several = {name: sorted(stages) for name, stages in found.items() if len(stages) > 1}
+        several = {name: sorted(stages) for name, stages in groups.items() if len(stages) > 1}
         for name in sorted(apart & several.keys()):
             raise LaunchError(
                 f"{name}: is on the ranks of stages {_listed(several[name])}, and each would "
@@ -225,8 +229,8 @@ def _agreed(lines: Mapping[str, Sequence[tuple[str, str]]]) -> dict[str, list[in
 
     Raises LaunchError, on all, where ranks have other lines (name, text) under the same key.
     """
-    own = {key: _hashed(sorted(pairs)) for key, pairs in lines.items()}
-    every = all_gather_json(own)
+    hashes = {key: _hashed(sorted(pairs)) for key, pairs in lines.items()}
+    every = all_gather_json(hashes)
     holders: dict[str, list[int]] = {}
     for rank, digests in enumerate(every):
         for key in digests:
@@ -241,11 +245,11 @@ def _refuse_unlike(ranks: Sequence[int], lines: Sequence[Mapping[str, str]]) -> 
     first = ranks[0]
     for rank in ranks[1:]:
         for name in sorted({*lines[first], *lines[rank]}):
-            one, other = (lines[at].get(name, "nothing") for at in (first, rank))
-            if one != other:
+            first_line, other = (lines[at].get(name, "nothing") for at in (first, rank))
+            if first_line != other:
                 raise LaunchError(
-                    f"{name}: is {one} on rank {first} and {other} on rank {rank}, which train it "
-                    "together; build() must return the same module on every rank"
+                    f"{name}: is {first_line} on rank {first} and {other} on rank {rank}, which "
+                    "train it together; build() must return the same module on every rank"
                 )
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.planner.errors import OptimizerError
-from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.core.side_effects import untouched
+from meshwright.runtime.core.side_effects import restore_side_effects
 from meshwright.runtime.core.torch_api_hints import PendingGradient, refuse_step
 from meshwright.runtime.core.torch_internals import compute_local_shape_and_global_offset
 from meshwright.runtime.optim.gradients import (
@@ -37,8 +37,14 @@ from meshwright.runtime.optim.gradients import (
     take_sections,
     whole_part,
 )
-from meshwright.runtime.optim.low_bit_state import bytes_of, is_quantized, plain_values, take_values
-from meshwright.runtime.optim.offloaded_state import StreamedState, steps_apart
+from meshwright.runtime.optim.offloaded_state import (
+    StreamedState,
+    bytes_of,
+    is_quantized,
+    plain_values,
+    steps_apart,
+    take_values,
+)
 from meshwright.runtime.parallel.gradient_compression import Mean
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -68,15 +74,18 @@ def grouped(
     parameters: Iterable[tuple[str, nn.Parameter]], factory: Factory, group_of: GroupOf | None
 ) -> list[ParameterGroup]:
     """Put the parameters that are trained into groups by their settings."""
-    found: dict[Any, tuple[Factory, dict[str, Any], list[str]]] = {}
+    groups: dict[Any, tuple[Factory, dict[str, Any], list[str]]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         settings = dict(group_of(name, parameter)) if group_of is not None else {}
-        own = settings.pop("optimizer", factory)
-        key = (id(own), tuple(sorted((k, repr(v)) for k, v in settings.items())))
-        found.setdefault(key, (own, settings, []))[2].append(name)
-    return [ParameterGroup(own, settings, tuple(names)) for own, settings, names in found.values()]
+        factory_of_group = settings.pop("optimizer", factory)
+        key = (id(factory_of_group), tuple(sorted((k, repr(v)) for k, v in settings.items())))
+        groups.setdefault(key, (factory_of_group, settings, []))[2].append(name)
+    return [
+        ParameterGroup(factory_of_group, settings, tuple(names))
+        for factory_of_group, settings, names in groups.values()
+    ]
 
 
 def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -152,10 +161,13 @@ def couples_parameters(group: ParameterGroup) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(1 + PROBE_STEPS, 2, 3, 3, generator=generator)
-    together, apart = ([nn.Parameter(one.clone()) for one in values] for _ in range(2))
-    with untouched(group.factory), torch.compiler.set_stance("force_eager"):
+    together, apart = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    with restore_side_effects(group.factory), torch.compiler.set_stance("force_eager"):
         drawn = torch.get_rng_state()
-        optimizers = [_of_group(group, own) for own in (together, *([one] for one in apart))]
+        optimizers = [
+            _of_group(group, parameters)
+            for parameters in (together, *([parameter] for parameter in apart))
+        ]
         for both in grads:
             for parameters in (together, apart):
                 for parameter, grad in zip(parameters, both, strict=True):
@@ -175,7 +187,7 @@ def _probed(
     rows: slice,
 ) -> tuple[Tensor, bool]:
     """Return some rows after a few steps, and whether the state has their shape or is numbers."""
-    with untouched(factory), torch.compiler.set_stance("force_eager"):
+    with restore_side_effects(factory), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         parameter = nn.Parameter(first[rows].clone())
         optimizer = made(factory, [{"params": [parameter], **settings}])
@@ -204,7 +216,7 @@ def state_bytes(group: ParameterGroup, shapes: Iterable[torch.Size]) -> float:
     def of(shape: torch.Size) -> int:
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
-        with untouched(group.factory), torch.compiler.set_stance("force_eager"):
+        with restore_side_effects(group.factory), torch.compiler.set_stance("force_eager"):
             optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
             optimizer.step()
         kept = optimizer.state[parameter].values()
@@ -338,7 +350,7 @@ class TorchOptimizers(Gradients):
         for part in self._parts.values():
             part.plain.grad = PendingGradient(part.plain)
         for slot in self.slots:
-            for parameter in (slot.parameter, *(one for one, _ in slot.copies_here)):
+            for parameter in (slot.parameter, *(copy for copy, _ in slot.copies_here)):
                 if parameter.grad is not None:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = PendingGradient(parameter)
@@ -416,7 +428,9 @@ class TorchOptimizers(Gradients):
         if overflown is not None:
             skipped = skipped.maximum(overflown)
         for optimizer in self.optimizers:
-            first = next((one for g in optimizer.param_groups for one in g["params"]), skipped)
+            first = next(
+                (parameter for g in optimizer.param_groups for parameter in g["params"]), skipped
+            )
             # torch would copy it to parameters on the host without a wait, and read it too early.
             optimizer.found_inf = skipped.to(first.device)  # type: ignore[attr-defined]
         self.scale.update(overflown)
@@ -512,7 +526,11 @@ class TorchOptimizers(Gradients):
         parameter = slot.parameter
         assert isinstance(parameter, DTensor)
         mesh = parameter.device_mesh
-        dims = [at for at, one in enumerate(parameter.placements) if not isinstance(one, Replicate)]
+        dims = [
+            at
+            for at, placement in enumerate(parameter.placements)
+            if not isinstance(placement, Replicate)
+        ]
         if len(dims) == 1:
             return mesh.get_group(dims[0])
         return self._of_both[(mesh.mesh_dim_names or ())[dims[-1]]]
@@ -562,7 +580,7 @@ class TorchOptimizers(Gradients):
                     continue
                 copy = nn.Parameter(torch.zeros_like(part.plain))
                 copy.grad = torch.zeros_like(copy)
-                with untouched(group.factory):
+                with restore_side_effects(group.factory):
                     thrown = made(group.factory, [{"params": [copy], **group.settings}])
                     thrown.step()
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
@@ -574,10 +592,10 @@ class TorchOptimizers(Gradients):
         What raises while this is open leaves the state as it was.
         """
         before = [dict(optimizer.state) for optimizer in self.optimizers]
-        own = {f"optim.{slot.name}" for slot in self.slots}
+        prefixes = {f"optim.{slot.name}" for slot in self.slots}
         having = {f"optim.{name}.{key}" for name, key, _ in self._states()}
-        named = [one for one in stored if one.startswith("optim.")]
-        if any(one.rpartition(".")[0] in own for one in named if one not in having):
+        named = [name for name in stored if name.startswith("optim.")]
+        if any(name.rpartition(".")[0] in prefixes for name in named if name not in having):
             self.expect(named)
         try:
             yield

@@ -22,9 +22,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.mesh import WHOLE, Context
 from meshwright.runtime.parallel import context_parallel as context
 from meshwright.runtime.parallel import softcap_attention as capped
-from meshwright.runtime.parallel.context_parallel import WHOLE, Context, for_each_query_head
+from meshwright.runtime.parallel.context_parallel import for_each_query_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

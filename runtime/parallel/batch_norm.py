@@ -8,13 +8,23 @@ A forward puts the mean and variance of its micro-batch aside.  Behind the last 
 all data ranks are applied in the order of samples, as one process that runs all micro-batches one
 after another does.  Buffers are then equal on all ranks, and to that process; a recomputation,
 which runs the layer once more, changes nothing.
+
+torch's own SyncBatchNorm takes CUDA tensors alone; the synchronised one here runs on any device.
+With x^ = (x - mean) / sqrt(var + eps) over the n values of a feature on all ranks, and g the
+gradient of x^:
+
+    forward    two all-reduces: the sum, then the sum of squares about the mean
+    backward   one: dx = (g - sum(g) / n - x^ sum(g x^) / n) / sqrt(var + eps), sums over all ranks
+
+Gradients of weight and bias are this rank's own part, as those of any parameter.
+Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015, section 3.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +35,6 @@ from meshwright.planner.documents.plan import Axis
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.torch_internals import in_backward, refuse_graph
-from meshwright.runtime.parallel.synchronised_norm import synchronised_batch_norm
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 Kind = Literal["per_micro_batch", "synchronised"]
@@ -70,14 +79,14 @@ class RunningStatistics:
             return type(norm).forward(norm, x)
         refuse_graph()
         norm._check_input_dim(x)
-        made, mean, variance = (
+        output, mean, variance = (
             synchronised_batch_norm(x, norm.weight, norm.bias, eps=norm.eps, groups=self._together)
             if self._together
             else _batch_norm(norm, x)
         )
         if norm.running_mean is not None and not in_backward():  # a recomputation sees nothing new
             self._seen[norm].append(torch.stack((mean, variance)))
-        return made
+        return output
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -86,15 +95,15 @@ class RunningStatistics:
         if not used:
             return
         # A norm that runs twice in a micro-batch has two rows of it.
-        own = [
+        statistics = [
             torch.stack(self._seen[norm]) for norm in used
         ]  # [norm][row, mean/variance, feature]
-        flat = torch.cat([rows.flatten() for rows in own])
-        sizes = [rows.numel() for rows in own]
+        flat = torch.cat([rows.flatten() for rows in statistics])
+        sizes = [rows.numel() for rows in statistics]
         every = [part.split(sizes) for part in self._of_all_slices(flat)]
         for at, norm in enumerate(used):
             assert norm.running_mean is not None and norm.running_var is not None
-            for mean, variance in torch.cat([parts[at].view_as(own[at]) for parts in every]):
+            for mean, variance in torch.cat([parts[at].view_as(statistics[at]) for parts in every]):
                 weight = norm.momentum
                 if norm.num_batches_tracked is not None:
                     norm.num_batches_tracked += 1
@@ -109,9 +118,9 @@ class RunningStatistics:
         for seen in self._seen.values():
             seen.clear()
 
-    def _of_all_slices(self, own: Tensor) -> tuple[Tensor, ...]:
+    def _of_all_slices(self, statistics: Tensor) -> tuple[Tensor, ...]:
         """Return what the data ranks have, in the order of their slices."""
-        rows = own[None]
+        rows = statistics[None]
         for group in self._slices:
             parts = [torch.empty_like(rows) for _ in range(group.size())]
             dist.all_gather(parts, rows.contiguous(), group=group)
@@ -131,7 +140,78 @@ def _batch_norm(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a norm makes of one micro-batch, and its mean and variance [feature]."""
     mean = torch.zeros(norm.num_features, device=x.device, dtype=torch.float32)
     variance = torch.zeros_like(mean)
-    made = functional.batch_norm(
+    output = functional.batch_norm(
         x, mean, variance, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps
     )
-    return made, mean, variance
+    return output, mean, variance
+
+
+def synchronised_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    groups: Sequence[dist.ProcessGroup],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise x [sample, feature, ...] over all dims but features, and over all ranks.
+
+    `groups` are axes of the mesh over which data are divided; ranks of all of them together call
+    this in the same order.  Returns the result, and mean and unbiased variance [feature], which are
+    equal on all ranks and have no gradient.
+    """
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.no_grad():
+        count = torch.tensor([float(x.numel() // max(x.shape[1], 1))], device=x.device, dtype=wide)
+        first = _summed(torch.cat((x.to(wide).sum(dims), count)), groups)
+        number = first[-1]
+        mean = first[:-1] / number
+        centred = x.to(wide) - _along(mean, x)
+        variance = _summed(centred.square().sum(dims), groups) / number
+    output = _Normalised.apply(x, mean, variance, number, eps, tuple(groups))
+    if weight is not None:
+        output = output * _along(weight, x)
+    if bias is not None:
+        output = output + _along(bias, x)
+    return output.to(x.dtype), mean, variance * number / (number - 1.0)
+
+
+class _Normalised(torch.autograd.Function):
+    """x^, whose mean and variance depend on x of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        number: Tensor,
+        eps: float,
+        groups: tuple[dist.ProcessGroup, ...],
+    ) -> Tensor:
+        scale = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, mean, scale, number)
+        ctx.groups = groups
+        return (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, scale, number = ctx.saved_tensors
+        dims = [dim for dim in range(x.ndim) if dim != 1]
+        normal = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
+        sums = torch.stack((grad.sum(dims), (grad * normal).sum(dims)))
+        plain, weighed = _summed(sums, ctx.groups) / number
+        result = grad - _along(plain, x) - normal * _along(weighed, x)
+        return (result * _along(scale, x)).to(x.dtype), None, None, None, None, None
+
+
+def _along(feature: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor [feature] so that it broadcasts against x [sample, feature, ...]."""
+    return feature.view(1, -1, *[1] * (x.ndim - 2))
+
+
+def _summed(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    for group in groups:
+        dist.all_reduce(values, group=group)
+    return values

@@ -20,8 +20,8 @@ from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.auxiliary_loss import BatchSums, InnerLosses, running
 from meshwright.runtime.core.batches import samples_in
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.loss import counted
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.loss import loss_sum_of
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.attention_api import (
     SeenKeys,
     noted,
@@ -51,8 +51,8 @@ def check_positions(
     length = positions_in(batch)
     if not has_data((*tree_leaves(batch), *module.parameters())):
         return
-    with untouched(module, recorder.inputs, loss), noted() as calls:
-        tried = copied(module).eval()
+    with restore_side_effects(module, recorder.inputs, loss), noted() as calls:
+        tried = deepcopy_module(module).eval()
 
         def made(given: Any) -> Any:
             args, kwargs = arguments(recorder.inputs(given))
@@ -69,8 +69,8 @@ def check_positions(
         changed = made(positions_of(batch, length, lambda x: _with_other(x, at)))
         order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
         others = order[order != at]
-        for one, other in _pairs(whole, changed, length):
-            if not _same(one[:, others], other[:, others]):
+        for first, other in _pairs(whole, changed, length):
+            if not _same(first[:, others], other[:, others]):
                 raise LaunchError(
                     f"{why}, and {type(module).__name__} mixes positions elsewhere than in "
                     "meshwright.attention (another attention, a convolution, a mean); use 1"
@@ -96,9 +96,9 @@ def check_parts(
     """
     if not has_data((*tree_leaves(batch), *module.parameters())):
         return {}
-    with untouched(module, recorder.inputs, loss):
-        own = copied(loss) if isinstance(loss, nn.Module) else loss
-        return _PartsTrial(module, recorder, batch, own, why).dims()
+    with restore_side_effects(module, recorder.inputs, loss):
+        loss_copy = deepcopy_module(loss) if isinstance(loss, nn.Module) else loss
+        return _PartsTrial(module, recorder, batch, loss_copy, why).dims()
 
 
 Around = Callable[[Any, Node], contextlib.AbstractContextManager[None]]
@@ -122,7 +122,9 @@ class _PartsTrial:
         self._halves = (every[::2], every[1::2])
         self._parts = [self._part_of(batch, half) for half in self._halves]
         self._draws = any(node.draws for node in recorder.first.nodes)
-        self._stage = RecordedStage(copied(module), recorder, 0, len(recorder.first.layers)).train()
+        self._stage = RecordedStage(
+            deepcopy_module(module), recorder, 0, len(recorder.first.layers)
+        ).train()
         for part in self._stage.modules():
             if isinstance(part, _BatchNorm):
                 part.forward = functools.partial(self._unchanged, part)  # type: ignore[method-assign]
@@ -135,22 +137,22 @@ class _PartsTrial:
         dims: Mapping[Draw, int] = {}
         if self._draws or of_whole.places:
             for part in self._parts:
-                found: dict[Draw, Size] = {}
-                self._run(part, of_parts, functools.partial(_noting, found))
-                shapes[1] = shapes[1] or found
+                draws: dict[Draw, Size] = {}
+                self._run(part, of_parts, functools.partial(_noting, draws))
+                shapes[1] = shapes[1] or draws
             dims = self._dims(*shapes)
             self._compare_sums(of_whole, of_parts)
             whole, inner = self._run(self._batch, of_whole, _seeing_itself)
-        made = [
+        outputs = [
             self._run(part, of_parts, functools.partial(_dividing, dims, half, self._length))
             for part, half in zip(self._parts, self._halves, strict=True)
         ]
-        for (one, _), half in zip(made, self._halves, strict=True):
-            for all_of_it, some in _pairs(whole, one, self._length):
+        for (output, _), half in zip(outputs, self._halves, strict=True):
+            for all_of_it, some in _pairs(whole, output, self._length):
                 if not _same(all_of_it[:, half], some):
                     raise LaunchError(self._otherwise())
-        self._compare_inner(inner, [value for _, values in made for value in values])
-        self._compare_losses(whole, [one for one, _ in made], exact=bool(inner))
+        self._compare_inner(inner, [value for _, values in outputs for value in values])
+        self._compare_losses(whole, [output for output, _ in outputs], exact=bool(inner))
         return dims
 
     def _part_of(self, batch: Any, half: Tensor) -> Any:
@@ -194,9 +196,11 @@ class _PartsTrial:
             )
 
     def _compare_inner(self, whole: list[Tensor], parts: list[Tensor]) -> None:
-        one, other = (math.fsum(float(value) for value in values) for values in (whole, parts))
+        whole_sum, other = (
+            math.fsum(float(value) for value in values) for values in (whole, parts)
+        )
         size = math.fsum(abs(float(value)) for value in (*whole, *parts))
-        if not abs(one - other) <= _CLOSE * size:
+        if not abs(whole_sum - other) <= _CLOSE * size:
             raise LaunchError(
                 f"{self._about} adds losses (add_loss) that are no sums over positions; give sums, "
                 "or use 1"
@@ -213,9 +217,9 @@ class _PartsTrial:
                 )
             return
         total, count = self._said(whole, self._batch)
-        own = [self._said(made, part) for made, part in zip(parts, self._parts, strict=True)]
-        totals, counts = (math.fsum(found) for found in zip(*own, strict=True))
-        size = abs(total) + math.fsum(abs(found) for found, _ in own)
+        sums = [self._said(output, part) for output, part in zip(parts, self._parts, strict=True)]
+        totals, counts = (math.fsum(values) for values in zip(*sums, strict=True))
+        size = abs(total) + math.fsum(abs(part_total) for part_total, _ in sums)
         scale = counts / count if count and not exact else 1.0
         if not abs(total * scale - totals) <= _CLOSE * size * max(1.0, scale) or (
             exact and not math.isclose(count, counts, rel_tol=_CLOSE)
@@ -226,9 +230,9 @@ class _PartsTrial:
                 "sum over positions and the count of what was summed, or use 1"
             )
 
-    def _said(self, made: Any, batch: Any) -> tuple[float, float]:
-        one = counted(self._loss(made, own_tensors(batch)), samples_in(batch))
-        return float(one.total), float(one.count)
+    def _said(self, outputs: Any, batch: Any) -> tuple[float, float]:
+        loss_sum = loss_sum_of(self._loss(outputs, own_tensors(batch)), samples_in(batch))
+        return float(loss_sum.total), float(loss_sum.count)
 
 
 _CLOSE = 1e-4
@@ -241,8 +245,8 @@ def _seeing_itself(_: Any, node: Node) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting(found: dict[Draw, Size], _: Any, node: Node) -> Iterator[None]:
-    with _seeing_itself(_, node), NotedDraws(node.name, found):
+def _noting(draws: dict[Draw, Size], _: Any, node: Node) -> Iterator[None]:
+    with _seeing_itself(_, node), NotedDraws(node.name, draws):
         yield
 
 
@@ -254,14 +258,14 @@ def _dividing(
         yield
 
 
-def _pairs(one: Any, other: Any, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
+def _pairs(first: Any, other: Any, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for a, b in zip(tree_leaves(first), tree_leaves(other), strict=True):
         if isinstance(a, Tensor) and a.ndim > 1 and a.shape[1] == length:
             yield a, b
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+def _same(first: Tensor, other: Tensor) -> bool:
+    return torch.allclose(first, other, rtol=1e-4, atol=1e-5)
 
 
 def _with_other(x: Tensor, at: int) -> Tensor:

@@ -13,40 +13,15 @@ ever written out and no hidden key is multiplied.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.runtime.core.mesh import Context
+
 _LOG_SUM_ROWS = 32  # the memory-efficient kernel pads its log-sums to a multiple
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """A rank's place among those that share a sequence; by default it has all of it."""
-
-    rank: int = 0
-    degree: int = 1
-    group: dist.ProcessGroup | None = None
-
-    def positions(self, seq_len: int) -> Tensor:
-        """Return the positions of this rank, in its order.
-
-        >>> Context(rank=0, degree=2).positions(8).tolist()
-        [0, 1, 6, 7]
-        >>> Context(rank=1, degree=2).positions(8).tolist()
-        [2, 3, 4, 5]
-        """
-        if self.degree == 1:
-            return torch.arange(seq_len)
-        chunks = torch.arange(seq_len).chunk(2 * self.degree)
-        return torch.cat((chunks[self.rank], chunks[2 * self.degree - 1 - self.rank]))
-
-
-WHOLE = Context()
 
 
 def attention(
@@ -202,16 +177,21 @@ def _blocks(
     """Yield each chunk of this rank's queries, and which keys it sees: all, or causally."""
     length = query.shape[2] // 2
     for index, chunk in enumerate((rank, 2 * degree - 1 - rank)):
-        own = (slice(chunk * length, (chunk + 1) * length), True)
+        own_chunk = (slice(chunk * length, (chunk + 1) * length), True)
         earlier = (slice(0, chunk * length), False)
-        yield slice(index * length, (index + 1) * length), [own, earlier] if chunk else [own]
+        yield (
+            slice(index * length, (index + 1) * length),
+            [own_chunk, earlier] if chunk else [own_chunk],
+        )
 
 
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _merged(first: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return output and log-sum of attention over the keys of both."""
-    log_sum = torch.logaddexp(one[1], other[1])
-    parts = (part * torch.exp(part_sum - log_sum).unsqueeze(-1) for part, part_sum in (one, other))
-    return cast(Tensor, sum(parts)).to(one[0].dtype), log_sum
+    log_sum = torch.logaddexp(first[1], other[1])
+    parts = (
+        part * torch.exp(part_sum - log_sum).unsqueeze(-1) for part, part_sum in (first, other)
+    )
+    return cast(Tensor, sum(parts)).to(first[0].dtype), log_sum
 
 
 # The fused kernels by their own names: torch's front door hands out no log-sum.

@@ -22,9 +22,9 @@ from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.core.layer_names import Region
 from meshwright.runtime.core.mesh import DataRanks, Place
 from meshwright.runtime.core.torch_internals import let_go_of_reduced, replicate, staying_near
-from meshwright.runtime.models.safetensors_weights import Region
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.gradient_compression import narrow
 
@@ -102,10 +102,12 @@ def over_data(
         assert isinstance(module, FSDPModule)
         narrow(module, plan.gradient_wire, ranks.replicating.get_group())
     if plan.offload == "parameters":
-        for parameter in (one for one in module.parameters() if one not in others):
+        for parameter in (
+            parameter for parameter in module.parameters() if parameter not in others
+        ):
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
-            known = getattr(parameter, "_post_accumulate_grad_hooks", None)  # by a unit inside
-            if known or not parameter.requires_grad:
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)  # by a unit inside
+            if hooks or not parameter.requires_grad:
                 continue
             if device.type == "cpu":
                 parameter.register_post_accumulate_grad_hook(_moved_home)

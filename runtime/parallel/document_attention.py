@@ -39,8 +39,8 @@ def ends_of(starts: Tensor, most: int) -> Tensor:
     [0, 2, 3, 4, 6, 6, 6]
     """
     first = starts == torch.arange(starts.shape[1], device=starts.device)
-    found = torch.nonzero_static(first.flatten(), size=most, fill_value=starts.numel())
-    return torch.nn.functional.pad(found.flatten(), (0, 1), value=starts.numel()).to(torch.int32)
+    places = torch.nonzero_static(first.flatten(), size=most, fill_value=starts.numel())
+    return torch.nn.functional.pad(places.flatten(), (0, 1), value=starts.numel()).to(torch.int32)
 
 
 def most_documents(starts: Tensor, samples: int) -> int:
@@ -79,7 +79,7 @@ def _within(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and log-sums; an operator of its own, so that selective recompute keeps it."""
     if query.device.type != "cpu":
-        flat = [_flat(one) for one in (query, key, value)]
+        flat = [_flat(tensor) for tensor in (query, key, value)]
         length = query.shape[2]
         out, log_sum = torch.ops.aten._flash_attention_forward(
             *flat, ends, ends, length, length, 0.0, True, False, scale=scale
@@ -88,11 +88,11 @@ def _within(
     out = torch.empty_like(query)
     log_sum = query.new_empty(query.shape[:-1], dtype=torch.float32)
     for row, place in _places(ends, query.shape[2]):
-        parts = (one[row : row + 1, :, place] for one in (query, key, value))
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        parts = (tensor[row : row + 1, :, place] for tensor in (query, key, value))
+        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *parts, 0.0, True, scale=scale
         )
-        out[row : row + 1, :, place], log_sum[row : row + 1, :, place] = made
+        out[row : row + 1, :, place], log_sum[row : row + 1, :, place] = result
     return out, log_sum
 
 
@@ -117,19 +117,23 @@ def _within_backward(
     ops, length = torch.ops.aten, query.shape[2]
     if query.device.type != "cpu":
         unused = torch.zeros((), dtype=torch.int64, device=query.device)  # seeds of no dropout
-        flat = [_flat(one) for one in (grad, query, key, value, out)]
+        flat = [_flat(tensor) for tensor in (grad, query, key, value, out)]
         rest = (log_sum, ends, ends, length, length, 0.0, True, unused, unused)
-        made = ops._flash_attention_backward(*flat, *rest, scale=scale)
-        dq, dk, dv = (_as(one, like) for one, like in zip(made, (query, key, value), strict=True))
+        grads = ops._flash_attention_backward(*flat, *rest, scale=scale)
+        dq, dk, dv = (
+            _as(grad_part, like) for grad_part, like in zip(grads, (query, key, value), strict=True)
+        )
         return dq, dk, dv
-    whole = [torch.empty_like(one) for one in (query, key, value)]
+    whole = [torch.empty_like(tensor) for tensor in (query, key, value)]
     for row, place in _places(ends, length):
-        parts = [one[row : row + 1, :, place] for one in (grad, query, key, value, out, log_sum)]
+        parts = [
+            tensor[row : row + 1, :, place] for tensor in (grad, query, key, value, out, log_sum)
+        ]
         parts[-1] = parts[-1].contiguous()
-        made = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
             *parts, 0.0, True, scale=scale
         )
-        for total, part in zip(whole, made, strict=True):
+        for total, part in zip(whole, grads, strict=True):
             total[row : row + 1, :, place] = part
     return whole[0], whole[1], whole[2]
 
@@ -154,8 +158,8 @@ class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum, ends = ctx.saved_tensors
-        made = _within_backward(grad, query, key, value, out, log_sum, ends, ctx.scale)
-        return (*made, None, None)
+        grads = _within_backward(grad, query, key, value, out, log_sum, ends, ctx.scale)
+        return (*grads, None, None)
 
 
 def _places(ends: Tensor, length: int) -> Iterator[tuple[int, slice]]:

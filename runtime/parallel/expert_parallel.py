@@ -9,6 +9,34 @@ Expert parallelism: neighbouring ranks hold the experts in equal parts, and ever
 its tokens to the ranks of its experts.  Ranks tell one another first how many tokens come, so that
 the exchange has the sizes it needs.  While tokens are on the way, the experts that all tokens share
 compute; in backward their gradients are made while those of the tokens are on the way back.
+
+Three ways of tokens to experts on other ranks:
+
+    all-to-all       each token to the ranks of its experts, as above (`mix_by_all_to_all`)
+    all-gather       `dispatch: allgather`: every rank gets all tokens of the ranks that divide the
+                     experts, computes those that chose its own experts, and the sums are reduced
+                     and scattered.  Where a token goes is decided on the device, so that the host
+                     waits for nothing; the price are buffers of the most tokens that a rank may
+                     get: those of all ranks, each min(choices, own experts) times.  Rows that
+                     nobody fills are not multiplied (grouped products end at the last offset), and
+                     hold nothing.  Megatron-LM has the same choice
+                     (`--moe-token-dispatcher-type allgather`).  An all-to-all moves c / n of the
+                     bytes, c being the choices of a token and n the ranks, and must know on the
+                     host how many come.
+    hierarchical     `relay`: a token is sent once to each node that has some of its experts.  An
+                     expert group of n ranks is cut into neighbours, `relay` of them each, which lie
+                     on one node.  A token goes to every node that has some of its experts, to the
+                     rank there that stands where its own does, and from there to every rank that
+                     has some of them.  On the way back a rank adds up what its experts made of a
+                     token, weighed, and the one that handed the token on adds up what came of it,
+                     so that one row for each node goes back.  Of a token with c experts on D nodes
+                     the slow links carry D copies for c, and D sums for c outputs.
+
+Under `relay` it is sent ahead of tokens where they go, so that the host knows how many will be
+handed on while the first are on the way: with what the experts that all tokens share compute, it
+waits for no tokens.
+Source: DeepSeek-V3, section 3.2.2 (arXiv:2412.19437), and DeepEP, whose kernels send both ways at
+once; here one exchange follows the other.
 """
 
 from __future__ import annotations
@@ -26,8 +54,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.core.side_effects import copied, untouched
-from meshwright.runtime.parallel.tensor_parallel import distribute, on_local_parts
+from meshwright.runtime.core.collectives import gather
+from meshwright.runtime.core.local_parts import on_local_parts
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
+from meshwright.runtime.parallel.tensor_parallel import distribute
 
 HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
 """Which dim of an experts module's parameters is the hidden one."""
@@ -36,7 +66,7 @@ _SHARED = ("shared", "shared_experts", "shared_expert")
 _ALIGNMENT_BYTES = 16  # that grouped products ask of every row
 
 
-def mixed(
+def mix_by_all_to_all(
     module: nn.Module,
     hidden: Tensor,
     index: Tensor,
@@ -62,17 +92,19 @@ def mixed(
         there = Journey(route.arriving, route.leaving, group)
         coming = departed(chosen, there)
         meanwhile()
-        made = outputs(module, arrived(coming, there)[route.by_expert], route.rows)
+        outputs_here = outputs(module, arrived(coming, there)[route.by_expert], route.rows)
         back = Journey(route.leaving, route.arriving, group)
-        returned = arrived(departed(made[_inverse(route.by_expert)], back), back)
+        returned = arrived(departed(outputs_here[_inverse(route.by_expert)], back), back)
     weighted = returned * weights.flatten()[order].unsqueeze(-1)
     return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
 
 
-def spread(module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mixed) -> None:
+def spread(
+    module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mix_by_all_to_all
+) -> None:
     """Divide an experts module over the ranks of a mesh; values that it has stay with their part.
 
-    `mix` brings tokens to experts and back, as `mixed` does.
+    `mix` brings tokens to experts and back, as `mix_by_all_to_all` does.
     """
     group = mesh.get_group()
     for name in HIDDEN_DIM:
@@ -92,7 +124,7 @@ def compute_shared_meanwhile(layer: nn.Module) -> None:
     """
     for path, routed in modules_of(layer).items():
         mixture = layer.get_submodule(path.rpartition(".")[0])
-        shared = next((found for n in _SHARED if (found := getattr(mixture, n, None))), None)
+        shared = next((module for n in _SHARED if (module := getattr(mixture, n, None))), None)
         if shared is not None and not (shared._forward_hooks or shared._forward_pre_hooks):
             shared_ahead = _Ahead(shared)
             mixture.register_forward_pre_hook(shared_ahead.begin)
@@ -133,9 +165,9 @@ class _Ahead:
     def _called(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._forward(x)
-        made, is_known = self._made, x is self._input
+        output, is_known = self._made, x is self._input
         self._input = self._made = None
-        return made if made is not None and is_known else self._forward(x)
+        return output if output is not None and is_known else self._forward(x)
 
 
 def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
@@ -153,7 +185,9 @@ def are_called_with(args: Sequence[Any]) -> bool:
     Modules with the same parameters may take something else: those of Llama 4 take tokens alone,
     sorted by expert.
     """
-    if len(args) < 2 or not all(isinstance(one, Tensor) and one.ndim == 2 for one in args[:2]):
+    if len(args) < 2 or not all(
+        isinstance(argument, Tensor) and argument.ndim == 2 for argument in args[:2]
+    ):
         return False
     hidden, index = args[:2]
     return len(index) == len(hidden) and not index.is_floating_point()
@@ -161,8 +195,9 @@ def are_called_with(args: Sequence[Any]) -> bool:
 
 @torch.no_grad()
 def check(module: nn.Module, path: str, ranks: int) -> None:
-    """Refuse an experts module that ranks cannot share, or that does something else than `mixed`.
+    """Refuse an experts module that ranks cannot share, or whose result is another.
 
+    The result is compared with that of `mix_by_all_to_all`.
     It is tried on random tokens.  Raises LaunchError with its path.
     """
     count = count_of(module)
@@ -173,16 +208,18 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
     hidden = torch.randn(2 * count, cast(Tensor, module.down_proj).shape[1])
     index = torch.stack([torch.randperm(count)[:2] for _ in hidden])
     weights = torch.rand(index.shape)
-    with untouched(module):
-        tried = copied(module)
+    with restore_side_effects(module):
+        tried = deepcopy_module(module)
         try:
-            made = tried(hidden, index, weights)
+            output = tried(hidden, index, weights)
         except Exception as error:
             raise LaunchError(
                 f"mesh.expert: is {ranks}, and {path} does not take tokens, the experts that they "
                 f"choose and their weights ({type(error).__name__}); use 1"
             ) from error
-    if not torch.allclose(made, mixed(module, hidden, index, weights), rtol=1e-4, atol=1e-5):
+    if not torch.allclose(
+        output, mix_by_all_to_all(module, hidden, index, weights), rtol=1e-4, atol=1e-5
+    ):
         raise LaunchError(
             f"mesh.expert: is {ranks}, and {path} is no sum of act_fn(gate) * up of its experts; "
             "use 1"
@@ -245,11 +282,11 @@ class _Route:
     def of(cls, rows: Tensor, group: dist.ProcessGroup, *, sent: int) -> _Route:
         """Ask the other ranks; `rows` are the `sent` tokens that this rank has, by expert."""
         ranks = group.size()
-        own = rows.numel() // ranks
-        coming = told(rows, group)
-        both = torch.stack((rows, coming)).unflatten(1, (ranks, own))
+        count = rows.numel() // ranks
+        coming = exchanged_counts(rows, group)
+        both = torch.stack((rows, coming)).unflatten(1, (ranks, count))
         leaving, arriving = _by_rank(both.sum(2), sent)
-        experts = torch.arange(own, device=rows.device).repeat(ranks)
+        experts = torch.arange(count, device=rows.device).repeat(ranks)
         by_expert = experts.repeat_interleave(coming, output_size=sum(arriving)).argsort(
             stable=True
         )
@@ -261,7 +298,7 @@ def _by_rank(rows: Tensor, sent: int) -> list[list[int]]:
     return rows.tolist()
 
 
-def told(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchanged_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return what every rank tells this one, where `counts` has as much for each of them."""
     ops, sizes = torch.ops._c10d_functional, [len(counts) // group.size()] * group.size()
     return ops.wait_tensor(ops.all_to_all_single(counts, sizes, sizes, group.group_name))
@@ -278,7 +315,7 @@ def departed(x: Tensor, journey: Journey) -> Tensor:
 def arrived(coming: Tensor, journey: Journey) -> Tensor:
     """Return the rows that `departed` announced, when all have come."""
     if torch.compiler.is_compiling():
-        return _ended(coming)
+        return _wait(coming)
     return _Arrival.apply(coming, journey)
 
 
@@ -296,12 +333,12 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
-        return _begun(x, journey.arriving, journey.leaving, journey.group.group_name)
+        return _begin_exchange(x, journey.arriving, journey.leaving, journey.group.group_name)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         returning, ctx.journey.returning = ctx.journey.returning, None
-        return _ended(returning), None
+        return _wait(returning), None
 
 
 class _Arrival(torch.autograd.Function):
@@ -313,12 +350,12 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, coming: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
-        return _ended(coming)
+        return _wait(coming)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         journey = ctx.journey
-        journey.returning = _begun(
+        journey.returning = _begin_exchange(
             grad, journey.leaving, journey.arriving, journey.group.group_name
         )
         return grad, None
@@ -330,19 +367,19 @@ class _TokenExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
         ctx.sizes, ctx.name = (leaving, arriving), name
-        return _begun(x, arriving, leaving, name)
+        return _begin_exchange(x, arriving, leaving, name)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         arriving, leaving = ctx.sizes
-        return _ended(_begun(grad, arriving, leaving, ctx.name)), None, None, None
+        return _wait(_begin_exchange(grad, arriving, leaving, ctx.name)), None, None, None
 
 
-def _begun(x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
+def _begin_exchange(x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
     return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), arriving, leaving, name)
 
 
-def _ended(coming: Tensor) -> Tensor:
+def _wait(coming: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(coming)
 
 
@@ -361,8 +398,8 @@ def _biased_outputs(module: Any, x: Tensor, rows: Tensor) -> Tensor:
     owner = torch.arange(len(rows), device=x.device).repeat_interleave(rows, output_size=len(x))
     both = _product(x, module.gate_up_proj.transpose(1, 2), rows) + module.gate_up_proj_bias[owner]
     gated = module._apply_gate(both)
-    made = _product(gated, module.down_proj.transpose(1, 2), rows)
-    return made + module.down_proj_bias[owner]
+    output = _product(gated, module.down_proj.transpose(1, 2), rows)
+    return output + module.down_proj_bias[owner]
 
 
 def _product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
@@ -419,3 +456,211 @@ def _inverse(order: Tensor) -> Tensor:
     result = torch.empty_like(order)
     result[order] = torch.arange(len(order), device=order.device)
     return result
+
+
+def mix_by_all_gather(
+    module: nn.Module,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Return each token's weighted sum of its experts' outputs, [token, hidden].
+
+    The module has this rank's part of the experts, in the order of ranks, and `meanwhile` is
+    called while tokens are on the way.
+    """
+    each, count = index.shape[1], count_of(module)
+    coming = _GatheredRows.apply(hidden, group)
+    meanwhile()
+    tokens, every = _Awaited.apply(coming), _at_once(weights, group)
+    expert = _at_once(index, group).flatten() - group.rank() * count
+    expert = torch.where((expert >= 0) & (expert < count), expert, count)
+    slots = len(tokens) * min(each, count)
+    order = expert.argsort(stable=True)[:slots]
+    rows = expert.new_zeros(count + 1).scatter_add_(0, expert, torch.ones_like(expert))[:count]
+    filled = (torch.arange(slots, device=rows.device) < rows.sum()).unsqueeze(1)
+    chosen = tokens[order // each].where(filled, 0)
+    # Grouped products leave what is behind the last offset as it was in memory.
+    results = outputs(module, chosen, rows).where(filled, 0)
+    weighted = results * every.flatten()[order].unsqueeze(1)
+    whole = weighted.new_zeros(tokens.shape).index_add(0, order // each, weighted)
+    # No view of another tensor: data parallelism hangs hooks on what a unit returns.
+    return _SummedRows.apply(whole, group).to(hidden.dtype)
+
+
+def _at_once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the rows of x [token, ...], as those of one sample, and wait for them."""
+    return gather(x.unsqueeze(0), group).squeeze(0)
+
+
+class _GatheredRows(torch.autograd.Function):
+    """Begin to gather the rows of all ranks; gradients are summed over ranks and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _begin_all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter_rows(grad, ctx.group), None
+
+
+class _SummedRows(torch.autograd.Function):
+    """Sum the rows of all ranks and keep those of this one's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _wait(_begin_all_gather(grad, ctx.group)), None
+
+
+class _Awaited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor) -> Tensor:
+        return _wait(coming)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _begin_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+
+
+def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return _wait(ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name))
+
+
+def mix_by_hierarchical_all_to_all(
+    module: nn.Module,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    across: dist.ProcessGroup,
+    inside: dist.ProcessGroup,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Return each token's weighted sum of its experts' outputs, [token, hidden].
+
+    The module has this rank's part of the experts, in the order of the ranks of `group`; of these
+    `inside` are those of this node, and `across` those that stand where this one does, of all
+    nodes.  `meanwhile` is called while tokens are on the way to nodes.
+    """
+    count = count_of(module)
+    near = count * inside.size()
+    to_nodes = _Copies.of(index // near, across, of=len(index), parts=across.size())
+    going = to_nodes.journey()
+    coming = departed(hidden[to_nodes.order], going)
+    there, shares = to_nodes.sent(index), to_nodes.sent(weights)
+    first = across.rank() * near
+    of_node = torch.where((there >= first) & (there < first + near), there - first, near)
+    to_ranks = _Copies.of(of_node // count, inside, of=len(index), parts=group.size())
+    meanwhile()
+    tokens = to_ranks.sent(arrived(coming, going))
+    there, shares = to_ranks.sent(of_node), to_ranks.sent(shares)
+    sums = _sums(module, tokens, there - inside.rank() * count, shares, pairs=to_ranks.pairs)
+    handed = to_ranks.summed(sums.to(hidden.dtype), len(of_node))
+    return to_nodes.summed(handed, len(hidden))
+
+
+def _sums(module: nn.Module, tokens: Tensor, chosen: Tensor, shares: Tensor, pairs: int) -> Tensor:
+    """Return of tokens [row, hidden] the weighted sums over those of their experts that are here.
+
+    Of what they have `chosen` [row, choice] 0 to this rank's experts are its own, `pairs` in all.
+    """
+    count, each = count_of(module), chosen.shape[1]
+    expert = torch.where((chosen >= 0) & (chosen < count), chosen, count).flatten()
+    order = _first(pairs, expert.argsort(stable=True))
+    results = outputs(module, tokens[order // each], rows_of_experts(expert, count + 1)[:count])
+    weighted = results * shares.flatten()[order].unsqueeze(1)
+    return _Added.apply(weighted, order // each, len(tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """Rows that are copied to some of the ranks of a group, once to each, and summed on return."""
+
+    order: Tensor
+    """The rows that leave, for one rank after the other."""
+    leaving: list[int]
+    arriving: list[int]
+    pairs: int
+    """Choices of the rows that arrive which are of this rank."""
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, places: Tensor, group: dist.ProcessGroup, *, of: int, parts: int) -> _Copies:
+        """Tell the other ranks what comes; `places` [row, choice] are ranks, others none of them.
+
+        Copies of `of` tokens of each rank then are with as many `parts` of the experts.
+        """
+        ranks, rows = group.size(), len(places)
+        chosen = places.new_zeros(rows, ranks + 1).scatter_add_(1, places, torch.ones_like(places))
+        chosen = chosen[:, :ranks]
+        goes = chosen > 0
+        counts = torch.stack((goes.sum(0), chosen.sum(0)), dim=1)
+        coming = exchanged_counts(counts.flatten(), group).view_as(counts)
+        both = torch.stack((counts[:, 0], coming[:, 0], coming[:, 1]))
+        leaving, arriving, pairs = _copies_by_rank(both, of, parts)
+        order = goes.t().flatten().logical_not().to(torch.uint8).argsort(stable=True)
+        return cls(
+            order=_first(sum(leaving), order) % rows,
+            leaving=leaving,
+            arriving=arriving,
+            pairs=sum(pairs),
+            group=group,
+        )
+
+    def journey(self) -> Journey:
+        """Return the way of rows to the ranks that they go to."""
+        return Journey(self.arriving, self.leaving, self.group)
+
+    def sent(self, x: Tensor) -> Tensor:
+        """Return the rows that all ranks send to this one, of each their x [row, ...]."""
+        there = self.journey()
+        return arrived(departed(x[self.order], there), there)
+
+    def summed(self, x: Tensor, rows: int) -> Tensor:
+        """Return for each of as many rows the sum of what was made of its copies, x [copy, ...]."""
+        back = Journey(self.leaving, self.arriving, self.group)
+        return _Added.apply(arrived(departed(x, back), back), self.order, rows)
+
+
+class _Added(torch.autograd.Function):
+    """Rows added up where an order says; torch's own index_add would keep them for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.new_zeros(rows, x.shape[1]).index_add_(0, order, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return grad[order], None, None
+
+
+def _first(count: int, x: Tensor) -> Tensor:
+    """Return the first of some values; a graph cannot cut where it does not know the length."""
+    return x[torch.arange(count, device=x.device)]
+
+
+def _copies_by_rank(rows: Tensor, of: int, parts: int) -> list[list[int]]:
+    """Return the copies that leave for each rank, those that arrive, and the choices with them.
+
+    They are copies of `of` tokens, which go to as many `parts` of the experts.
+    """
+    return rows.tolist()

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.planner.documents.plan import GradientWire
+from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.core.torch_internals import ReduceScatter, reduce_scatter
-from meshwright.runtime.models.initialize import seed_of
 
 RANK = 4
 """Of the matrices that PowerSGD sends."""
@@ -130,18 +130,18 @@ class PowerSGD(Mean):
                 matrices[name] = grad
             else:
                 rest.append(grad)
-        known = [self._of(name, grad.flatten(1)) for name, grad in matrices.items()]
+        memories = [self._of(name, grad.flatten(1)) for name, grad in matrices.items()]
         wanted = [
             grad.flatten(1) if memory.left_out is None else grad.flatten(1) + memory.left_out
-            for grad, memory in zip(matrices.values(), known, strict=True)
+            for grad, memory in zip(matrices.values(), memories, strict=True)
         ]
-        left = [matrix @ memory.factor for matrix, memory in zip(wanted, known, strict=True)]
+        left = [matrix @ memory.factor for matrix, memory in zip(wanted, memories, strict=True)]
         self._reduce([*left, *rest])
         left = [torch.linalg.qr(factor).Q for factor in left]
         right = [matrix.t() @ factor for matrix, factor in zip(wanted, left, strict=True)]
         self._reduce(right)
         for grad, memory, matrix, p, q in zip(
-            matrices.values(), known, wanted, left, right, strict=True
+            matrices.values(), memories, wanted, left, right, strict=True
         ):
             sent = p @ q.t()
             memory.left_out = matrix - sent

@@ -68,7 +68,7 @@ class _Bucket:
         sizes = [local.numel() for local in locals_]
         self.flat = locals_[0].new_empty(sum(sizes) + len(sizes), requires_grad=False)
         *parts, flags = self.flat.split([*sizes, len(sizes)])
-        self.views = [_laid_out(part, one) for part, one in zip(parts, locals_, strict=True)]
+        self.views = [_laid_out(part, local) for part, local in zip(parts, locals_, strict=True)]
         flags.fill_(1.0)
         return self.flat
 
@@ -109,10 +109,10 @@ class Replicas:
         """
         self._backwards = backwards
         self._op = dist.ReduceOp.SUM if divided else dist.ReduceOp.AVG
-        found = list(parameters)
-        self._stages = Counter(parameter for parameter, _ in found)
+        all_parameters = list(parameters)
+        self._stages = Counter(parameter for parameter, _ in all_parameters)
         """How many stages of this rank read each, in backwards of their own."""
-        self._buckets = _buckets(found)
+        self._buckets = _buckets(all_parameters)
         self._sent = 0
         self.measures_own = False
         """Whether each step measures this rank's own gradient, before it becomes the mean."""
@@ -128,7 +128,9 @@ class Replicas:
         """Divide gradients that passes before have left, if they are summed: they are once more."""
         if self._op == dist.ReduceOp.SUM:
             for bucket in self._buckets:
-                left = [one.grad for one in bucket.parameters if one.grad is not None]
+                left = [
+                    parameter.grad for parameter in bucket.parameters if parameter.grad is not None
+                ]
                 for grad in left:
                     _local(grad).div_(bucket.group.size())
 
@@ -159,14 +161,14 @@ class Replicas:
             bucket.empty()  # the gradients keep its memory until the optimizer drops them
         self._sent = 0
         if self.measures_own:
-            self.own_square = torch.stack([one.double() for one in self._squares]).sum()
+            self.own_square = torch.stack([square.double() for square in self._squares]).sum()
             self._squares = []
 
     def _send(self, bucket: _Bucket) -> None:
         if self.measures_own:
             assert bucket.flat is not None
-            own = bucket.flat[: -len(bucket.parameters)]
-            self._squares.append(torch.dot(own, own))
+            local = bucket.flat[: -len(bucket.parameters)]
+            self._squares.append(torch.dot(local, local))
         bucket.send(self._op)
 
     def _noticing(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:

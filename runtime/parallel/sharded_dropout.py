@@ -28,9 +28,9 @@ Draw = tuple[str, int]
 class NotedDraws(TorchFunctionMode):
     """Notes the shapes of what a node draws."""
 
-    def __init__(self, node: str, found: dict[Draw, Size]) -> None:
+    def __init__(self, node: str, sizes: dict[Draw, Size]) -> None:
         super().__init__()
-        self._node, self._number, self._found = node, 0, found
+        self._node, self._number, self._found = node, 0, sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         like = _drawn_like(func, args, kwargs or {})

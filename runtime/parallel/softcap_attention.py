@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.runtime.parallel.context_parallel import Context, gathered
+from meshwright.runtime.core.mesh import Context
+from meshwright.runtime.parallel.context_parallel import gathered
 
 BLOCK = 512
 """Queries whose scores exist at once."""

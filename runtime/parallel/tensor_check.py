@@ -22,14 +22,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.planner.errors import MeshwrightError
-from meshwright.runtime.core.side_effects import copied, untouched
-from meshwright.runtime.parallel.linear_dataflow import Flow, Indivisible, flow_of, own_leaf
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_collectives import Across
 from meshwright.runtime.parallel.tensor_regions import (
     CONVOLUTIONS,
     PRODUCTS,
+    Flow,
+    Indivisible,
     Region,
     divide_dropout,
+    flow_of,
+    own_leaf,
     part_of,
     run_divided,
     shards,
@@ -167,9 +170,9 @@ class _NoDraws(TorchFunctionMode):
 class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, grads: dict[int, Tensor | None], at: int, known: Tensor | None
+        ctx: Any, x: Tensor, grads: dict[int, Tensor | None], at: int, value: Tensor | None
     ) -> Tensor:
-        ctx.grads, ctx.at, ctx.known = grads, at, known
+        ctx.grads, ctx.at, ctx.known = grads, at, value
         return x.view_as(x)
 
     @staticmethod
@@ -227,7 +230,7 @@ class DivisionTrial:
 
     def divided(self, degree: int) -> DividedUnit:
         """Return how the unit is divided over `degree` ranks."""
-        with untouched(self._user_unit), torch.enable_grad(), _one_thread():
+        with restore_side_effects(self._user_unit), torch.enable_grad(), _one_thread():
             torch.manual_seed(0)
             try:
                 candidates = self._candidates()
@@ -251,14 +254,14 @@ class DivisionTrial:
                     self._user_unit, region, partial=error.partial
                 ):
                     undrawn.append(region)
-        made = DividedUnit(degree=degree)
+        division = DividedUnit(degree=degree)
         while accepted:
             try:
-                made = self._checked(accepted, degree)
+                division = self._checked(accepted, degree)
                 break
             except Indivisible as error:
                 whole |= dict.fromkeys(accepted.pop().paths, str(error))
-        return replace(made, whole=whole, undrawn=tuple(undrawn))
+        return replace(division, whole=whole, undrawn=tuple(undrawn))
 
     # --- candidates ---
 
@@ -349,39 +352,39 @@ class DivisionTrial:
         """Run the unit whole and in parts; return how it is divided where they are equal."""
         for region in regions:
             _refuse_indivisible(self._user_unit, region, degree)
-        made = DividedUnit(degree=degree, regions=tuple(regions))
-        made = self._tried(made, training=False)  # here nothing draws
+        division = DividedUnit(degree=degree, regions=tuple(regions))
+        division = self._tried(division, training=False)  # here nothing draws
         try:
-            return self._tried(made, training=True)
+            return self._tried(division, training=True)
         except Indivisible:
             with _NoDraws():
-                undrawn = self._tried(made, training=True)
+                undrawn = self._tried(division, training=True)
             raise _DrawsOtherwise(bool(undrawn.partial)) from None
 
-    def _tried(self, made: DividedUnit, *, training: bool) -> DividedUnit:
+    def _tried(self, division: DividedUnit, *, training: bool) -> DividedUnit:
         """Refuse what is not equal to the whole; return it with what the runs tell."""
         assert self._ready is not None
         unit, given, _ = self._ready
         plain = _run(unit, given, None, training=training)
         watch = _AxisWatch()
-        twin = copied(unit)
+        twin = deepcopy_module(unit)
         whole_shapes = _dropped_shapes(twin)
-        made.apply(twin, watch)
+        division.apply(twin, watch)
         whole = _run(twin, given, watch, training=training)
         _compare(whole.outputs, plain.outputs, "its own code makes something else")
         try:
             parts = []
-            for rank in range(made.degree):
-                twin = copied(unit)
-                take_parts(twin, made.regions, rank, made.degree)
+            for rank in range(division.degree):
+                twin = deepcopy_module(unit)
+                take_parts(twin, division.regions, rank, division.degree)
                 shapes = _dropped_shapes(twin)
-                made.apply(twin, part := _TrialRank(rank, made.degree, watch))
+                division.apply(twin, part := _TrialRank(rank, division.degree, watch))
                 parts.append(_run(twin, given, part, training=training))
-            partial = self._equal(made.regions, plain, watch, parts, made.degree)
-            dropouts = made.dropouts or _dropouts(whole_shapes, shapes, made.degree)
+            partial = self._equal(division.regions, plain, watch, parts, division.degree)
+            dropouts = division.dropouts or _dropouts(whole_shapes, shapes, division.degree)
         except Indivisible as error:
             raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
-        return replace(made, partial=made.partial | partial, dropouts=dropouts)
+        return replace(division, partial=division.partial | partial, dropouts=dropouts)
 
     def _equal(
         self,
@@ -396,12 +399,12 @@ class DivisionTrial:
         for part in parts:
             _compare(part.outputs, plain.outputs, "its parts do not make the whole")
         for at, whole in enumerate(watch.sums):
-            made = _sum([part.across.sums[at] for part in parts])
-            _compare([made], [whole], "its parts do not add up")
+            total = _sum([part.across.sums[at] for part in parts])
+            _compare([total], [whole], "its parts do not add up")
         for at, whole_grad in watch.grads.items():
             if whole_grad is not None:
-                made = _sum([part.across.grads.get(at) for part in parts])
-                _compare([made], [whole_grad], "gradients of its parts do not add up")
+                total = _sum([part.across.grads.get(at) for part in parts])
+                _compare([total], [whole_grad], "gradients of its parts do not add up")
         for part in parts:
             _compare(part.inputs, plain.inputs, "gradients of what it is given differ")
         divided = {
@@ -411,20 +414,20 @@ class DivisionTrial:
         }
         partial = set()
         # Gradients that are zero but for rounding, such as that of the keys' bias.
-        found = [float(g.abs().max()) for g in plain.grads.values() if g is not None]
-        noise = NOISE * max(found, default=0.0)
+        largest = [float(g.abs().max()) for g in plain.grads.values() if g is not None]
+        noise = NOISE * max(largest, default=0.0)
         for name, grad in plain.grads.items():
-            own = [part.grads.get(name) for part in parts]
-            if grad is None or any(one is None for one in own):
-                if grad is not None or any(one is not None for one in own):
+            grads = [part.grads.get(name) for part in parts]
+            if grad is None or any(part_grad is None for part_grad in grads):
+                if grad is not None or any(part_grad is not None for part_grad in grads):
                     raise Indivisible(f"{name} has no gradient on some ranks")
                 continue
             if name in divided:
                 dim, pieces = divided[name]
                 wanted = [part_of(grad, dim, pieces, rank, degree) for rank in range(degree)]
-                _compare(own, wanted, f"the gradient of {name} differs", noise)
-            elif _summed(own, grad, noise):
-                _compare([_sum(own)], [grad], f"the gradient of {name} differs", noise)
+                _compare(grads, wanted, f"the gradient of {name} differs", noise)
+            elif _summed(grads, grad, noise):
+                _compare([_sum(grads)], [grad], f"the gradient of {name} differs", noise)
                 partial.add(name)
         return frozenset(partial)
 
@@ -468,8 +471,10 @@ def _dropouts(
     for path, shapes in whole.items():
         if shapes == part[path]:
             continue
-        (one, *_), (other, *_) = shapes, part[path]
-        dims = [at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a == b * degree]
+        (first_shape, *_), (other, *_) = shapes, part[path]
+        dims = [
+            at for at, (a, b) in enumerate(zip(first_shape, other, strict=False)) if a == b * degree
+        ]
         if len(shapes) > 1 or len(part[path]) > 1 or len(dims) != 1:
             raise Indivisible(f"{path} is given tensors of several shapes, not all of them divided")
         result[path] = dims[0]
@@ -477,8 +482,8 @@ def _dropouts(
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return torch.stack(found).sum(0) if found else None
+    grads = [part for part in parts if part is not None]
+    return torch.stack(grads).sum(0) if grads else None
 
 
 def _refuse_indivisible(unit: nn.Module, region: Region, degree: int) -> None:
@@ -506,18 +511,18 @@ def _with_random_numbers(unit: nn.Module) -> nn.Module:
     for parameter in unit.parameters():
         if not parameter.is_floating_point():
             raise Indivisible("has weights that are no numbers in floating point")
-        made = torch.randn(parameter.shape)
+        values = torch.randn(parameter.shape)
         if parameter.ndim > 1:
-            made /= math.sqrt(max(1, made.numel() // made.shape[0]))
-        memo[id(parameter)] = nn.Parameter(made)
+            values /= math.sqrt(max(1, values.numel() // values.shape[0]))
+        memo[id(parameter)] = nn.Parameter(values)
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
-    return copied(unit, memo)
+    return deepcopy_module(unit, memo)
 
 
 def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialRun:
     """Run a unit, and backward from random gradients that every run has alike."""
-    unit = unit.train(training) if across is not None else copied(unit).train(training)
+    unit = unit.train(training) if across is not None else deepcopy_module(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
     try:
@@ -538,7 +543,7 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialR
         raise Indivisible(f"{type(error).__name__}: {line}") from error
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(
-        outputs=[one.detach() for one in outputs],
+        outputs=[output.detach() for output in outputs],
         grads={name: p.grad for name, p in unit.named_parameters()},
         inputs=[x.grad for x in taken],
         across=across,
@@ -548,62 +553,62 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialR
 def _backward(outputs: Sequence[Tensor]) -> None:
     """Go backward from random gradients, the same in every run."""
     generator = torch.Generator().manual_seed(1)
-    needing = [one for one in outputs if one.requires_grad]
-    grads = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in needing]
+    needing = [output for output in outputs if output.requires_grad]
+    grads = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in needing]
     if needing:
         torch.autograd.backward(needing, grads)
 
 
-def _summed(own: Sequence[Tensor | None], whole: Tensor, noise: float) -> bool:
+def _summed(parts: Sequence[Tensor | None], whole: Tensor, noise: float) -> bool:
     """Whether what ranks have are parts of a gradient to be summed, rather than copies of it.
 
     Where it is zero but for rounding, copies are equal to the bit; parts of a sum are not, and
     ranks that did not add them would drift apart.
     """
-    copies = [one for one in own if one is not None]
-    if len(copies) < len(own) or not all(_close(one, whole, noise) for one in copies):
+    copies = [part for part in parts if part is not None]
+    if len(copies) < len(parts) or not all(_close(copy, whole, noise) for copy in copies):
         return True
     alike = all(torch.equal(copies[0], other) for other in copies[1:])
     return not alike and float(whole.abs().max()) <= noise
 
 
-def _close(one: Tensor, other: Tensor, noise: float = 1e-6) -> bool:
-    if one.shape != other.shape:
+def _close(part: Tensor, other: Tensor, noise: float = 1e-6) -> bool:
+    if part.shape != other.shape:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
+    if not part.is_floating_point():
+        return torch.equal(part, other)
     finite = torch.isfinite(other)
-    if not torch.equal(finite, torch.isfinite(one)):
+    if not torch.equal(finite, torch.isfinite(part)):
         return False
     if not finite.any():
         return True
     largest = float(other[finite].abs().max())
-    return float((one[finite] - other[finite]).abs().max()) <= CLOSE * largest + noise
+    return float((part[finite] - other[finite]).abs().max()) <= CLOSE * largest + noise
 
 
 def _compare(
-    found: Sequence[Tensor | None],
+    values: Sequence[Tensor | None],
     wanted: Sequence[Tensor | None],
     otherwise: str,
     noise: float = 1e-6,
 ) -> None:
-    if len(found) != len(wanted):
+    if len(values) != len(wanted):
         raise Indivisible(otherwise)
-    for one, other in zip(found, wanted, strict=True):
-        if (one is None) != (other is None):
+    for value, other in zip(values, wanted, strict=True):
+        if (value is None) != (other is None):
             raise Indivisible(otherwise)
-        if one is not None and other is not None and not _close(one, other, noise):
+        if value is not None and other is not None and not _close(value, other, noise):
             raise Indivisible(otherwise)
 
 
 def _fits_together(unit: nn.Module, column: str, rows: str) -> bool:
-    one, other = unit.get_submodule(column), unit.get_submodule(rows)
-    for part in (one, other):
+    producer, other = unit.get_submodule(column), unit.get_submodule(rows)
+    for part in (producer, other):
         if isinstance(part, CONVOLUTIONS) and (
             part.groups != 1 or part.padding_mode != "zeros" or part.transposed
         ):
             return False
-    return isinstance(one, CONVOLUTIONS) == isinstance(other, CONVOLUTIONS)
+    return isinstance(producer, CONVOLUTIONS) == isinstance(other, CONVOLUTIONS)
 
 
 def _common(paths: Sequence[str]) -> str:

@@ -79,9 +79,9 @@ class AxisEntry:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x inside the region."""
-        for given, made in self._known:
+        for given, value in self._known:
             if given is x:
-                return made
+                return value
         self._known.append((x, self._across.copy(x)))
         return self._known[-1][1]
 
@@ -92,9 +92,9 @@ class AxisEntry:
 
 def part_of_dropout(like: Tensor, p: float, dim: int, across: Across) -> Tensor:
     """Return this rank's part of what a dropout of the whole tensor multiplies with."""
-    own = like.shape[dim]
-    drawn = functional.dropout(widened(like, dim, own * across.degree).fill_(1), p, True)
-    return drawn.narrow(dim, across.rank * own, own)
+    size_here = like.shape[dim]
+    drawn = functional.dropout(widened(like, dim, size_here * across.degree).fill_(1), p, True)
+    return drawn.narrow(dim, across.rank * size_here, size_here)
 
 
 def widened(like: Tensor, dim: int, size: int) -> Tensor:
@@ -102,7 +102,7 @@ def widened(like: Tensor, dim: int, size: int) -> Tensor:
 
     Draws follow memory, in which dims may lie in another order.
     """
-    shape = [size if at == dim else own for at, own in enumerate(like.shape)]
+    shape = [size if at == dim else size_here for at, size_here in enumerate(like.shape)]
     order = sorted(range(like.ndim), key=like.stride, reverse=True)
-    made = torch.empty([shape[at] for at in order], dtype=like.dtype, device=like.device)
-    return made.permute([order.index(at) for at in range(like.ndim)])
+    tensor = torch.empty([shape[at] for at in order], dtype=like.dtype, device=like.device)
+    return tensor.permute([order.index(at) for at in range(like.ndim)])

@@ -21,9 +21,8 @@ must be summed over the tensor axis: `divide` returns which those are.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,11 +33,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.models.family_adapter import TensorStyle
+from meshwright.runtime.core.collectives import gather, scatter
+from meshwright.runtime.core.layer_names import TensorStyle
+from meshwright.runtime.core.local_parts import local_part, on_local_parts
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.split_backward import linear
 
-POSITIONS = 1  # activations are [sample, position, feature]
 SHARDS: dict[TensorStyle, dict[str, int]] = {
     "columns": {"weight": 0, "bias": 0, lora.B: 0},
     "rows": {"weight": 1, lora.A: 1},
@@ -53,71 +53,6 @@ Where a dim has several matrices one above the other (Adapter.pieces), each is d
 has its part of each: DTensor has no placement for that, so only `Optimizer.state`, which gives them
 a dim of their own, may put such a parameter together.
 """
-
-
-class _GatherPositions(torch.autograd.Function):
-    """All-gather along the positions; backward is a reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, pieces: bool) -> Tensor:
-        ctx.group, ctx.pieces = group, pieces
-        return _all_gather(x, group, pieces=pieces)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.group, pieces=ctx.pieces), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Reduce-scatter along the positions; backward is an all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, pieces: bool) -> Tensor:
-        ctx.group, ctx.pieces = group, pieces
-        return _reduce_scatter(x, group, pieces=pieces)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.group, pieces=ctx.pieces), None, None
-
-
-def gather(x: Tensor, group: dist.ProcessGroup, *, pieces: bool = False) -> Tensor:
-    """Collect x [sample, position / ranks, feature] along the positions.
-
-    With `pieces` it is written as torch's compiler looks for it, to run it piece by piece beside
-    the products of what it brings.
-    """
-    return _GatherPositions.apply(x, group, pieces)
-
-
-def scatter(x: Tensor, group: dist.ProcessGroup, *, pieces: bool = False) -> Tensor:
-    """Sum x [sample, position, feature] over ranks and keep this rank's positions.
-
-    With `pieces` as `gather`, beside the product that makes x.
-    """
-    return _Scatter.apply(x, group, pieces)
-
-
-# The functional collectives, since selective recompute must see them as operators with results.
-# They work along the first dim, which with one sample are the positions: nothing is copied then.
-# What torch's pass (_inductor/fx_passes/micro_pipeline_tp.py) looks for is chunks and `cat`.
-def _all_gather(x: Tensor, group: dist.ProcessGroup, *, pieces: bool) -> Tensor:
-    ops, ranks = torch.ops._c10d_functional, group.size()
-    parts = ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name)
-    parts = ops.wait_tensor(parts)
-    if x.shape[0] == 1 and not pieces:
-        return parts.view(1, -1, *x.shape[POSITIONS + 1 :])
-    return torch.cat(parts.chunk(ranks), dim=POSITIONS)
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, pieces: bool) -> Tensor:
-    ops, ranks = torch.ops._c10d_functional, group.size()
-    if x.shape[0] == 1 and not pieces:
-        whole = x.contiguous().view(ranks, -1, *x.shape[POSITIONS + 1 :])
-    else:
-        whole = torch.cat(x.chunk(ranks, dim=POSITIONS))
-    part = ops.reduce_scatter_tensor(whole, "sum", ranks, group.group_name)
-    return ops.wait_tensor(part)
 
 
 def divide(
@@ -179,10 +114,6 @@ def distribute(
     module._parameters[attribute] = done[id(parameter)]
 
 
-def _local(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def apart(plan: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
     """Return a layer's plan where experts are on ranks of their own.
 
@@ -197,61 +128,6 @@ def apart(plan: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
         for path, style in plan.items()
         if not any(path == mixture or path.startswith(f"{mixture}.") for mixture in mixtures)
     }
-
-
-def on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward during which the module's parameters read as their local parts."""
-
-    def on_local_parts(*args: Any, **kwargs: Any) -> Any:
-        hidden = _hide(module)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _show(module, hidden)
-
-    return on_local_parts
-
-
-@contextlib.contextmanager
-def local_parts(layer: nn.Module) -> Iterator[None]:
-    """Let all parameters of a layer read as their local parts, before a graph asks for them.
-
-    A graph takes plain tensors, and saves none but tensors.
-    """
-    hidden = [(module, _hide(module)) for module in layer.modules() if module._parameters]
-    try:
-        yield
-    finally:
-        for module, names in hidden:
-            _show(module, names)
-
-
-def _hide(module: nn.Module) -> tuple[str, ...]:
-    """Hide parameters behind their local parts, in the instance's __dict__; return their names.
-
-    Those that are hidden already stay so.
-    """
-    local = {
-        name: _local(parameter)
-        for name, parameter in module._parameters.items()
-        if name not in module.__dict__
-    }
-    if local:  # a graph may not change what lies outside of what it recomputes
-        module.__dict__.update(local)
-    return tuple(local)
-
-
-def _show(module: nn.Module, names: tuple[str, ...]) -> None:
-    for name in names:
-        del module.__dict__[name]
-
-
-def _part(module: nn.Module, name: str) -> Tensor | None:
-    """Return this rank's part of a parameter."""
-    if name in module.__dict__:
-        found: Tensor | None = module.__dict__[name]
-        return found
-    return _local(module._parameters.get(name))
 
 
 def _run_in_style(
@@ -299,11 +175,11 @@ def _gathered(
 
 
 def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup, *, pieces: bool) -> Tensor:
-    weight, bias = _part(module, "weight"), _part(module, "bias")
+    weight, bias = local_part(module, "weight"), local_part(module, "bias")
     assert weight is not None
     whole = linear(module, x, weight)
     if lora.is_adapted(module):
-        a, b = (_part(module, name) for name in (lora.A, lora.B))
+        a, b = (local_part(module, name) for name in (lora.A, lora.B))
         assert a is not None
         assert b is not None
         whole = whole + lora.low_rank(module, x, a, b)
@@ -312,7 +188,7 @@ def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup, *, pieces: boo
 
 
 def _vocabulary(module: nn.Module, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
-    weight = _part(module, "weight")
+    weight = local_part(module, "weight")
     assert weight is not None
     padding: int | None = getattr(module, "padding_idx", None)
     return scatter(table_rows(tokens, weight, group.rank(), padding), group)
@@ -325,8 +201,8 @@ def table_rows(tokens: Tensor, weight: Tensor, rank: int, padding: int | None) -
     if padding is not None:
         padding -= rank * weight.shape[0]
         padding = padding if 0 <= padding < weight.shape[0] else None
-    found = functional.embedding(index.masked_fill(elsewhere, 0), weight, padding)
-    return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    rows = functional.embedding(index.masked_fill(elsewhere, 0), weight, padding)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh:

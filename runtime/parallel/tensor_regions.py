@@ -8,11 +8,15 @@
 Between columns and rows runs the user's own code as it is; only modules of Dropout between them
 draw this rank's part of what one process would draw.  Parameters may be plain or DTensors.
 Whether any of this is right, meshwright.runtime.parallel.tensor_check finds out.
+
+nn.MultiheadAttention with one rank's heads equals torch's own to rounding, draws included.  Which
+products of a unit stand behind which is read off autograd's graph.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,10 +24,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.runtime.parallel.multihead_attention import run_heads
+from meshwright.planner.errors import RecordError
+from meshwright.runtime.core.local_parts import on_local_parts
+from meshwright.runtime.core.side_effects import deepcopy_module
 from meshwright.runtime.parallel.tensor_collectives import Across, AxisEntry, part_of_dropout
-from meshwright.runtime.parallel.tensor_parallel import on_local_parts, table_rows
+from meshwright.runtime.parallel.tensor_parallel import table_rows
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.split_backward import linear
 
@@ -98,11 +106,11 @@ def take_parts(
     regions: Sequence[Region],
     rank: int,
     degree: int,
-    made: Callable[[Tensor, int], Tensor] = lambda local, _: local,
+    cut_part: Callable[[Tensor, int], Tensor] = lambda local, _: local,
 ) -> dict[str, tuple[int, ...]]:
     """Leave a unit a rank's parts of what is divided; return the matrices of each, by name.
 
-    A part along a dim is stored as `made(part, dim)`.
+    A part along a dim is stored as `cut_part(part, dim)`.
     """
     taken = {}
     for region in regions:
@@ -113,7 +121,7 @@ def take_parts(
             if whole is None:
                 continue
             local = part_of(whole.detach(), dim, pieces, rank, degree).clone()
-            holder._parameters[attribute] = nn.Parameter(made(local, dim), whole.requires_grad)
+            holder._parameters[attribute] = nn.Parameter(cut_part(local, dim), whole.requires_grad)
             taken[name] = pieces
     return taken
 
@@ -157,13 +165,13 @@ def _columns(inner: Callable[[Tensor], Tensor], entry: AxisEntry) -> Callable[[T
 
 def _rows(module: nn.Module, entry: AxisEntry, across: Across, x: Tensor) -> Tensor:
     entry.left()
-    own: dict[str, Any] = module._parameters
-    bias = own["bias"]
+    parameters: dict[str, Any] = module._parameters
+    bias = parameters["bias"]
 
     def without_bias() -> Tensor:
         if isinstance(module, nn.Linear):
-            made = linear(module, x, module.weight)
-            return made + lora.added(module, x) if lora.is_adapted(module) else made
+            output = linear(module, x, module.weight)
+            return output + lora.added(module, x) if lora.is_adapted(module) else output
         assert isinstance(module, CONVOLUTIONS)
         return module._conv_forward(x, module.weight, None)
 
@@ -181,3 +189,174 @@ def _run_table(module: nn.Module, across: Across) -> None:
         return across.sum(table_rows(ids, module.weight, across.rank, module.padding_idx))
 
     module.forward = on_local_parts(module, rows)  # type: ignore[method-assign]
+
+
+def run_heads(unit: nn.Module, path: str, across: Across) -> None:
+    """Let an nn.MultiheadAttention with this rank's parts run over the tensor axis."""
+    module = unit.get_submodule(path)
+    assert isinstance(module, nn.MultiheadAttention)
+    parent = unit.get_submodule(path.rpartition(".")[0]) if path else None
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        # In eval mode torch hands whole weights to one kernel of its own, but for an unknown
+        # activation.
+        parent.activation_relu_or_gelu = 0
+    project = on_local_parts(module, functools.partial(_heads, module, across))
+    module.forward = on_local_parts(module.out_proj, project)  # type: ignore[method-assign]
+
+
+def _heads(
+    module: nn.MultiheadAttention,
+    across: Across,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Do what nn.MultiheadAttention does, with some of its heads; weights are means over all."""
+    if query.ndim != 3 or (need_weights and not average_attn_weights):
+        raise RecordError(
+            "nn.MultiheadAttention without a batch, or with weights of each head; "
+            "add a batch dimension, and set need_weights=False"
+        )
+    entered = AxisEntry(across)
+    given = (
+        x if module.batch_first else x.transpose(0, 1) for x in map(entered, (query, key, value))
+    )
+    weights, bias = module.in_proj_weight.chunk(3), module.in_proj_bias
+    biases = bias.chunk(3) if bias is not None else (None,) * 3
+    q, k, v = (
+        functional.linear(x, w, b).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for x, w, b in zip(given, weights, biases, strict=True)
+    )
+    mask = _mask(attn_mask, key_padding_mask, q, module.num_heads, across)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)
+    shares = torch.softmax(scores if mask is None else scores + mask, -1)
+    if module.training and module.dropout:
+        shares = shares * part_of_dropout(shares, module.dropout, 1, across)
+    # In memory [query, sample, feature], as torch has it: draws follow memory.
+    mixed = (shares @ v).permute(2, 0, 1, 3).flatten(2)
+    output = across.sum(functional.linear(mixed, module.out_proj.weight))
+    last = module.out_proj._parameters["bias"]
+    if last is not None:
+        output = output + (last.to_local() if isinstance(last, DTensor) else last)
+    weights_of_all = None
+    if need_weights:
+        weights_of_all = across.sum(shares.sum(1) / module.num_heads)
+    return (output.transpose(0, 1) if module.batch_first else output), weights_of_all
+
+
+def _mask(
+    given: Tensor | None, padding: Tensor | None, q: Tensor, heads: int, across: Across
+) -> Tensor | None:
+    """Return what is added to scores [sample, own head, query, key]."""
+    columns_sum: Tensor | None = None
+    if given is not None:
+        if given.ndim == 3:
+            own = slice(across.rank * q.shape[1], (across.rank + 1) * q.shape[1])
+            given = given.unflatten(0, (-1, heads))[:, own]
+        columns_sum = _added(given, q)
+    if padding is not None:
+        columns = _added(padding, q)[:, None, None, :]
+        columns_sum = columns if columns_sum is None else columns_sum + columns
+    return columns_sum
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
+
+
+class Indivisible(Exception):  # noqa: N818 - told to the user as a reason, not raised to them
+    """Why something cannot be divided."""
+
+
+def own_leaf(leaf: Any) -> Any:
+    """Return a copy of a tensor with a gradient of its own, if any; else what it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copy = leaf.detach().clone()
+    return copy.requires_grad_(leaf.requires_grad)
+
+
+@dataclass(slots=True)
+class Flow:
+    """Which products of a unit stand behind which, with nothing but other functions between."""
+
+    order: list[str]
+    before: dict[str, set[str]]
+    behind: dict[str, set[str]]
+    """The unit's own output is ""."""
+    calls: dict[str, int]
+    looked_up: dict[str, int]
+    """Rows that a table gives at most for one sample."""
+
+
+def flow_of(unit: nn.Module, given: Any) -> Flow:
+    """Run a unit and return which product reads which.
+
+    Raises Refused where it cannot be run.
+    """
+    twin = deepcopy_module(unit).train()
+    calls: dict[str, int] = {}
+    looked_up: dict[str, int] = {}
+    outputs: dict[Any, str] = {}
+    inputs: dict[str, Any] = {}
+    for path, part in twin.named_modules():
+        if isinstance(part, PRODUCTS):
+
+            def product(_: Any, args: Any, out: Any, path: str = path) -> None:
+                calls[path] = calls.get(path, 0) + 1
+                inputs.setdefault(path, args[0].grad_fn if args else None)
+                outputs[out.grad_fn] = path
+
+            part.register_forward_hook(product)
+        elif isinstance(part, nn.Embedding):
+
+            def table(_: Any, args: Any, out: Any, path: str = path) -> None:
+                calls[path] = calls.get(path, 0) + 1
+                ids = args[0]
+                looked_up[path] = ids[0].numel() if ids.ndim > 1 else ids.numel()
+
+            looked_up.setdefault(path, 1 << 60)
+            part.register_forward_hook(table)
+    args, kwargs = tree_map(own_leaf, given)
+    try:
+        torch.manual_seed(0)
+        made = [leaf for leaf in tree_leaves(twin(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    except Exception as error:  # the user's code on random numbers may fail in any way
+        line = (str(error).splitlines() or [""])[0]
+        raise Indivisible(
+            f"cannot be run on random numbers: {type(error).__name__}: {line}"
+        ) from error
+    order = list(inputs)
+    before = {path: _nearest(fn, outputs) for path, fn in inputs.items()}
+    behind: dict[str, set[str]] = {path: set() for path in order}
+    for path, functions in before.items():
+        for function in functions:
+            behind[function].add(path)
+    for result in made:
+        for path in _nearest(result.grad_fn, outputs):
+            behind[path].add("")
+    return Flow(order, before, behind, calls, looked_up)
+
+
+def _nearest(fn: Any, outputs: Mapping[Any, str]) -> set[str]:
+    """Return the products whose outputs a tensor is made of, with no other product between."""
+    paths: set[str] = set()
+    seen: set[Any] = set()
+    waiting = [fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in outputs:
+            paths.add(outputs[node])
+            continue
+        waiting += [following for following, _ in node.next_functions]
+    return paths

@@ -113,8 +113,8 @@ def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, P
                 f"tensor: {name} has an adapter of the plan's lora, whose matrices torch's styles "
                 "do not know; leave it out, and it is divided where it can be"
             )
-        for own, _ in module.get_submodule(name).named_parameters():
-            full = f"{name}.{own}"
+        for parameter_name, _ in module.get_submodule(name).named_parameters():
+            full = f"{name}.{parameter_name}"
             first = recorder.aliases.get(full, full)
             if first in held or firsts.count(first) > 1:
                 raise LaunchError(
@@ -146,7 +146,7 @@ def divide(
         if unit is None:
             continue
         prefix = f"{name}." if name else ""
-        for own, pieces in take_parts(
+        for parameter_name, pieces in take_parts(
             unit,
             divided.regions,
             group.rank(),
@@ -154,9 +154,9 @@ def divide(
             lambda local, dim: DTensor.from_local(local, mesh, [Shard(dim)], run_check=False),
         ).items():
             if len(pieces) > 1:
-                sections[f"{prefix}{own}"] = pieces
+                sections[f"{prefix}{parameter_name}"] = pieces
         divided.apply(unit, TensorRanks(group))
-        summed |= {f"{prefix}{own}" for own in divided.partial}
+        summed |= {f"{prefix}{parameter_name}" for parameter_name in divided.partial}
     return summed, sections
 
 

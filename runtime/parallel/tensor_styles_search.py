@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_check import DividedUnit, DivisionTrial, with_data
 from meshwright.runtime.parallel.tensor_regions import PRODUCTS, Region
-from meshwright.runtime.tracing.layer_identity import plain_attributes
+from meshwright.runtime.tracing.meta_costs import plain_attributes
 from meshwright.runtime.tracing.trace import (
     Leaf,
     ModuleTensor,
@@ -56,7 +56,7 @@ class DerivedStyles:
 
     def of(self, degree: int) -> dict[str, DividedUnit]:
         """Return how each unit is divided over `degree` ranks, by path; those that are not too."""
-        with untouched(self._module):
+        with restore_side_effects(self._module):
             return self._of(degree)
 
     def _of(self, degree: int) -> dict[str, DividedUnit]:
@@ -108,8 +108,8 @@ class DerivedStyles:
             elif calls > 1 and isinstance(part, (*PRODUCTS, nn.Embedding)):
                 result[path] = f"{name or 'the module'} is called {calls} times"
             for attribute in part._parameters:
-                own = f"{full}.{attribute}" if full else attribute
-                first = aliases.get(own, own)
+                full_name = f"{full}.{attribute}" if full else attribute
+                first = aliases.get(full_name, full_name)
                 if first in held or firsts.count(first) > 1:
                     result[path] = f"its {attribute} is read elsewhere too"
         return result
@@ -146,13 +146,16 @@ class TensorStyles:
     def __str__(self) -> str:
         """Return both as text."""
         lines = []
-        for title, found in (
+        for title, lines_of_title in (
             (f"over {self.ranks} ranks:", self.divided),
             ("whole on each:", self.whole),
         ):
-            if found:
-                width = max(map(len, found))
-                lines += [title, *(f"  {path:{width}}  {said}" for path, said in found.items())]
+            if lines_of_title:
+                width = max(map(len, lines_of_title))
+                lines += [
+                    title,
+                    *(f"  {path:{width}}  {text}" for path, text in lines_of_title.items()),
+                ]
         if self.given:
             lines += [
                 "with random numbers other than those of one process:",
@@ -194,10 +197,10 @@ def _styles_of(regions: Mapping[str, Sequence[Region]]) -> dict[str, str]:
     )
 
 
-def _patterns(said: Mapping[tuple[str, str], str]) -> dict[str, str]:
+def _patterns(texts: Mapping[tuple[str, str], str]) -> dict[str, str]:
     """Return what is said of a path in a unit; units of one list that say the same are one."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for (unit, path), text in said.items():
+    for (unit, path), text in texts.items():
         steps = ["*" if step.isdigit() else step for step in unit.split(".")]
         pattern, full = (".".join(filter(None, (of, path))) for of in (".".join(steps), unit))
         groups.setdefault((pattern, text), []).append(full)
@@ -245,20 +248,24 @@ class _Arguments:
 
     def _derive(self, node: Node) -> None:
         # A unit without parameters, which may keep what it made.
-        called = node.call if node.unit is None else copied(self._module.get_submodule(node.unit))
+        called = (
+            node.call
+            if node.unit is None
+            else deepcopy_module(self._module.get_submodule(node.unit))
+        )
         assert called is not None
         args, kwargs = node.arguments(self._value)
-        made = tree_leaves(called(*args, **kwargs))
-        self._values |= {value: made[place] for place, value in node.made}
+        outputs = tree_leaves(called(*args, **kwargs))
+        self._values |= {value: outputs[place] for place, value in node.made}
 
     def _value(self, leaf: Any) -> Any:
         match leaf:
             case Value(at) if at in self._values:
                 return self._values[at]
             case Value(at):
-                made = self._recording.values[at]
-                given = with_data(torch.empty(made.shape, dtype=made.dtype, device="meta"))
-                return given.requires_grad_(made.requires_grad)
+                value = self._recording.values[at]
+                given = with_data(torch.empty(value.shape, dtype=value.dtype, device="meta"))
+                return given.requires_grad_(value.requires_grad)
             case Leaf(at):
                 return self._leaves[at]
             case ModuleTensor(name):

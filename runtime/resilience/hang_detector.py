@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.launch.rank_processes import log_text
 from meshwright.runtime.resilience.heartbeat import ASK, Beacons, RankPlace, stack_file
+from meshwright.runtime.run.run_folder import log_text
 
 LEAST_S = 10.0
 TIMES = 3.0
@@ -114,18 +114,20 @@ class HangWatch:
             return []
         if now_s < self._speaks_s:
             return []
-        found = self._asked(places)
-        if not self._alone and found[0].collective is not None and not self._speaks_s:
+        hung = self._asked(places)
+        if not self._alone and hung[0].collective is not None and not self._speaks_s:
             self._speaks_s = now_s + ANSWER_S + 2 * LOOK_S
             return []
-        return found
+        return hung
 
     def _stopped(self, begun: Sequence[RankPlace], now_s: float) -> bool:
         """Whether a rank's process was stopped in each look for long enough, in its first steps."""
         if self._first_step is not None:
-            begun = [one for one in begun if one.step < self._first_step + 2]
-        stopped = {one.process for one in begun if one.part != "end" and is_stopped(one.process)}
-        self._stopped_s = {one: self._stopped_s.get(one, now_s) for one in stopped}
+            begun = [place for place in begun if place.step < self._first_step + 2]
+        stopped = {
+            place.process for place in begun if place.part != "end" and is_stopped(place.process)
+        }
+        self._stopped_s = {process: self._stopped_s.get(process, now_s) for process in stopped}
         return any(now_s - since_s > LEAST_S for since_s in self._stopped_s.values())
 
     def _asked(self, places: list[RankPlace]) -> list[HungRank]:
@@ -142,7 +144,7 @@ class HangWatch:
             for rank in self._ranks:
                 if text := log_text(stack_file(self._output, rank)):
                     texts[rank] = text
-        found = [
+        ranks = [
             HungRank(
                 rank=rank,
                 step=places[local].step,
@@ -152,7 +154,7 @@ class HangWatch:
             )
             for rank, local in self._ranks.items()
         ]
-        return sorted(found, key=lambda one: (one.answered, one.collective is not None, one.step))
+        return sorted(ranks, key=lambda one: (one.answered, one.collective is not None, one.step))
 
 
 def is_stopped(process: int) -> bool:

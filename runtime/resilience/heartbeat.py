@@ -85,15 +85,15 @@ class Beacon:
         """Add a step that was done."""
         if self._memory is not None:
             seconds = data_s, work_s, whole_s
-            for at, more in enumerate((1, *(round(1e9 * one) for one in seconds))):
+            for at, more in enumerate((1, *(round(1e9 * duration_s) for duration_s in seconds))):
                 self._pace[at] += more
             _PACE.pack_into(self._memory, self._offset + _BEACON.size, *self._pace)
 
     def tell(self, step: int, part: Part) -> None:
         """Say that a part of a step begins."""
         if self._memory is not None:
-            told = (os.getpid(), step, PARTS.index(part), time.monotonic_ns())
-            _BEACON.pack_into(self._memory, self._offset, *told)
+            fields = (os.getpid(), step, PARTS.index(part), time.monotonic_ns())
+            _BEACON.pack_into(self._memory, self._offset, *fields)
 
 
 class Beacons:
@@ -105,10 +105,10 @@ class Beacons:
 
     def places(self) -> list[RankPlace]:
         """Return where each rank is, by local rank."""
-        found = []
+        places = []
         for rank in range(self._ranks):
             process, step, part, since = _BEACON.unpack_from(self._memory, rank * BEACON_BYTES)
-            found.append(
+            places.append(
                 RankPlace(
                     process=process,
                     step=step,
@@ -117,18 +117,18 @@ class Beacons:
                     since_s=since / 1e9,
                 )
             )
-        return found
+        return places
 
     def paces(self) -> list[RankPace]:
         """Return what each rank's steps took so far, by local rank."""
-        found = []
+        paces = []
         for rank in range(self._ranks):
             at = rank * BEACON_BYTES + _BEACON.size
             steps, *spent_ns = _PACE.unpack_from(self._memory, at)
-            data_s, work_s, whole_s = (one / 1e9 for one in spent_ns)
+            data_s, work_s, whole_s = (nanoseconds / 1e9 for nanoseconds in spent_ns)
             pace = RankPace(steps=steps, data_s=data_s, work_s=work_s, whole_s=whole_s)
-            found.append(pace)
-        return found
+            paces.append(pace)
+        return paces
 
 
 def own_seconds() -> float:

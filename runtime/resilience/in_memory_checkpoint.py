@@ -85,10 +85,10 @@ class Mirror:
         # Each slot of a node is looked at by one of its ranks.
         pairs = [*self._node.own, *self._node.wards]
         mine = [slot for pair in pairs[self._local_rank :: self._ranks] for slot in pair]
-        found = gathered(mine, needed, of_run=self._run if of_this else None)
-        if found is None:
+        restored = gathered(mine, needed, of_run=self._run if of_this else None)
+        if restored is None:
             return None
-        key, snapshots, label = found
+        key, snapshots, label = restored
         self._behind = key[0], key[1]
         for at, slot in enumerate(self._own):
             own = slot.label()

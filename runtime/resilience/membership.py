@@ -99,12 +99,12 @@ class Epoch(Part):
 
     def most_lost(self, members: Iterable[Agent]) -> int:
         """Return how many devices that of some agents has lost which lost the most."""
-        starts = [one.start for one in self.lost_devices]
-        return max((starts.count(one.start) for one in members), default=0)
+        starts = [device.start for device in self.lost_devices]
+        return max((starts.count(member.start) for member in members), default=0)
 
     def has(self, agent: Agent) -> bool:
         """Whether an agent is a member."""
-        return any(one.start == agent.start for one in self.members)
+        return any(member.start == agent.start for member in self.members)
 
 
 class Standing(Part):
@@ -157,14 +157,14 @@ class Proposal:
     def members(self, count: int, *, without: Agent | None = None) -> tuple[Agent, ...]:
         """Return `count` members, or as many as there are: each in its place, spares for others."""
         spares = list(self.spares)
-        kept = [one for one in self.alive if without is None or one.start != without.start]
-        found: list[Agent] = []
+        kept = [agent for agent in self.alive if without is None or agent.start != without.start]
+        chosen: list[Agent] = []
         for old in self.epoch.members:
             if old in kept:
-                found.append(old)
+                chosen.append(old)
             elif spares:
-                found.append(spares.pop(0))
-        return tuple([*found, *spares][:count])
+                chosen.append(spares.pop(0))
+        return tuple([*chosen, *spares][:count])
 
     def state(self, stored_step: int) -> State:
         """Return the newest state that is whole, in memory or in storage."""
@@ -183,9 +183,9 @@ def newest_whole(held: Iterable[Held]) -> State | None:
     6
     """
     parts: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
-    for one in held:
-        parts[one.step, one.epoch, one.of].update(one.parts)
-    whole = [key for key, found in parts.items() if len(found) == key[2]]
+    for copy in held:
+        parts[copy.step, copy.epoch, copy.of].update(copy.parts)
+    whole = [key for key, ranks in parts.items() if len(ranks) == key[2]]
     if not whole:
         return None
     step, epoch, _ = max(whole)
@@ -210,9 +210,9 @@ class Holdings:
 
     def hold(self, held: Held) -> None:
         """Take what was copied, in place of the oldest of two others."""
-        for at, one in enumerate(self._held):
-            if (one.epoch, one.step) == (held.epoch, held.step):
-                parts = tuple(sorted({*one.parts, *held.parts}))
+        for at, state in enumerate(self._held):
+            if (state.epoch, state.step) == (held.epoch, held.step):
+                parts = tuple(sorted({*state.parts, *held.parts}))
                 self._held[at] = held.model_copy(update={"parts": parts})
                 return
         self._held = [*self._held, held][-2:]
@@ -265,15 +265,15 @@ class Roster:
         self._met[agent.start] = agent
         self._heard_s[agent.start] = now_s
 
-    def hear(self, told: Standing, now_s: float) -> None:
+    def hear(self, standing: Standing, now_s: float) -> None:
         """Take what another agent tells."""
-        start = told.agent.start
+        start = standing.agent.start
         before = self._told.get(start)
-        if told.run != self.run or start == self.agent.start:
+        if standing.run != self.run or start == self.agent.start:
             return
-        if before is not None and told.number <= before.number:
+        if before is not None and standing.number <= before.number:
             return
-        self._told[start] = told
+        self._told[start] = standing
         self._heard_s[start] = now_s
         self._suspected.discard(start)
 
@@ -288,11 +288,13 @@ class Roster:
 
     def others(self) -> list[Agent]:
         """Return who gets messages: members, and who is known otherwise and has not left."""
-        known = dict(self._met)
-        known |= {} if self.epoch is None else {one.start: one for one in self.epoch.members}
-        known |= {one.agent.start: one.agent for one in self._told.values()}
-        known.pop(self.agent.start, None)
-        return [one for one in known.values() if not self._has_left(one)]
+        agents = dict(self._met)
+        agents |= (
+            {} if self.epoch is None else {member.start: member for member in self.epoch.members}
+        )
+        agents |= {standing.agent.start: standing.agent for standing in self._told.values()}
+        agents.pop(self.agent.start, None)
+        return [agent for agent in agents.values() if not self._has_left(agent)]
 
     def adopt(self, epoch: Epoch, now_s: float) -> None:
         """Take a newer epoch from the register; ranks of an older one must have ended."""
@@ -302,8 +304,8 @@ class Roster:
             raise ValueError(f"epoch {epoch.number} is not newer than {self.number}")
         self.epoch, self.phase, self._end = epoch, "ready", None
         self.holdings.go_on_from(epoch.state)
-        for one in epoch.members:
-            self._heard_s.setdefault(one.start, now_s)
+        for member in epoch.members:
+            self._heard_s.setdefault(member.start, now_s)
 
     @property
     def is_member(self) -> bool:
@@ -328,7 +330,7 @@ class Roster:
         """Return what this agent has to do now."""
         if self.epoch is None or self.phase == "left":
             return None
-        newer = any(told.epoch > self.number for told in self._told.values())
+        newer = any(standing.epoch > self.number for standing in self._told.values())
         if self.phase == "running":
             return Quit("the others have a newer epoch") if newer else self._broken(now_s)
         return Look() if newer else self._without_ranks(self.epoch, now_s)
@@ -336,8 +338,8 @@ class Roster:
     def _without_ranks(self, epoch: Epoch, now_s: float) -> Quit | Over | Proposal | None:
         """Return what an agent has to do that waits: for others to begin, or for their ends."""
         members = epoch.members
-        lost = [one for one in members if self.is_lost(one, now_s)]
-        if any(self._has_left(one) for one in members):
+        lost = [member for member in members if self.is_lost(member, now_s)]
+        if any(self._has_left(member) for member in members):
             return Over("the run is over on another node")
         if self.agent.start in epoch.excluded:
             return Over("this node is left out")
@@ -345,7 +347,7 @@ class Roster:
             return Over("no member of the run is left") if len(lost) == len(members) else None
         if self.phase == "ready":
             return self._broken(now_s)
-        alive = [one for one in members if one not in lost]
+        alive = [member for member in members if member not in lost]
         if alive[0].start != self.agent.start or not all(map(self._has_ended, alive)):
             return None
         return Proposal(
@@ -368,9 +370,9 @@ class Roster:
         """Return why the epoch cannot train any more."""
         assert self.epoch is not None
         members = self.epoch.members
-        lost = tuple(one for one in members if self.is_lost(one, now_s))
+        lost = tuple(member for member in members if self.is_lost(member, now_s))
         if lost:
-            named = ", ".join(f"node {one.node}" for one in lost)
+            named = ", ".join(f"node {member.node}" for member in lost)
             return Quit(f"{named} does not answer" if len(lost) == 1 else f"{named} are gone", lost)
         for one in members:
             if one.start != self.agent.start and self._has_ended(one):
@@ -380,34 +382,37 @@ class Roster:
     def _has_ended(self, agent: Agent) -> bool:
         if agent.start == self.agent.start:
             return self.phase == "ended"
-        told = self._told.get(agent.start)
-        return told is not None and told.epoch == self.number and told.phase == "ended"
+        standing = self._told.get(agent.start)
+        return standing is not None and standing.epoch == self.number and standing.phase == "ended"
 
     def _has_left(self, agent: Agent) -> bool:
-        told = self._told.get(agent.start)
-        return told is not None and told.phase == "left"
+        standing = self._told.get(agent.start)
+        return standing is not None and standing.phase == "left"
 
     def spares(self, now_s: float) -> tuple[Agent, ...]:
         """Return who waits without being a member, by node."""
         assert self.epoch is not None
-        found = [
-            told.agent
-            for told in self._told.values()
-            if told.phase == "ready"
-            and told.epoch == self.number
-            and not self.epoch.has(told.agent)
-            and told.agent.start not in self.epoch.excluded
-            and not self.is_lost(told.agent, now_s)
+        proposals = [
+            standing.agent
+            for standing in self._told.values()
+            if standing.phase == "ready"
+            and standing.epoch == self.number
+            and not self.epoch.has(standing.agent)
+            and standing.agent.start not in self.epoch.excluded
+            and not self.is_lost(standing.agent, now_s)
         ]
-        return tuple(sorted(found, key=lambda one: (one.node, one.start)))
+        return tuple(sorted(proposals, key=lambda one: (one.node, one.start)))
 
     def _ends(self, alive: Sequence[Agent]) -> tuple[RankEnd, ...]:
-        told: Mapping[str, Standing] = self._told
-        ends = [self._end, *(told[one.start].end for one in alive if one.start in told)]
+        standings: Mapping[str, Standing] = self._told
+        ends = [
+            self._end,
+            *(standings[agent.start].end for agent in alive if agent.start in standings),
+        ]
         return tuple(sorted((end for end in ends if end), key=lambda end: end.waits))
 
     def _all_held(self, alive: Sequence[Agent], now_s: float) -> tuple[Held, ...]:
         """Return what those hold who may go on: members, and spares that were members once."""
-        named = {one.start for one in (*alive, *self.spares(now_s))}
-        told = [one for start, one in self._told.items() if start in named]
-        return (*self.holdings.held, *(held for one in told for held in one.held))
+        named = {agent.start for agent in (*alive, *self.spares(now_s))}
+        standings = [standing for start, standing in self._told.items() if start in named]
+        return (*self.holdings.held, *(held for standing in standings for held in standing.held))

@@ -77,7 +77,7 @@ class Register:
 
     def newest(self) -> Epoch | None:
         """Return the epoch with the highest number."""
-        names = [one.name for one in self._files().glob("epoch-*.json")]
+        names = [file.name for file in self._files().glob("epoch-*.json")]
         numbers = [int(match[1]) for name in names if (match := _FILE.fullmatch(name))]
         return self._read(max(numbers)) if numbers else None
 
@@ -166,20 +166,23 @@ def agent_of(
         with Rendezvous(node_rank, secret=secret) as rendezvous:
             sockets = Sockets(rendezvous.address)
             own = sockets.agent(node_rank.node)
-            said = {"agent": own.model_dump(), "output": output, "members": members}
-            told = rendezvous.all_gather(said)
+            introduction = {"agent": own.model_dump(), "output": output, "members": members}
+            introductions = rendezvous.all_gather(introduction)
             first = Epoch(
                 number=1 if newest is None else newest.number + 1,
                 run=str(rendezvous.all_gather(secrets.token_hex(8))[0]),
-                members=tuple(Agent.model_validate(one["agent"]) for one in told[:members]),
-                output=str(told[0]["output"]),
+                members=tuple(
+                    Agent.model_validate(introduced["agent"])
+                    for introduced in introductions[:members]
+                ),
+                output=str(introductions[0]["output"]),
                 state=State(step=0),
                 changed_unix_s=time.time(),
             )
             roster = Roster(first.run, own)
             roster.adopt(first, time.monotonic())
-            for one in told:
-                if one["agent"] != told[node_rank.node]["agent"]:
+            for one in introductions:
+                if one["agent"] != introductions[node_rank.node]["agent"]:
                     roster.meet(Agent.model_validate(one["agent"]), time.monotonic())
             agent = held.enter_context(NodeAgent(roster, sockets, register, secret))
             wrote = node_rank.node != 0 or register.put(first)
@@ -233,7 +236,7 @@ class NodeAgent:
     def node_rank(self) -> NodeRank:
         """Return this node's place among the members of its epoch, and where they meet."""
         members = self.epoch.members
-        starts = [one.start for one in members]
+        starts = [agent.start for agent in members]
         return NodeRank(
             node=starts.index(self.roster.agent.start),
             nodes=len(members),

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot, SnapshotPart, cut, within
+from meshwright.runtime.checkpoint.state_snapshot import (
+    Box,
+    Snapshot,
+    SnapshotPart,
+    cut,
+    intersection,
+)
 from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.resilience.shared_memory import StateSlot
 
@@ -69,23 +75,23 @@ def gathered(
         if (label := slot.label()) is not None and of_run in (None, label["run"])
     ]
     every = all_gather_json([key_of(label) for _, label in labels])
-    keys = {(step, run, plan, world) for told in every for step, run, plan, world in told}
+    keys = {(step, run, plan, world) for labels in every for step, run, plan, world in labels}
     for key in sorted(keys, reverse=True):
         copies = [
             RankCopy(label=read[0], content=read[1])
             for slot, label in labels
             if key_of(label) == key and (read := slot.read()) is not None
         ]
-        found = _from_own(copies, needed) or _from_all(copies, needed)
-        if found is not None:
-            return key, *found
+        sources = _from_own(copies, needed) or _from_all(copies, needed)
+        if sources is not None:
+            return key, *sources
     return None
 
 
 def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | None:
     """Return what is needed where each rank has all of it itself."""
     rank = dist.get_rank()
-    parts = _parts([one.label for one in copies])
+    parts = _parts([copy.label for copy in copies])
     wanted = _wanted(parts, dict.fromkeys(parts, rank), needed)
     if not all(all_gather_json(wanted is not None)):
         return None
@@ -96,20 +102,21 @@ def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | 
 def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | None:
     """Return what is needed where all ranks together have it."""
     rank = dist.get_rank()
-    every = all_gather_json([one.label for one in copies])
-    parts = _parts([label for told in every for label in told])
+    every = all_gather_json([copy.label for copy in copies])
+    parts = _parts([label for labels in every for label in labels])
     there: dict[int, list[int]] = {}
     for holder, told in enumerate(every):
         for label in told:
             there.setdefault(label["rank"], []).append(holder)
     holders = {
-        part: rank if rank in found else found[rank % len(found)] for part, found in there.items()
+        part: rank if rank in holders_of_part else holders_of_part[rank % len(holders_of_part)]
+        for part, holders_of_part in there.items()
     }
     wanted = _wanted(parts, holders, needed)
     asked = all_gather_json(wanted)
     if None in asked:
         return None
-    first = next(label for told in every for label in told)
+    first = next(label for labels in every for label in labels)
     return _received(copies, parts, dict(enumerate(asked))), first
 
 
@@ -161,7 +168,7 @@ def _wanted(
             _, other = parts[part].boxes[name]
             if other.whole != box.whole:
                 return None
-            begin, shape = within(box, other)
+            begin, shape = intersection(box, other)
             count = math.prod(shape)
             if (begin, shape) in taken or (not count and elements):
                 continue
@@ -178,29 +185,29 @@ def _received(
 ) -> list[Snapshot]:
     """Send what others ask for, and return what this rank has asked for."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    own = {one.label["rank"]: one.snapshot for one in copies}
+    snapshots = {copy.label["rank"]: copy.snapshot for copy in copies}
     pairs: dict[tuple[int, int], list[Want]] = {}
     for receiver, wants in asked.items():
         for holder, part, name, begin, shape in wants:
             want = holder, part, name, tuple(begin), tuple(shape)
             pairs.setdefault((holder, receiver), []).append(want)
-    found: list[tuple[Want, Tensor]] = []
+    received: list[tuple[Want, Tensor]] = []
     # In one order on all ranks, so that none waits for one that waits for it.
     for holder, receiver in sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % world, pair)):
         wants = pairs[holder, receiver]
         if holder == rank:
-            held = [(own[part].parts[name], at, size) for _, part, name, at, size in wants]
-            boxes = [cut(one.values, one.offset, at, size) for one, at, size in held]
+            held = [(snapshots[part].parts[name], at, size) for _, part, name, at, size in wants]
+            boxes = [cut(piece.values, piece.offset, at, size) for piece, at, size in held]
             if receiver == rank:
-                found += zip(wants, boxes, strict=True)
+                received += zip(wants, boxes, strict=True)
             else:
                 dist.send(torch.cat([_bytes(box) for box in boxes]), dst=receiver)
         elif receiver == rank:
-            found += _taken_from(holder, wants, parts)
+            received += _taken_from(holder, wants, parts)
     step, sample = next(iter(parts.values())).place
     return [
         Snapshot(step, {name: SnapshotPart(parts[part].boxes[name][1].whole, begin, box)}, sample)
-        for (_, part, name, begin, _), box in found
+        for (_, part, name, begin, _), box in received
     ]
 
 

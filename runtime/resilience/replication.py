@@ -63,12 +63,12 @@ def partner_places(domains: Sequence[int]) -> list[int]:
     """
     count = len(domains)
     order = sorted(range(count), key=lambda place: (domains[place], place))
-    largest = max(domains.count(one) for one in set(domains))
+    largest = max(domains.count(domain) for domain in set(domains))
     shift = largest if largest < count else 1
-    found = [0] * count
+    partners = [0] * count
     for at, place in enumerate(order):
-        found[place] = order[(at + shift) % count]
-    return found
+        partners[place] = order[(at + shift) % count]
+    return partners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +150,14 @@ class KeptCopies:
 
     def _send_all(self, pairing: Pairing, channel: Channel | None) -> None:
         sent: dict[int, tuple[int, str]] = {}
-        told: tuple[int, str] | None = None
+        announced: tuple[int, str] | None = None
         took_s = 0.0
         while self._pairing is pairing and not self._ended.is_set():
             node = self._slots.node
             newest = [_newest(slots, pairing.epoch) for slots in node.own]
-            found = {rank: one for rank, one in enumerate(newest) if one is not None}
+            found = {rank: state for rank, state in enumerate(newest) if state is not None}
             states = {_generation(label) for _, label in found.values()}
-            whole = len(found) == self._slots.ranks and len(states) == 1 and states != {told}
+            whole = len(found) == self._slots.ranks and len(states) == 1 and states != {announced}
             for _, label in found.values() if whole else ():
                 self._holds(_held(label))
             if channel is not None:
@@ -168,9 +168,9 @@ class KeptCopies:
                         sent[rank] = _generation(label)
                 took_s += time.thread_time() - begin_s
             if whole and (channel is None or {sent.get(rank) for rank in found} == states):
-                (told,) = states
+                (announced,) = states
                 if node.kept is not None:
-                    step, run = told
+                    step, run = announced
                     node.kept.tell(run, step, processor_s=took_s + self._received_s)
                 took_s = 0.0
             self._ended.wait(LOOK_S)
@@ -197,9 +197,9 @@ class KeptCopies:
             connection.settimeout(GREET_S)
             connection.sendall(channel.greeting)
             channel.meet(exactly(connection, GREETING_BYTES, until=until))
-            said = channel.receive(limit=MAX_INTRODUCTION_BYTES, until=until)
+            greeting = channel.receive(limit=MAX_INTRODUCTION_BYTES, until=until)
             pairing = self._pairing
-            if pairing is None or said != _introduction(pairing, pairing.ward):
+            if pairing is None or greeting != _introduction(pairing, pairing.ward):
                 channel.send({"refused": "it is not this node's ward"})
                 return
             channel.send({"welcome": pairing.epoch})
@@ -247,8 +247,8 @@ def to_write(slots: Sequence[StateSlot], label: dict[str, Any]) -> StateSlot:
     needed = label["behind"] and tuple(label["behind"])
 
     def worth(slot: StateSlot) -> tuple[bool, int]:
-        found = slot.label()
-        return (False, -1) if found is None else (_generation(found) == needed, found["step"])
+        label = slot.label()
+        return (False, -1) if label is None else (_generation(label) == needed, label["step"])
 
     return min(slots, key=worth)
 
@@ -260,8 +260,10 @@ def _generation(label: dict[str, Any]) -> tuple[int, str]:
 def _newest(slots: Sequence[StateSlot], epoch: int) -> tuple[StateSlot, dict[str, Any]] | None:
     """Return what a rank of an epoch wrote last."""
     labels = ((slot, slot.label()) for slot in slots)
-    found = [(slot, one) for slot, one in labels if one is not None and one["epoch"] == epoch]
-    return max(found, key=lambda one: one[1]["step"], default=None)
+    labelled = [
+        (slot, label) for slot, label in labels if label is not None and label["epoch"] == epoch
+    ]
+    return max(labelled, key=lambda one: one[1]["step"], default=None)
 
 
 def _held(label: dict[str, Any]) -> Held:
@@ -278,8 +280,8 @@ def _called(pairing: Pairing, partner: Agent, secret: bytes) -> Channel:
     connection = socket.create_connection((partner.host, partner.copies_port), timeout=GREET_S)
     channel = Channel(connection, secret, serves=False)
     try:
-        said = _introduction(pairing, pairing.own)
-        answer = channel.introduce(said, until=time.monotonic() + GREET_S)
+        greeting = _introduction(pairing, pairing.own)
+        answer = channel.introduce(greeting, until=time.monotonic() + GREET_S)
         if answer != {"welcome": pairing.epoch}:
             raise ConnectionRefusedError("it has another ward")
     except BaseException:

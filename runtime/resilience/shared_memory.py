@@ -78,8 +78,8 @@ class Slots:
             self._kept = os.memfd_create("meshwright-kept")
             os.truncate(self._kept, _KEPT.size)
         return {
-            "own": [_file(one) for one in self._own],
-            "wards": [_file(one) for one in self._wards],
+            "own": [_file(slot) for slot in self._own],
+            "wards": [_file(slot) for slot in self._wards],
             "kept": _file(self._kept) if self._has_partner and self._kept else None,
             "epoch": self._epoch,
         }
@@ -87,9 +87,9 @@ class Slots:
     @property
     def node(self) -> NodeSlots:
         """All of them, as the launcher itself sees them."""
-        told = self._told()
-        if self._seen is None or self._seen[0] != told:
-            self._seen = told, _slots_of(told)
+        state = self._told()
+        if self._seen is None or self._seen[0] != state:
+            self._seen = state, _slots_of(state)
         return self._seen[1]
 
 
@@ -181,16 +181,16 @@ class StateSlot:
         memory = self._mapped()
         head = b"" if memory is None else memory[: _HEADER.size]
         if head != self._seen[0]:
-            found = self.sealed()
-            self._seen = head, None if found is None else json.loads(found[0])
+            contents = self.sealed()
+            self._seen = head, None if contents is None else json.loads(contents[0])
         return self._seen[1]
 
     def read(self) -> tuple[dict[str, Any], memoryview] | None:
         """Return what is in it; None where nothing is, or what is there is not what was written."""
-        found = self.sealed()
-        if found is None or zlib.crc32(found[1]) != found[2]:
+        contents = self.sealed()
+        if contents is None or zlib.crc32(contents[1]) != contents[2]:
             return None
-        return json.loads(found[0]), found[1]
+        return json.loads(contents[0]), contents[1]
 
     def sealed(self) -> tuple[str, memoryview, int] | None:
         """Return label, bytes and the checksum that was written for them, which is not checked."""
@@ -244,12 +244,12 @@ def slots_of_node(environment: Mapping[str, str]) -> NodeSlots | None:
     return _slots_of(json.loads(environment[SLOTS]))
 
 
-def _slots_of(told: Mapping[str, Any]) -> NodeSlots:
+def _slots_of(state: Mapping[str, Any]) -> NodeSlots:
     return NodeSlots(
-        own=_by_rank(told["own"]),
-        wards=_by_rank(told["wards"]),
-        kept=None if told["kept"] is None else Kept(Path(told["kept"])),
-        epoch=told["epoch"],
+        own=_by_rank(state["own"]),
+        wards=_by_rank(state["wards"]),
+        kept=None if state["kept"] is None else Kept(Path(state["kept"])),
+        epoch=state["epoch"],
     )
 
 

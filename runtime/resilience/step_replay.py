@@ -73,13 +73,13 @@ class Replays:
         self._norms: deque[float] = deque(maxlen=RECENT)
         self._quiet_until, self._quiet = 0, QUIET_STEPS
 
-    def took(self, step: int, *, loss: float, norm: float, own: Tensor) -> None:
+    def took(self, step: int, *, loss: float, norm: float, gradient: Tensor) -> None:
         """Take what a step gave, on all ranks and on this one."""
-        self._steps[step] = StepValues(loss, norm, own)
+        self._steps[step] = StepValues(loss, norm, gradient)
 
     def copied(self, step: int) -> None:
         """Forget what lies behind a copy of the state after a step."""
-        self._steps = {one: values for one, values in self._steps.items() if one > step}
+        self._steps = {number: values for number, values in self._steps.items() if number > step}
 
     def doubts(self, step: int) -> bool:
         """Whether a step that was taken is to be done again; the same on all ranks."""
@@ -90,7 +90,7 @@ class Replays:
         self._norms.append(norm)
         return norm > SPIKE * usual and step > self._quiet_until
 
-    def compare(self, step: int, *, loss: float, norm: float, own: Tensor) -> None:
+    def compare(self, step: int, *, loss: float, norm: float, gradient: Tensor) -> None:
         """Compare a step that was done again; all ranks call it.
 
         Raises StepDiffered, on all, where it gave something else.
@@ -101,9 +101,9 @@ class Replays:
         same = self._equal(before.loss, loss) and self._equal(before.norm, norm)
         if same:
             return
-        pairs = zip(before.own.tolist(), own.tolist(), strict=True)
+        pairs = zip(before.own.tolist(), gradient.tolist(), strict=True)
         differs = all_gather_json(not all(self._equal(*pair) for pair in pairs))
-        ranks = [rank for rank, one in enumerate(differs) if one]
+        ranks = [rank for rank, differing in enumerate(differs) if differing]
         suspect = ranks[0] if self._names and len(ranks) == 1 else None
         who = "some rank's" if suspect is None else f"rank {suspect}'s"
         raise StepDiffered(
@@ -117,7 +117,7 @@ class Replays:
         """Take notice that a step gave the same again, and so is the run's own."""
         self._quiet_until, self._quiet = step + self._quiet, 2 * self._quiet
 
-    def _equal(self, one: float, other: float) -> bool:
-        if not (math.isfinite(one) and math.isfinite(other)):
-            return repr(one) == repr(other)
-        return abs(one - other) <= self._tolerance * max(abs(one), abs(other))
+    def _equal(self, first: float, other: float) -> bool:
+        if not (math.isfinite(first) and math.isfinite(other)):
+            return repr(first) == repr(other)
+        return abs(first - other) <= self._tolerance * max(abs(first), abs(other))

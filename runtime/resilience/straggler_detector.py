@@ -100,8 +100,8 @@ class DriftWatch:
 
         `step_s` are rank 0's, and `paces` what ranks have written, by rank; `step` is the last one.
         """
-        told = [rank for rank in self._ranks if rank in paces]
-        found: list[Drift | Paced] = []
+        ranks = [rank for rank in self._ranks if rank in paces]
+        events: list[Drift | Paced] = []
         for seconds in step_s:
             if self._left_out:
                 self._left_out -= 1
@@ -109,11 +109,11 @@ class DriftWatch:
                 continue
             self._step_s.append(seconds)
         if len(self._step_s) >= STEPS and self._prediction is not None:
-            found += self._drifted(self._prediction, paces, step)
+            events += self._drifted(self._prediction, paces, step)
             self._step_s, self._since = [], dict(paces)
-        if told and min(paces[rank].steps for rank in told) >= WARM_UP_STEPS:
-            found += self._stragglers.look({rank: paces[rank] for rank in told}, step)
-        return found
+        if ranks and min(paces[rank].steps for rank in ranks) >= WARM_UP_STEPS:
+            events += self._stragglers.look({rank: paces[rank] for rank in ranks}, step)
+        return events
 
     def _drifted(
         self, prediction: Prediction, paces: Mapping[int, RankPace], step: int
@@ -162,15 +162,15 @@ class DriftWatch:
         parts = prediction.step_parts
         waits_s = sum(seconds for name, seconds in parts.items() if _is_wait(name))
         works_s = sum(parts.values()) - waits_s
-        if not each or any(one.work is None for one in each.values()):
-            most = max((one.data for one in each.values()), default=0.0)
+        if not each or any(pace.work is None for pace in each.values()):
+            most = max((pace.data for pace in each.values()), default=0.0)
             why = f"ranks read a batch in {seconds_text(most)}; of the rest no part was measured"
             return "not measured", None, why
-        work = {rank: one.work or 0.0 for rank, one in each.items()}
-        data = {rank: one.data for rank, one in each.items()}
+        work = {rank: pace.work or 0.0 for rank, pace in each.items()}
+        data = {rank: pace.data for rank, pace in each.items()}
         sign = 1.0 if slower else -1.0
         chosen = max if slower else min
-        wait_s = min(one.waiting or 0.0 for one in each.values())
+        wait_s = min(pace.waiting or 0.0 for pace in each.values())
         misses = {
             "data": sign * max(data.values()),
             "work": sign * (chosen(work.values()) - works_s),
@@ -186,7 +186,7 @@ class DriftWatch:
             )  # fmt: skip
         seconds = data if part == "data" else work
         rank = chosen(seconds, key=lambda one: seconds[one])
-        others = [s for one, s in seconds.items() if one != rank]
+        others = [s for other, s in seconds.items() if other != rank]
         alone = bool(others) and (
             abs(_apart(seconds[rank], others, LEAST_SPREAD * each[rank].whole)[1]) > APART
         )
@@ -223,24 +223,24 @@ class _Stragglers:
             return []
         each = {rank: step_seconds(self._before[rank], pace) for rank, pace in paces.items()}
         self._before = dict(paces)
-        found: list[Drift | Paced] = [self._paced(each, step)]
+        events: list[Drift | Paced] = [self._paced(each, step)]
         for part in ("data", "work"):
             seconds = {
                 rank: value
-                for rank, one in each.items()
-                if (value := one.data if part == "data" else one.work) is not None
+                for rank, pace in each.items()
+                if (value := pace.data if part == "data" else pace.work) is not None
             }
             for rank, value in seconds.items():
                 key, step_s = (rank, part), each[rank].whole
                 first_s = self._first.setdefault(key, value)
-                peers = [s for one, s in seconds.items() if self._is_peer(one, rank)]
+                peers = [s for other, s in seconds.items() if self._is_peer(other, rank)]
                 usual_s, apart = _apart(value, peers or [first_s], LEAST_SPREAD * step_s)
                 slow = apart > APART and value - usual_s > SHARE * step_s
                 self._suspect[key] = self._suspect.get(key, 0) + 1 if slow else 0
                 if self._suspect[key] == WINDOWS:
                     than = "others with equal work" if peers else "at first"
-                    found.append(self._named(rank, part, value, than, usual_s, step))
-        return found
+                    events.append(self._named(rank, part, value, than, usual_s, step))
+        return events
 
     def _paced(self, each: Mapping[int, StepSeconds], step: int) -> Paced:
         slowest = sorted(each, key=lambda rank: -(each[rank].data + (each[rank].work or 0.0)))
@@ -259,8 +259,8 @@ class _Stragglers:
             ),
         )
 
-    def _is_peer(self, one: int, rank: int) -> bool:
-        return one != rank and self._alike and self._stage[one] == self._stage[rank]
+    def _is_peer(self, other: int, rank: int) -> bool:
+        return other != rank and self._alike and self._stage[other] == self._stage[rank]
 
     def _named(
         self, rank: int, part: str, value: float, than: str, usual_s: float, step: int
@@ -303,5 +303,5 @@ def middle_mean(seconds: Sequence[float]) -> float:
 def _apart(value: float, others: Sequence[float], least: float) -> tuple[float, float]:
     """Return the median of others, and how far a value is above it in robust deviations."""
     middle = statistics.median(others)
-    spread = NORMAL * statistics.median([abs(one - middle) for one in others])
+    spread = NORMAL * statistics.median([abs(value_of_other - middle) for value_of_other in others])
     return middle, (value - middle) / max(spread, least)

@@ -51,15 +51,15 @@ def listening(
         servers, problem = _servers(host, node_rank)
         if servers:
             break
-        said = (
+        explanation = (
             f"rendezvous: {host}, as {node_rank.source} names node 0, {problem}; this machine has "
             f"{_own_addresses()}. Start node 0 where {host} is, or name it by an address that it "
             f"has; where others reach it through another address, set {LISTEN} on it to its own"
         )
         if _is_address(host) or time.monotonic() > deadline:
-            raise LaunchError(said)
+            raise LaunchError(explanation)
         if not warned:
-            warn(said)
+            warn(explanation)
             warned = True
         time.sleep(0.5)
     here = servers[0].getsockname()[0]
@@ -104,10 +104,10 @@ def listening_socket(family: int, address: Any) -> socket.socket:
 
 def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
+    return list(dict.fromkeys((int(family), address) for family, _, _, _, address in addresses))
 
 
 def place_text(host: str, port: int) -> str:
@@ -133,8 +133,10 @@ def is_local(server: socket.socket) -> bool:
 
 
 def _own_addresses() -> str:
-    own = [address for address in interfaces() if not ipaddress.ip_address(address).is_loopback]
-    return ", ".join(own[:MAX_NAMED]) or "no address beside its loopback"
+    addresses = [
+        address for address in interfaces() if not ipaddress.ip_address(address).is_loopback
+    ]
+    return ", ".join(addresses[:MAX_NAMED]) or "no address beside its loopback"
 
 
 def interfaces() -> dict[str, str]:
@@ -143,19 +145,19 @@ def interfaces() -> dict[str, str]:
     >>> interfaces()["127.0.0.1"] in ("lo", "lo0")
     True
     """
-    found: dict[str, str] = {}
+    address_of: dict[str, str] = {}
     answer = array.array("B", bytes(512 * INTERFACE.size))
     where, room = answer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
         request = 0x8912  # SIOCGIFCONF
-        told = fcntl.ioctl(asking, request, struct.pack("iL", room, where))
-        (filled,) = struct.unpack_from("i", told)
+        reply = fcntl.ioctl(asking, request, struct.pack("iL", room, where))
+        (filled,) = struct.unpack_from("i", reply)
         for label, address in INTERFACE.iter_unpack(answer[:filled]):
             # A second address of eth0 may be labelled eth0:1.
             name = label.partition(b"\0")[0].decode().partition(":")[0]
-            found[socket.inet_ntoa(address)] = name
+            address_of[socket.inet_ntoa(address)] = name
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text("ascii").splitlines():
             digits, *_, name = line.split()
-            found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
-    return found
+            address_of[str(ipaddress.IPv6Address(int(digits, 16)))] = name
+    return address_of

@@ -119,16 +119,16 @@ class Channel:
             yield piece
 
     def _code(self, serves: bool, number: int, text: bytes | memoryview) -> bytes:
-        made = hmac.new(self._keys[serves], LENGTH.pack(number), hashlib.sha256)
-        made.update(LENGTH.pack(len(text)))
-        made.update(text)
-        return made.digest()
+        digest = hmac.new(self._keys[serves], LENGTH.pack(number), hashlib.sha256)
+        digest.update(LENGTH.pack(len(text)))
+        digest.update(text)
+        return digest.digest()
 
-    def introduce(self, said: Any, *, until: float) -> Any:
+    def introduce(self, introduction: Any, *, until: float) -> Any:
         """Greet the side that serves, say who this is, and return what it answers."""
         self.meet(exactly(self.connection, GREETING_BYTES, until=until))
         self.connection.sendall(self.greeting)
-        self.send(said)
+        self.send(introduction)
         return self.receive(limit=MAX_INTRODUCTION_BYTES, until=until)
 
     def close(self) -> None:
@@ -169,9 +169,9 @@ def job_secret(environment: Mapping[str, str]) -> bytes:
     that of `secret` in the user's configuration folder, which is made if it is not there: nodes of
     a cluster usually share the home folder.
     """
-    told, named = environment.get(SECRET), environment.get(SECRET_FILE)
-    if told:
-        return _long_enough(os.fsencode(told).strip(), SECRET)
+    secret, named = environment.get(SECRET), environment.get(SECRET_FILE)
+    if secret:
+        return _long_enough(os.fsencode(secret).strip(), SECRET)
     if named:
         return _read(Path(named))
     home = environment.get("XDG_CONFIG_HOME") or "~/.config"
@@ -201,15 +201,15 @@ def without_secret(environment: Mapping[str, str]) -> dict[str, str]:
 def _make(file: Path) -> None:
     """Make a secret that appears whole, once, even if several nodes make it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    own = file.with_name(f".secret.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+    temporary = file.with_name(f".secret.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(new_secret() + "\n")
     try:
-        os.link(own, file)
+        os.link(temporary, file)
     except FileExistsError:
         pass  # another node was first
     finally:
-        own.unlink()
+        temporary.unlink()
 
 
 def _read(file: Path) -> bytes:

@@ -1,13 +1,21 @@
-"""Metrics: what rank 0 writes after each step, an event, and its readers: lines and loggers."""
+"""Metrics: what rank 0 writes after each step, an event, and its readers: lines and loggers.
+
+ScriptRecords are the steps that `meshwright run` follows while a script's Engine trains.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from meshwright.planner.documents.events import Event, StepDone, StepRecord
+from meshwright.planner.documents.plan import Plan
 from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.environment import OUTPUT_VARIABLE
 from meshwright.runtime.run.loggers import Logger
 
 SCALARS = ("loss", "eval_loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu")
@@ -36,14 +44,14 @@ class Metrics:
     def write(self, record: StepRecord) -> None:
         """Add a step."""
         self.happened(StepDone(at_unix_s=time.time(), record=record, predicted_s=self._predicted_s))
-        for one in (*self._before, record):
-            run.append_record(one, self._lines)
+        for step_record in (*self._before, record):
+            run.append_record(step_record, self._lines)
         self._before = ()
         figures = {name: getattr(record, name) for name in SCALARS}
-        known = {name: value for name, value in figures.items() if value is not None}
+        values = {name: value for name, value in figures.items() if value is not None}
         for logger in self._loggers:
             with run.never_fatal(type(logger).__name__, Exception):
-                logger.log(record.step, known)
+                logger.log(record.step, values)
 
     def happened(self, event: Event) -> None:
         """Add what is no step."""
@@ -54,3 +62,51 @@ class Metrics:
         for logger in self._loggers:
             with run.never_fatal(type(logger).__name__, Exception):
                 logger.close()
+
+
+class ScriptRecords:
+    """Steps written down for `meshwright run`, which started this process."""
+
+    _taken = False
+
+    def __init__(self, output: Path) -> None:
+        self._file = run.metrics_file(output)
+        self._metrics = Metrics(output)
+        self._begun = False
+
+    @classmethod
+    def of_this_process(cls) -> ScriptRecords | None:
+        """Return where the first engine of a process writes; others write nothing."""
+        output = os.environ.get(OUTPUT_VARIABLE)
+        if output is None or cls._taken:
+            return None
+        cls._taken = True
+        return cls(Path(output))
+
+    def write(
+        self,
+        plan: Plan,
+        step: int,
+        loss: float,
+        norm: float,
+        step_s: float,
+        *,
+        device: torch.device,
+    ) -> None:
+        """Add a step; those that it does again, behind a restart, are forgotten first."""
+        on_cuda = device.type == "cuda"
+        if not self._begun:
+            with run.never_fatal(self._file):
+                run.forget_steps_after(step - 1, self._file)
+            self._begun = True
+        self._metrics.write(
+            StepRecord(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                step_s=step_s,
+                samples_per_s=plan.global_batch / step_s,
+                epoch=0,
+                peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
+            )
+        )

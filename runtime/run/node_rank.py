@@ -69,8 +69,8 @@ def node_rank_of(
             )
         host, port = host_and_port(rendezvous)
         return _checked(node, nodes, host, port, BY_HAND)
-    for found in (_torchrun, _inside_torchrun, _slurm, _kubernetes):
-        node_rank = found(environment)
+    for source in (_torchrun, _inside_torchrun, _slurm, _kubernetes):
+        node_rank = source(environment)
         if node_rank is not None:
             return node_rank
     return ALONE
@@ -194,10 +194,12 @@ def _slurm_address(host: str) -> str:
         return host
     try:
         asked = [command, "show", "node", host]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(
+            asked, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return host
-    match = re.search(r"NodeAddr=(\S+)", said)
+    match = re.search(r"NodeAddr=(\S+)", output)
     return match[1] if match else host
 
 

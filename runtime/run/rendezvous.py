@@ -127,29 +127,29 @@ class Rendezvous:
     def _leave(self, error: BaseException | None) -> None:
         """Tell the others why this node leaves, if something went wrong, and close."""
         if error is not None:
-            said = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             for channel in self._others.values():
                 with contextlib.suppress(OSError, LaunchError):
-                    channel.send({"left": said})
+                    channel.send({"left": reason})
         for channel in self._others.values():
             channel.close()
         self._others.clear()
 
-    def all_gather(self, own: Any) -> list[Any]:
+    def all_gather(self, data: Any) -> list[Any]:
         """Tell all nodes something; return what each of them sent, by node.  All call it."""
         if self.node_rank.nodes == 1:
-            return [json.loads(json.dumps(own))]
+            return [json.loads(json.dumps(data))]
         if self.node_rank.node == 0:
-            said = [own, *(self._hear(other) for other in range(1, self.node_rank.nodes))]
+            messages = [data, *(self._hear(other) for other in range(1, self.node_rank.nodes))]
             for other in self._others:
-                self._send(other, said)
-            return said
-        self._send(0, own)
+                self._send(other, messages)
+            return messages
+        self._send(0, data)
         return list(self._hear(0))
 
-    def agree(self, said: Mapping[str, object]) -> None:
+    def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse nodes that would do different things; each says what it does.  All call it."""
-        lead, *others = self.all_gather(dict(said))
+        lead, *others = self.all_gather(dict(facts))
         for node, other in enumerate(others, start=1):
             for what, value in other.items():
                 if value != lead[what]:
@@ -186,8 +186,8 @@ class Rendezvous:
         if listening is not None:
             with socket.socket(fileno=os.dup(listening)) as seen:
                 port = seen.getsockname()[1]
-        said = self.all_gather({"address": self.address, "port": port})
-        store = next(told for told in said if told["port"])
+        answers = self.all_gather({"address": self.address, "port": port})
+        store = next(answer for answer in answers if answer["port"])
         result = {
             "MASTER_PORT": str(store["port"]),
             "WORLD_SIZE": str(ranks),
@@ -216,7 +216,7 @@ class Rendezvous:
         try:
             while not select.select([channel.connection], [], [], POLL_S)[0]:
                 self._meanwhile()
-            said = channel.receive()
+            message = channel.receive()
         except Unauthentic as error:
             raise LaunchError(
                 f"node {other}: {error}; somebody else writes into its connection"
@@ -225,10 +225,10 @@ class Rendezvous:
             raise NodeLeft(
                 f"node {other} is gone without a word; its own output may say why", node=other
             ) from None
-        reason = _parting(other, said)
+        reason = _parting(other, message)
         if reason is not None:
             raise NodeLeft(reason)
-        return said
+        return message
 
 
 class _Newcomer:
@@ -386,8 +386,8 @@ class _Reception:
         self._others[node] = channel
 
     def _refusal(self, introduction: Any) -> str | None:
-        told = introduction if isinstance(introduction, dict) else {}
-        node, nodes = told.get("node"), told.get("nodes")
+        fields = introduction if isinstance(introduction, dict) else {}
+        node, nodes = fields.get("node"), fields.get("nodes")
         if type(node) is not int or type(nodes) is not int:
             return "it does not say which node it is; install the same version on every node"
         if nodes != self._node_rank.nodes:
@@ -401,12 +401,12 @@ class _Reception:
     def _drop(self, newcomer: _Newcomer, why: str) -> None:
         self._forget(newcomer)
         newcomer.channel.close()
-        said = f"{newcomer.address}: {why}"
-        if said not in self._dropped and len(self._dropped) >= 10 * MAX_NAMED:
+        text = f"{newcomer.address}: {why}"
+        if text not in self._dropped and len(self._dropped) >= 10 * MAX_NAMED:
             return  # so many that naming more would fill memory and screen
-        self._dropped[said] += 1
-        if self._dropped[said] == 1:
-            self._warn(f"rendezvous: dropped {said}")
+        self._dropped[text] += 1
+        if self._dropped[text] == 1:
+            self._warn(f"rendezvous: dropped {text}")
 
     def _forget(self, newcomer: _Newcomer) -> None:
         del self._newcomers[newcomer.channel.connection]
@@ -423,16 +423,16 @@ class _Reception:
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         places = [server.getsockname() for server in servers]
         at = " and ".join(place_text(place[0], place[1]) for place in places)
-        said = f"nodes: {named}{more} of {nodes} did not come to {at}; start the same command there"
+        text = f"nodes: {named}{more} of {nodes} did not come to {at}; start the same command there"
         if all(map(is_local, servers)):
-            said += f". Only this machine reaches {at}; {REACHABLE}"
+            text += f". Only this machine reaches {at}; {REACHABLE}"
         if self._dropped:
             dropped = "; ".join(
                 f"{who} ({count} times)" if count > 1 else who
                 for who, count in self._dropped.most_common(MAX_NAMED)
             )
-            said += f". Dropped: {dropped}"
-        return said
+            text += f". Dropped: {dropped}"
+        return text
 
 
 def _connected(
@@ -485,8 +485,8 @@ def _introduced(
 ) -> Channel:
     """Say which node this is, and hear that node 0 takes it as that."""
     channel = Channel(connection, secret, serves=False)
-    said = {"node": node_rank.node, "nodes": node_rank.nodes}
-    answer = channel.introduce(said, until=time.monotonic() + greet_s)
+    greeting = {"node": node_rank.node, "nodes": node_rank.nodes}
+    answer = channel.introduce(greeting, until=time.monotonic() + greet_s)
     if not isinstance(answer, dict) or answer.get("welcome") != node_rank.node:
         channel.close()
         raise LaunchError(f"nodes: node 0 does not take this node: {_reason(answer)}")
@@ -495,15 +495,15 @@ def _introduced(
 
 
 def _reason(answer: Any) -> str:
-    said = answer.get("refused", answer.get("left")) if isinstance(answer, dict) else None
-    return str(said) if said else "it gives no reason; install the same version on every node"
+    reason = answer.get("refused", answer.get("left")) if isinstance(answer, dict) else None
+    return str(reason) if reason else "it gives no reason; install the same version on every node"
 
 
-def _parting(node: int, said: Any) -> str | None:
+def _parting(node: int, message: Any) -> str | None:
     """Return why a node leaves, with its name, if that is what it says."""
-    if not isinstance(said, dict) or "left" not in said:
+    if not isinstance(message, dict) or "left" not in message:
         return None
-    reason = str(said["left"])
+    reason = str(message["left"])
     return reason if reason.startswith("node ") else f"node {node}: {reason}"
 
 

@@ -195,13 +195,13 @@ def write_json(part: Part, path: Path) -> None:
 
 def read_failures(output: Path, ranks: int) -> list[Failure]:
     """Return why ranks stopped, the earliest first."""
-    found = []
+    records = []
     for rank in range(ranks):
         try:
-            found.append(Failure.model_validate_json(read_text(failure_file(output, rank))))
+            records.append(Failure.model_validate_json(read_text(failure_file(output, rank))))
         except (DocumentError, ValueError):
             continue
-    return sorted(found, key=lambda failure: failure.at_unix_s)
+    return sorted(records, key=lambda failure: failure.at_unix_s)
 
 
 def append_record(record: StepRecord | Event, path: Path) -> None:
@@ -258,7 +258,7 @@ class AddedLines:
 
     def read(self) -> list[bytes]:
         """Return the lines that were ended since the last time."""
-        with checksums.opened(self._path) as file:
+        with checksums.open_regular(self._path) as file:
             file.seek(self._offset)
             news = file.read()
         whole = news[: news.rfind(b"\n") + 1]
@@ -281,8 +281,8 @@ def expected_of(output: Path) -> Expected | None:
 
 def steps_of_events(output: Path, *, after: int, until: int) -> list[StepRecord]:
     """Return the steps behind one and until another, each as it was done last."""
-    found = {event.record.step: event.record for event in events(output) if event.event == "step"}
-    return [found[step] for step in sorted(found) if after < step <= until]
+    records = {event.record.step: event.record for event in events(output) if event.event == "step"}
+    return [records[step] for step in sorted(records) if after < step <= until]
 
 
 def events(output: Path) -> Iterator[Event]:
@@ -296,7 +296,7 @@ def events(output: Path) -> Iterator[Event]:
 def _records(path: Path) -> BufferedReader:
     """Open a metrics file; DocumentError if a link or a pipe stands there."""
     try:
-        return checksums.opened(path)
+        return checksums.open_regular(path)
     except OSError as error:
         raise unreadable(error, path) from error
 
@@ -330,3 +330,18 @@ def forget_steps_after(step: int, path: Path) -> None:
     """Drop the lines of steps that a resumed run will do again."""
     kept = [record for record in read_records(path) if record.step <= step]
     write_text("".join(map(json_line, kept)), path)
+
+
+def log_text(log: Path) -> str:
+    """Return the last 64 KiB of a log; nothing if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 65536))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def handed_over(output: Path, rank: int) -> Path:
+    """Return the file by which a rank says that its script has saved and ended for a notice."""
+    return output / "ranks" / f"rank-{rank:05}.handed-over"

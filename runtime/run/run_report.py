@@ -156,20 +156,20 @@ def failures_text(count: float) -> str:
     return f"{count:.2g} failures" if count >= FEW_FAILURES else "hardly any failure"
 
 
-def expected_text(found: Expected) -> str:
+def expected_text(expected: Expected) -> str:
     """Return in words what was predicted of a run before it."""
-    wall_s = sum(found.seconds.values())
+    wall_s = sum(expected.seconds.values())
     if not wall_s:
-        return f"0 %: with {found.failures:.2g} failures it loses more than it trains"
+        return f"0 %: with {expected.failures:.2g} failures it loses more than it trains"
     shares = ", ".join(
         f"{name} {100 * seconds / wall_s:.2g} %"
-        for name, seconds in found.seconds.items()
+        for name, seconds in expected.seconds.items()
         if name != "steps" and seconds >= LEAST_SHARE * wall_s
     )
-    between = f"{100 * found.goodput_low:.1f} to {100 * found.goodput_high:.1f}"
+    between = f"{100 * expected.goodput_low:.1f} to {100 * expected.goodput_high:.1f}"
     return (
-        f"{100 * found.goodput:.1f} % ({between}) of {seconds_text(wall_s)}, with "
-        f"{failures_text(found.failures)}{': ' if shares else ''}{shares}"
+        f"{100 * expected.goodput:.1f} % ({between}) of {seconds_text(wall_s)}, with "
+        f"{failures_text(expected.failures)}{': ' if shares else ''}{shares}"
     )
 
 
@@ -248,14 +248,16 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def _stage(pipeline_rank: int, ranks: Sequence[RankRecord]) -> StagePeak:
-    own = [rank for rank in ranks if rank.stage == pipeline_rank]
+    stage_ranks = [rank for rank in ranks if rank.stage == pipeline_rank]
 
     def most(of_rank: Callable[[RankRecord], int | None]) -> int | None:
-        return max((found for rank in own if (found := of_rank(rank)) is not None), default=None)
+        return max(
+            (value for rank in stage_ranks if (value := of_rank(rank)) is not None), default=None
+        )
 
     return StagePeak(
         peak_memory_bytes=most(lambda rank: rank.peak_memory_bytes),
-        memory_source=own[0].memory_source if own else "no rank",
+        memory_source=stage_ranks[0].memory_source if stage_ranks else "no rank",
         reserved_memory_bytes=most(lambda rank: rank.reserved_memory_bytes),
         device_memory_bytes=most(lambda rank: rank.device_memory_bytes),
     )

@@ -47,32 +47,32 @@ def figures(view: RunView, *, now_s: float) -> Iterator[TelemetryFigure]:
     >>> [one.name for one in figures(viewed([]), now_s=0.0)][:2]
     ['meshwright_attempts', 'meshwright_steps_lost']
     """
-    one = _figure
-    yield one("attempts", "Times that ranks were started", view.seconds.attempts)
-    yield one("steps_lost", "Steps that were done again", view.seconds.steps_lost)
-    yield one("event_age_seconds", "Since the last event", max(0.0, now_s - view.at_unix_s))
-    yield one("devices", "Devices that train", view.devices)
+    figure = _figure
+    yield figure("attempts", "Times that ranks were started", view.seconds.attempts)
+    yield figure("steps_lost", "Steps that were done again", view.seconds.steps_lost)
+    yield figure("event_age_seconds", "Since the last event", max(0.0, now_s - view.at_unix_s))
+    yield figure("devices", "Devices that train", view.devices)
     for cause, count in view.seconds.incidents.items():
-        yield one("incidents", "Incidents by cause", count, cause=cause)
+        yield figure("incidents", "Incidents by cause", count, cause=cause)
     for part, seconds in view.seconds.parts_s.items():
-        yield one("seconds", "Of the wall clock, by part", seconds, part=part.replace(" ", "_"))
+        yield figure("seconds", "Of the wall clock, by part", seconds, part=part.replace(" ", "_"))
     if view.seconds.trained_s:
-        yield one("goodput_ratio", "Share of the time that trained", view.seconds.goodput)
+        yield figure("goodput_ratio", "Share of the time that trained", view.seconds.goodput)
     if view.expected is not None:
-        yield one("predicted_goodput_ratio", "As predicted before", view.expected.goodput)
+        yield figure("predicted_goodput_ratio", "As predicted before", view.expected.goodput)
     if view.predicted_step_s is not None:
-        yield one("predicted_step_seconds", "A step as predicted", view.predicted_step_s)
+        yield figure("predicted_step_seconds", "A step as predicted", view.predicted_step_s)
     if view.last is not None:
-        known = view.last.model_dump(exclude_none=True, exclude={"step_s"})
-        for name, value in known.items():
-            yield one(name, f"{name.replace('_', ' ')}, of the last step", float(value))
+        values = view.last.model_dump(exclude_none=True, exclude={"step_s"})
+        for name, value in values.items():
+            yield figure(name, f"{name.replace('_', ' ')}, of the last step", float(value))
     if view.step_s is not None:
-        yield one("step_seconds", "A step, the median of the last ones", view.step_s)
+        yield figure("step_seconds", "A step, the median of the last ones", view.step_s)
     for rank in view.paced.ranks if view.paced is not None else ():
         for phase, spent in (("data", rank.data_s), ("work", rank.work_s), ("step", rank.step_s)):
             if spent is not None:
                 what = "A step of the slowest ranks"
-                yield one("rank_phase_seconds", what, spent, rank=str(rank.rank), phase=phase)
+                yield figure("rank_phase_seconds", what, spent, rank=str(rank.rank), phase=phase)
 
 
 def _figure(name: str, text: str, value: float, **labels: str) -> TelemetryFigure:
@@ -81,7 +81,7 @@ def _figure(name: str, text: str, value: float, **labels: str) -> TelemetryFigur
     )
 
 
-def exposition(found: Iterator[TelemetryFigure]) -> str:
+def exposition(figures: Iterator[TelemetryFigure]) -> str:
     """Return figures in the text format that Prometheus reads (version 0.0.4).
 
     >>> print(exposition(iter([_figure("incidents", "By cause", 2, cause="crash")])), end="")
@@ -91,12 +91,12 @@ def exposition(found: Iterator[TelemetryFigure]) -> str:
     """
     lines = []
     named: set[str] = set()
-    for one in found:
-        if one.name not in named:
-            named.add(one.name)
-            lines += [f"# HELP {one.name} {one.help}", f"# TYPE {one.name} gauge"]
-        labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in one.labels)
-        lines.append(f"{one.name}{f'{{{labels}}}' if labels else ''} {one.value!r}")
+    for figure in figures:
+        if figure.name not in named:
+            named.add(figure.name)
+            lines += [f"# HELP {figure.name} {figure.help}", f"# TYPE {figure.name} gauge"]
+        labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in figure.labels)
+        lines.append(f"{figure.name}{f'{{{labels}}}' if labels else ''} {figure.value!r}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -134,7 +134,7 @@ class EventTail:
         """Take what was added, line by line, so that no more than one lies in memory."""
         if not self._file.exists():
             return
-        with checksums.opened(self._file) as lines:
+        with checksums.open_regular(self._file) as lines:
             lines.seek(self._offset)
             while (line := lines.readline(LONGEST_EVENT_BYTES + 1)).endswith(b"\n"):
                 self._offset += len(line)
@@ -146,12 +146,12 @@ class PrometheusServer:
     """Serves figures at /metrics."""
 
     def __init__(
-        self, address: tuple[str, int], found: Callable[[], list[TelemetryFigure]]
+        self, address: tuple[str, int], figures: Callable[[], list[TelemetryFigure]]
     ) -> None:
         """Raises LaunchError where nobody can listen there."""
         self._server: ThreadingHTTPServer
         try:
-            self._server = _server(address)(address, _handler(found))
+            self._server = _server(address)(address, _handler(figures))
         except OSError as error:
             raise LaunchError(f"prometheus: {address[0]}:{address[1]}: {error.strerror}") from error
         self.port: int = self._server.server_address[1]
@@ -175,7 +175,7 @@ def _server(address: tuple[str, int]) -> type[ThreadingHTTPServer]:
     return Server
 
 
-def _handler(found: Callable[[], list[TelemetryFigure]]) -> type[BaseHTTPRequestHandler]:
+def _handler(figures: Callable[[], list[TelemetryFigure]]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = IDLE_S
 
@@ -184,7 +184,7 @@ def _handler(found: Callable[[], list[TelemetryFigure]]) -> type[BaseHTTPRequest
             if self.path != "/metrics":
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
-            body = exposition(iter(found())).encode()
+            body = exposition(iter(figures())).encode()
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -200,7 +200,7 @@ def _handler(found: Callable[[], list[TelemetryFigure]]) -> type[BaseHTTPRequest
 class OpenTelemetry:
     """Sends figures to a collector by OTLP over HTTP, as opentelemetry's own exporter does."""
 
-    def __init__(self, endpoint: str, found: Callable[[], list[TelemetryFigure]]) -> None:
+    def __init__(self, endpoint: str, figures: Callable[[], list[TelemetryFigure]]) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # noqa: PLC0415 - only where wanted
             OTLPMetricExporter,
         )
@@ -211,7 +211,7 @@ class OpenTelemetry:
         reader = PeriodicExportingMetricReader(exporter, export_interval_millis=EXPORT_MS)
         self._provider: Any = MeterProvider(metric_readers=[reader])
         self._meter: Any = self._provider.get_meter("meshwright")
-        self._found = found
+        self._found = figures
         self._known: set[str] = set()
         self._reading: list[TelemetryFigure] = []
         self._asked: set[str] = set()
@@ -220,11 +220,11 @@ class OpenTelemetry:
     def offer(self) -> None:
         """Make an instrument for each figure that is new."""
         self._reading, self._asked = self._found(), set()
-        for one in self._reading:
-            if one.name not in self._known:
-                self._known.add(one.name)
+        for figure in self._reading:
+            if figure.name not in self._known:
+                self._known.add(figure.name)
                 self._meter.create_observable_gauge(
-                    one.name, callbacks=[self._observing(one.name)], description=one.help
+                    figure.name, callbacks=[self._observing(figure.name)], description=figure.help
                 )
 
     def close(self) -> None:
@@ -236,8 +236,8 @@ class OpenTelemetry:
         def observe(_: object) -> list[Any]:
             from opentelemetry.metrics import Observation  # noqa: PLC0415
 
-            found = [one for one in self._figures_of_reading(name) if one.name == name]
-            return [Observation(one.value, dict(one.labels)) for one in found]
+            figures = [figure for figure in self._figures_of_reading(name) if figure.name == name]
+            return [Observation(figure.value, dict(figure.labels)) for figure in figures]
 
         return observe
 

@@ -123,7 +123,7 @@ class Packing:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             if self._call is not None:
-                self._call.resident |= {_storage(one) for one in unit.parameters()}
+                self._call.resident |= {_storage(parameter) for parameter in unit.parameters()}
             return forward(*args, **kwargs)
 
         unit.forward = noted
@@ -140,16 +140,16 @@ class Packing:
         start, length = _span(local)
         storage = local.untyped_storage()
         key = (storage._cdata, local._version, local.dtype, start, length)
-        known = call.seen.get(key)
-        if known is None or known[0]() is None:
+        parcel = call.seen.get(key)
+        if parcel is None or parcel[0]() is None:
             span = local.as_strided((length,), (1,), start)
-            known = (weakref.ref(storage), self._parcel(span, call))
-            call.seen[key] = known
+            parcel = (weakref.ref(storage), self._parcel(span, call))
+            call.seen[key] = parcel
         like = None
         if isinstance(tensor, DTensor):
             like = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
         offset = int(local.storage_offset()) - start
-        return _View(known[1], tuple(local.shape), local.stride(), offset, like)
+        return _View(parcel[1], tuple(local.shape), local.stride(), offset, like)
 
     @torch.no_grad()
     def unpack(self, waiting: Tensor | _View) -> Tensor:
@@ -166,7 +166,7 @@ class Packing:
 
     def _begun(self) -> _Call:
         # Anew in each forward, since data parallelism puts gathered parameters in their place.
-        stay = {_storage(one) for one in (*self._layer.parameters(), *self._beside())}
+        stay = {_storage(tensor) for tensor in (*self._layer.parameters(), *self._beside())}
         return _Call(self._constants | stay, None)
 
     def _ended(self) -> None:
@@ -211,9 +211,9 @@ class Compressed:
     def whole(self) -> Tensor:
         """Return the elements, rounded, in their own type."""
         if self._whole is None:
-            made = (self._steps * self._scale).to(self._dtype)
-            made.masked_fill_(self._steps == _HIDDEN, -torch.inf)
-            self._whole = made.flatten()[: self._length]
+            values = (self._steps * self._scale).to(self._dtype)
+            values.masked_fill_(self._steps == _HIDDEN, -torch.inf)
+            self._whole = values.flatten()[: self._length]
         return self._whole
 
 
@@ -245,10 +245,10 @@ class HostTraffic:
 
     def fetch(self, call: _Call) -> None:
         """A layer's backward begins: its parcels come back, and those of the layer before it."""
-        for one in (call, call.previous):
-            if one is not None and not one.fetched:
-                one.fetched = True
-                for parcel in _alive(one):
+        for each_call in (call, call.previous):
+            if each_call is not None and not each_call.fetched:
+                each_call.fetched = True
+                for parcel in _alive(each_call):
                     parcel.fetch()
         call.previous = None
 
@@ -327,8 +327,8 @@ def _constants(layer: nn.Module) -> Iterator[Tensor]:
     """Yield buffers, and tensors that modules hold by themselves: rotary tables, masks."""
     yield from layer.buffers()
     for module in layer.modules():
-        own = [value for name, value in vars(module).items() if not name.startswith("_")]
-        yield from (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor))
+        attributes = [value for name, value in vars(module).items() if not name.startswith("_")]
+        yield from (leaf for leaf in tree_leaves(attributes) if isinstance(leaf, Tensor))
 
 
 def _storage(tensor: Tensor) -> int:

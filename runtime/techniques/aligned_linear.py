@@ -68,11 +68,11 @@ class Parted:
         columns = parts(weight, *weight.shape)
         if len(columns) == 1:
             return PLAIN.output(x, weight, scale, bias)
-        made = (
+        pieces = (
             functional.linear(x, weight[part], None if bias is None else bias[part])
             for part in columns
         )
-        return torch.cat(tuple(made), -1)
+        return torch.cat(tuple(pieces), -1)
 
     @staticmethod
     def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -81,9 +81,9 @@ class Parted:
         if len(columns) == 1:
             return PLAIN.of_input(grad, weight, scale)
         first, rest = columns
-        made = grad[..., first].contiguous() @ weight[first]
-        made.flatten(0, -2).addmm_(grad[..., rest].flatten(0, -2), weight[rest])
-        return made
+        product = grad[..., first].contiguous() @ weight[first]
+        product.flatten(0, -2).addmm_(grad[..., rest].flatten(0, -2), weight[rest])
+        return product
 
     @staticmethod
     def of_weight(x: Tensor, grad: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ class Parted:
         columns = parts(x, grad.shape[-1], x.shape[-1])
         if len(columns) == 1:
             return PLAIN.of_weight(x, grad)
-        made = x.new_empty(grad.shape[-1], x.shape[-1])
+        product = x.new_empty(grad.shape[-1], x.shape[-1])
         for part in columns:
             own = grad[..., part].contiguous().flatten(0, -2)
-            torch.mm(own.t(), x.flatten(0, -2), out=made[part])
-        return made
+            torch.mm(own.t(), x.flatten(0, -2), out=product[part])
+        return product
 
 
 PARTED = Parted()
@@ -108,8 +108,8 @@ def products_for(unit: nn.Module, tensor: int) -> Products:
     type; which others are in their own shows when they are multiplied.
     """
     off = (
-        one.out_features % (GRID_BYTES * tensor) and one.weight.numel() >= WORTH * tensor
-        for one in unit.modules()
-        if type(one) is nn.Linear
+        child.out_features % (GRID_BYTES * tensor) and child.weight.numel() >= WORTH * tensor
+        for child in unit.modules()
+        if type(child) is nn.Linear
     )
     return PARTED if any(off) else PLAIN

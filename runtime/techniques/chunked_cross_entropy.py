@@ -34,10 +34,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.collectives import gather
+from meshwright.runtime.core.head import Head
 from meshwright.runtime.core.loss import IGNORED
 from meshwright.runtime.core.torch_internals import unseen_by_recompute
-from meshwright.runtime.models.family_adapter import Head
-from meshwright.runtime.parallel.tensor_parallel import gather
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.aligned_linear import PARTED, parts
 
@@ -130,9 +130,9 @@ class _Chunked(torch.autograd.Function):
         ctx.rule = rule
         wanted = ctx.needs_input_grad[:3] if rule.makes else (False, False, False)
         # Logits change in place, which selective recompute must not have saved.
-        total, made = unseen_by_recompute(lambda: _passed(x, weight, bias, targets, rule, wanted))
+        total, grads = unseen_by_recompute(lambda: _passed(x, weight, bias, targets, rule, wanted))
         if rule.makes:
-            ctx.save_for_backward(*made)
+            ctx.save_for_backward(*grads)
         else:
             ctx.save_for_backward(x, weight, bias, targets)
         return total
@@ -140,14 +140,14 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.rule.makes:
-            made = ctx.saved_tensors
+            grads = ctx.saved_tensors
         else:
             x, weight, bias, targets = ctx.saved_tensors
-            _, made = _passed(x, weight, bias, targets, ctx.rule, ctx.needs_input_grad[:3])
-        for one in made:  # in place: torch refuses a second backward over what forward made
-            if one is not None:
-                one.mul_(grad.to(one.dtype) if one.ndim else grad)
-        return *made, None, None
+            _, grads = _passed(x, weight, bias, targets, ctx.rule, ctx.needs_input_grad[:3])
+        for grad_part in grads:  # in place: torch refuses a second backward over what forward made
+            if grad_part is not None:
+                grad_part.mul_(grad.to(grad_part.dtype) if grad_part.ndim else grad)
+        return *grads, None, None
 
 
 @torch.no_grad()
@@ -170,8 +170,8 @@ def _passed(
         part = slice(start, start + rule.rows)
         a, target = x[part], targets[part]
         z = _logits(a, weight, bias, rule, exact)
-        own, here = _own(target, rule.first(weight), len(weight))
-        at = z.gather(1, own[:, None]).squeeze(1).masked_fill(~here, 0.0)
+        index, here = _own(target, rule.first(weight), len(weight))
+        at = z.gather(1, index[:, None]).squeeze(1).masked_fill(~here, 0.0)
         slope = None if rule.cap is None or not any(wanted) else _slope(z, rule.cap)
         largest = z.amax(-1)
         z.sub_(largest[:, None]).exp_()  # in place: a chunk of logits exists once
@@ -182,7 +182,7 @@ def _passed(
             del z  # before the next chunk's are made
             continue
         z.mul_((largest - sums).exp_()[:, None])
-        z.scatter_add_(1, own[:, None], -here.to(exact)[:, None])
+        z.scatter_add_(1, index[:, None], -here.to(exact)[:, None])
         z.mul_((counts / rule.divisor).to(exact)[:, None])
         if slope is not None:
             z.mul_(slope)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from meshwright.runtime.core.local_parts import local_parts
 from meshwright.runtime.core.torch_internals import (
     attention_draws_nothing,
     compile_failures,
@@ -29,7 +30,6 @@ from meshwright.runtime.core.torch_internals import (
     expect_graphs,
     has_ordered_effect,
 )
-from meshwright.runtime.parallel.tensor_parallel import local_parts
 from meshwright.runtime.techniques.split_backward import act_for, deferring
 
 BACKEND: str | Callable[..., Any] = "inductor"
@@ -71,7 +71,7 @@ class Compiler:
         if linears:
             has_ordered_effect(torch.ops.meshwright.put_off.default)
         options = {**self._options, **(LASTING if linears else {})} or None
-        made = torch.compile(
+        compiled = torch.compile(
             eager,
             fullgraph=True,
             dynamic=False,
@@ -82,7 +82,7 @@ class Compiler:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with local_parts(layer):
-                result = made(*args, **kwargs)
+                result = compiled(*args, **kwargs)
             if linears and torch.is_grad_enabled():
                 _node_of(result).register_prehook(lambda grads: act_for(linears))
             return result
@@ -111,5 +111,5 @@ class Compiler:
 
 def _node_of(result: Any) -> torch.autograd.graph.Node:
     """Return the node of autograd's graph that a compiled forward ends in."""
-    made = (one.grad_fn for one in tree_leaves(result) if isinstance(one, torch.Tensor))
-    return next(node for node in made if node is not None)
+    functions = (leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return next(node for node in functions if node is not None)

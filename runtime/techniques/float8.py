@@ -18,21 +18,46 @@ gradients and moments in fp32.  What is saved for backward is stored in bf16, so
 of bf16.
 
 Kernels take sizes that are multiples of MULTIPLE (of BLOCK where they sum blocks); other products
-are made in bf16.  Tensorwise weights may come in 8 bits, with their scale (runtime/narrow_gather).
+are made in bf16.  Tensorwise weights may come in 8 bits, with their scale.
 Where a device has no product of blocks (a CPU), they are multiplied as fp32, which represents their
 values exactly.
+
+Weights that ranks divide under ZeRO-3 are gathered in 8 bits under `weight_wire: fp8`.  Each rank
+rounds its shard of a Linear's weight with the scale of the whole, and FSDP gathers the result,
+through the two methods that it asks a parameter for (`fsdp_pre_all_gather` and
+`fsdp_post_all_gather`; so does torchao).  What is gathered while a layer works takes one byte an
+element in place of two, and products do not round it again.  Values are to the last bit those of
+weights that were gathered in bf16 and rounded behind it: the shard is brought to bf16 first, and
+the largest value is that of all shards.
+
+Scales are made once for a step, of all weights with one reduction of their largest values.
+Gradients come in bf16 for weights in 8 bits (`Tensor.grad_dtype`), and are reduced as others are.
+Only a leaf may have such a gradient, so between it and the product a stand-in in bf16 takes the
+weight's place in autograd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Scales
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.techniques.split_backward import PLAIN, Products
+from meshwright.runtime.core.torch_internals import extend_gather, fsdp_parameters
+from meshwright.runtime.techniques.split_backward import (
+    PLAIN,
+    DeferredLinear,
+    Products,
+    divided_like,
+)
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -149,8 +174,8 @@ class Tensorwise:
         rows = x.flatten(0, -2)
         if not _fits(rows, weight):
             return functional.linear(x, _widened(weight, scale, x.dtype), bias)
-        made = _product(rows, FORWARD, weight, FORWARD, scale).unflatten(0, x.shape[:-1])
-        return made if bias is None else made + bias
+        product = _product(rows, FORWARD, weight, FORWARD, scale).unflatten(0, x.shape[:-1])
+        return product if bias is None else product + bias
 
     @staticmethod
     def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -158,8 +183,8 @@ class Tensorwise:
         rows = grad.flatten(0, -2)
         if not _fits(rows, weight):
             return grad @ _widened(weight, scale, grad.dtype)
-        made = _product(rows, BACKWARD, weight.t(), FORWARD, scale)
-        return made.unflatten(0, grad.shape[:-1])
+        product = _product(rows, BACKWARD, weight.t(), FORWARD, scale)
+        return product.unflatten(0, grad.shape[:-1])
 
     @staticmethod
     def of_weight(x: Tensor, grad: Tensor) -> Tensor:
@@ -176,8 +201,8 @@ class Rowwise:
     @classmethod
     def output(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return x W^T + b."""
-        made = cls._product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-        return made if bias is None else made + bias
+        product = cls._product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return product if bias is None else product + bias
 
     @classmethod
     def of_input(cls, grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -190,16 +215,16 @@ class Rowwise:
         return cls._product(grad.flatten(0, -2).t(), x.flatten(0, -2).t())
 
     @staticmethod
-    def _product(one: Tensor, other: Tensor) -> Tensor:
-        return _by_rows(one, other)
+    def _product(left: Tensor, other: Tensor) -> Tensor:
+        return _by_rows(left, other)
 
 
 class Blocks(Rowwise):
     """The three products of a Linear, one scale for BLOCK neighbours that are summed."""
 
     @staticmethod
-    def _product(one: Tensor, other: Tensor) -> Tensor:
-        return _by_blocks(one, other)
+    def _product(left: Tensor, other: Tensor) -> Tensor:
+        return _by_blocks(left, other)
 
 
 def fits(shape: torch.Size) -> bool:
@@ -216,7 +241,7 @@ def _widened(weight: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
 
 
 def _product(
-    one: Tensor,
+    left: Tensor,
     kind: torch.dtype,
     other: Tensor,
     other_kind: torch.dtype,
@@ -226,45 +251,45 @@ def _product(
 
     With a scale the other comes in 8 bits.
     """
-    a, a_scale = rounded(one, kind)
+    a, a_scale = rounded(left, kind)
     b, b_scale = (other, other_scale) if other_scale is not None else rounded(other, other_kind)
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
         scale_a=a_scale,
         scale_b=b_scale,
-        out_dtype=one.dtype,
+        out_dtype=left.dtype,
     )
 
 
-def _by_rows(one: Tensor, other: Tensor) -> Tensor:
+def _by_rows(left: Tensor, other: Tensor) -> Tensor:
     """Return one [m, k] times other [n, k] transposed, in the type of the first."""
-    if not _fits(one, other):
-        return one @ other.t()
-    (a, a_scale), (b, b_scale) = rows_rounded(one, FORWARD), rows_rounded(other, FORWARD)
+    if not _fits(left, other):
+        return left @ other.t()
+    (a, a_scale), (b, b_scale) = rows_rounded(left, FORWARD), rows_rounded(other, FORWARD)
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
         scale_a=a_scale,
         scale_b=b_scale.t().contiguous(),
-        out_dtype=one.dtype,
+        out_dtype=left.dtype,
     )
 
 
-def _by_blocks(one: Tensor, other: Tensor) -> Tensor:
+def _by_blocks(left: Tensor, other: Tensor) -> Tensor:
     """Return one [m, k] times other [n, k] transposed, in the type of the first."""
-    if not _fits(one, other) or one.shape[1] % BLOCK:
-        return one @ other.t()
-    (a, a_exponents), (b, b_exponents) = blocks_rounded(one), blocks_rounded(other)
-    if not multiplies_blocks(one.device):
+    if not _fits(left, other) or left.shape[1] % BLOCK:
+        return left @ other.t()
+    (a, a_exponents), (b, b_exponents) = blocks_rounded(left), blocks_rounded(other)
+    if not multiplies_blocks(left.device):
         a_wide, b_wide = _unblocked(a, a_exponents), _unblocked(b, b_exponents)
-        return (a_wide @ b_wide.t()).to(one.dtype)
+        return (a_wide @ b_wide.t()).to(left.dtype)
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
         scale_a=swizzled(_e8m0(a_exponents)),
         scale_b=swizzled(_e8m0(b_exponents)),
-        out_dtype=one.dtype,
+        out_dtype=left.dtype,
     )
 
 
@@ -290,3 +315,91 @@ def swizzled(scales: Tensor) -> Tensor:
     )
     tiles = filled.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+_WIDE = torch.bfloat16
+
+
+class NarrowWeights:
+    """The weights of one stage that are gathered in 8 bits, and their scales."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """The group divides them."""
+        if not hasattr(Tensor, "grad_dtype"):
+            raise LaunchError(
+                f"weight_wire: is fp8, and torch {torch.__version__} has no gradients of another "
+                "type than their parameter's (Tensor.grad_dtype); use full"
+            )
+        self._group = group
+        self._records: list[Any] = []
+        self._scales: list[Tensor] = []
+
+    def take(self, layer: nn.Module) -> None:
+        """Gather the weights of a layer's Linears in 8 bits, where their shape allows it."""
+        assert isinstance(layer, FSDPModule)
+        taken = []
+        for record in fsdp_parameters(layer):
+            module, shard = record._module_info.module, record._sharded_local_tensor
+            size = record._orig_size
+            if (
+                isinstance(module, DeferredLinear)
+                and isinstance(module.products, Tensorwise)
+                and record._module_info.param_name == "weight"
+                and record.fsdp_placement.dim == 0
+                and size[0] % self._group.size() == 0
+                and fits(size)
+            ):
+                module.scale = torch.ones((), device=shard.device)
+                extend_gather(record, _narrowed(shard, module.scale), _gathered)
+                self._scales.append(module.scale)
+                taken.append(record)
+
+        def stand_in(*_: object) -> None:
+            """Put one in each weight's place, which FSDP has gathered."""
+            for record in taken:
+                weight = record._unsharded_param
+                weight.grad_dtype = _WIDE
+                record._module_info.module.stand_in = _StandIn.apply(weight)
+
+        self._records += taken
+        layer.register_forward_pre_hook(stand_in)
+
+    @torch.no_grad()
+    def rescale(self) -> None:
+        """Make the scales of the weights as they are now; all ranks that divide them together."""
+        if not self._records:
+            return
+        shards = [record._sharded_local_tensor for record in self._records]
+        most = torch.stack(torch._foreach_norm(shards, float("inf"))).to(_WIDE).float()
+        dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
+        torch._foreach_copy_(self._scales, list(scale_of(most, FORWARD).unbind()))
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.like = weight
+        shape = weight.to_local().shape if isinstance(weight, DTensor) else weight.shape
+        return torch.empty((), dtype=_WIDE, device=weight.device).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        like = ctx.like
+        return divided_like(grad, like) if isinstance(like, DTensor) else grad
+
+
+def _narrowed(shard: Tensor, scale: Tensor) -> Callable[..., tuple[tuple[Tensor, ...], None]]:
+    def before(
+        mesh: object, size: object, stride: object, module: object, policy: object
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """Return what this rank sends, as bytes: collective libraries know no 8-bit floats."""
+        return (rounded_with(shard.to(_WIDE), scale, FORWARD).view(torch.uint8),), None
+
+    return before
+
+
+def _gathered(
+    outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """Return the whole weight, and what FSDP frees with it; later gathers fill the same memory."""
+    return None if out is not None else (outputs[0].view(FORWARD), outputs)

@@ -22,8 +22,8 @@ from torch.nn import functional
 from meshwright.planner.costs.lora import EVERY_LINEAR, is_target
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.models.family_adapter import EMBEDDING, HEAD
 
 A, B = "lora_a", "lora_b"
 

@@ -94,7 +94,7 @@ class DeferredLinear(nn.Linear):
     place: int
     """Among the Linears of its layer."""
     scale: Tensor | None
-    """Of a weight that comes in 8 bits (runtime/techniques/float8_all_gather.py)."""
+    """Of a weight that comes in 8 bits (runtime/techniques/float8.py)."""
     stand_in: Tensor | None
     """Of that weight in autograd: as large, without memory, and of the type of its gradient."""
 
@@ -104,16 +104,20 @@ class DeferredLinear(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product with these parameters, the module's own or its local parts."""
-        own: nn.Parameter | int | None = None
+        weight_or_place: nn.Parameter | int | None = None
         store = None if torch.compiler.is_compiling() else self.store
         if store is not None:  # the parameter itself waits there
-            own = self._parameters["weight"]
+            weight_or_place = self._parameters["weight"]
         elif self.store is not None:  # a graph takes no tensor twice
-            own = self.place
+            weight_or_place = self.place
         if self.stand_in is None:
-            return _LinearProducts.apply(x, weight, None, None, bias, own, store, self.products)
+            return _LinearProducts.apply(
+                x, weight, None, None, bias, weight_or_place, store, self.products
+            )
         eight, as_wide = weight.detach(), self.stand_in
-        return _LinearProducts.apply(x, eight, as_wide, self.scale, bias, own, store, self.products)
+        return _LinearProducts.apply(
+            x, eight, as_wide, self.scale, bias, weight_or_place, store, self.products
+        )
 
     def put_off(self, x: Tensor, grad: Tensor) -> None:
         """Keep what the weight's gradient is made of, or make it at once if nothing waits."""
@@ -148,8 +152,11 @@ def defer(layer: nn.Module, store: WeightGradients | None, products: Products = 
 
 def deferring(layer: nn.Module) -> list[DeferredLinear]:
     """Return the Linears of a layer whose weight gradients may wait, by their place."""
-    found = (module for module in layer.modules() if isinstance(module, DeferredLinear))
-    return sorted((one for one in found if one.store is not None), key=lambda one: one.place)
+    linears = (module for module in layer.modules() if isinstance(module, DeferredLinear))
+    return sorted(
+        (deferred for deferred in linears if deferred.store is not None),
+        key=lambda deferred: deferred.place,
+    )
 
 
 _acting: list[DeferredLinear] = []
@@ -201,7 +208,7 @@ class _LinearProducts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         wants_x, wants_weight, wants_stand_in, _, wants_bias = ctx.needs_input_grad[:5]
-        own = None
+        grad_of_weight = None
         if not (wants_weight or wants_stand_in):
             pass
         elif isinstance(ctx.parameter, int):
@@ -209,11 +216,11 @@ class _LinearProducts(torch.autograd.Function):
         elif ctx.store is not None and ctx.store.deferring:
             ctx.store.add(ctx.parameter, x, grad, ctx.products)
         else:
-            own = ctx.products.of_weight(x, grad)
+            grad_of_weight = ctx.products.of_weight(x, grad)
         return (
             ctx.products.of_input(grad, weight, scale) if wants_x else None,
-            own if wants_weight else None,
-            own if wants_stand_in else None,
+            grad_of_weight if wants_weight else None,
+            grad_of_weight if wants_stand_in else None,
             None,
             grad.flatten(0, -2).sum(0) if wants_bias else None,
             None,

@@ -1,20 +1,36 @@
-"""What layers cost, traced with fake tensors: no values are computed and no memory is used."""
+"""Costs of recorded layers, traced with fake tensors: no values are computed, no memory is used.
+
+Layers that do the same cost the same, so that one of them is traced for all.  They are told by
+their modules, by what is handed to and from them, and by the operators that their recorded forward
+ran, with the shapes of all tensors.  Values of tensors play no part.
+"""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.planner.documents.model import LayerTrace
+from meshwright.runtime.tracing.trace import (
+    Leaf,
+    ModuleTensor,
+    Node,
+    RecordedLayer,
+    Recording,
+    StageDevice,
+    Value,
+    values_of,
+    word_of,
+)
 
 
 def traced_call(
@@ -36,20 +52,23 @@ def traced_call(
     that autograd saves.
     """
     saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
-    known = {_key(tensor) for tensor in owned}
+    owned_keys = {_key(tensor) for tensor in owned}
     flops, forward = FlopCounterMode(display=False), _Allocations()
     with _saved_tensors(saved, saving), flops, forward:
         outputs = call()
-        handed_on = {_key(one): one.untyped_storage().nbytes() for one in outputs}
+        handed_on = {_key(output): output.untyped_storage().nbytes() for output in outputs}
         if loss is not None:
             outputs = (loss(*outputs),)
     # Of those that are there at once, no two storages have one address.
-    stored = {_key(one.tensor): one.tensor.untyped_storage().nbytes() for one in saved}
-    needing = [one for one in outputs if one.requires_grad]
+    stored = {
+        _key(tensor_saved.tensor): tensor_saved.tensor.untyped_storage().nbytes()
+        for tensor_saved in saved
+    }
+    needing = [output for output in outputs if output.requires_grad]
     backward_transient = _backward_peak(needing, owned) if needing else 0
     figures = LayerTrace(
         forward_flops=float(flops.get_total_flops()),
-        stored_bytes=sum(size for key, size in stored.items() if key not in known),
+        stored_bytes=sum(size for key, size in stored.items() if key not in owned_keys),
         transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
         output_bytes=sum(handed_on.values()),
     )
@@ -137,9 +156,116 @@ def _saved_tensors(
 
     def pack(tensor: Tensor) -> _SavedTensor:
         saving()
-        one = _SavedTensor(tensor)
-        saved.add(one)
-        return one
+        saved_tensor = _SavedTensor(tensor)
+        saved.add(saved_tensor)
+        return saved_tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
         yield
+
+
+def plain_attributes(part: nn.Module) -> tuple[tuple[str, int | float | str], ...]:
+    """Return the numbers and words that a module has as attributes, by name.
+
+    >>> dict(plain_attributes(nn.LayerNorm(8)))["eps"]
+    1e-05
+    """
+    return tuple(
+        sorted(
+            (key, value)
+            for key, value in vars(part).items()
+            if isinstance(value, int | float | str)
+            # The number of a block among its like tells nothing of what it does.
+            and not key.endswith("_idx")
+        )
+    )
+
+
+def identities(module: nn.Module, recording: Recording) -> list[Hashable]:
+    """[layer] Return what is equal of layers that do the same, the whole module's outputs apart.
+
+    >>> from meshwright.runtime.tracing.tracer import Recorder
+    >>> import torch
+    >>> module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)))
+    >>> first, second, third, last = identities(module, Recorder(module, torch.ones(2, 4)).first)
+    >>> first == second, second == third, third == last
+    (False, True, False)
+    """
+    return [_LayerIdentity(module, recording).of(layer) for layer in recording.layers]
+
+
+class _LayerIdentity:
+    """What is equal of one layer and of others; tensors and units by their order in it."""
+
+    def __init__(self, module: nn.Module, recording: Recording) -> None:
+        self._module, self._recording = module, recording
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, layer: RecordedLayer) -> Hashable:
+        recording = self._recording
+        nodes = [at for at in range(layer.first, layer.last) if at not in recording.derived]
+        is_last = layer.last == len(recording.nodes)
+        read = {value for at in nodes for value in values_of(recording.nodes[at].leaves)}
+        if is_last:
+            read |= values_of(recording.result)
+        received = self._values(recording.live(layer.first))
+        called = [recording.nodes[at] for at in (*recording.needed(read), *nodes)]
+        calls = tuple(self._call(node) for node in called)
+        result = recording.result if is_last else ()
+        return received, calls, self._values(recording.live(layer.last)), self._leaves(result)
+
+    def _values(self, values: Iterable[int]) -> Hashable:
+        return tuple((self._number(Value(at)), self._recording.values[at]) for at in values)
+
+    def _call(self, node: Node) -> Hashable:
+        called = word_of(node.call) if node.unit is None else self._unit(node.unit)
+        taken = self._leaves(node.leaves)
+        return (
+            called,
+            taken,
+            node.spec,
+            tuple((place, self._values((at,))) for place, at in node.made),
+            (node.grad, node.draws, node.changes_held),
+            frozenset(self._number(Value(at)) for at in node.changed),
+            node.operators,
+        )
+
+    def _unit(self, path: str) -> Hashable:
+        parts = tuple(
+            (
+                below,
+                type(part),
+                part.training,
+                self._tensors(part._parameters),
+                self._tensors(part._buffers),
+                plain_attributes(part),
+            )
+            for below, part in self._module.get_submodule(path).named_modules()
+        )
+        return self._number(path), parts
+
+    def _tensors(self, held: dict[str, Any]) -> Hashable:
+        return tuple((name, self._tensor(tensor)) for name, tensor in held.items())
+
+    def _tensor(self, held: Any) -> Hashable:
+        if not isinstance(held, Tensor):
+            return word_of(held)
+        return self._number(id(held)), tuple(held.shape), held.dtype, held.requires_grad
+
+    def _leaves(self, leaves: Iterable[Any]) -> Hashable:
+        return tuple(self._leaf(leaf) for leaf in leaves)
+
+    def _leaf(self, leaf: Any) -> Hashable:
+        match leaf:
+            case Value(at):
+                return self._values((at,))
+            case ModuleTensor(name):
+                path, _, attribute = name.rpartition(".")
+                return self._tensor(getattr(self._module.get_submodule(path), attribute))
+            case Leaf() | StageDevice():
+                return leaf
+            case _:
+                return type(leaf), word_of(leaf)
+
+    def _number(self, tensor: Any) -> int:
+        return self._numbers.setdefault(tensor, len(self._numbers))

@@ -154,10 +154,10 @@ class RecordedStage(nn.Module):
         names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
         self._whole: tuple[nn.Module, ...] = (module,) if "" in names else ()
         """A module that is one unit; its own tables are this one's."""
-        for one in self._whole:
-            self._modules, self._parameters = one._modules, one._parameters
-            self._buffers = one._buffers
-            names = dict.fromkeys(units_of(one))
+        for parameter in self._whole:
+            self._modules, self._parameters = parameter._modules, parameter._parameters
+            self._buffers = parameter._buffers
+            names = dict.fromkeys(units_of(parameter))
         self.called_units = tuple(names)
         """Paths of all units, also of those that `units` leaves out."""
         for name in names:
@@ -215,7 +215,7 @@ class RecordedStage(nn.Module):
         )
 
     def _tensors(self, names: Sequence[str]) -> list[Tensor]:
-        return [one for one in map(self.held, names) if isinstance(one, Tensor)]
+        return [tensor for tensor in map(self.held, names) if isinstance(tensor, Tensor)]
 
     def place(self, name: str, part: nn.Module) -> None:
         """Put a unit under its path, in place of what stood there."""
@@ -228,7 +228,7 @@ class RecordedStage(nn.Module):
         for name in names:
             self._hold(name, module)
         tensors = (self.held(name) for name in names)
-        return [one for one in tensors if isinstance(one, nn.Parameter)]
+        return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
     def called(self, node: Node) -> Callable[..., Any]:
         """Return what a node calls."""
@@ -250,9 +250,9 @@ class RecordedStage(nn.Module):
         """Return a module by its path in the user's module."""
         part: nn.Module = self
         for step in name.split(".") if name else ():
-            found = part._modules[step]
-            assert found is not None
-            part = found
+            child = part._modules[step]
+            assert child is not None
+            part = child
         return part
 
     def received(self, recording: Recording) -> tuple[Tensor, ...]:
@@ -267,8 +267,8 @@ class RecordedStage(nn.Module):
     def train(self, mode: bool = True) -> RecordedStage:
         """Set the mode; parts that the user's module keeps in eval mode stay there."""
         super().train(mode)
-        for one in self._whole:
-            one.train(mode)
+        for parameter in self._whole:
+            parameter.train(mode)
         if mode:
             for name, part in self.named_modules():
                 part.training = self._recorder.training_of(name)
@@ -303,7 +303,7 @@ class RecordedStage(nn.Module):
         return loss if self.order is None else self.order.closed(loss)
 
     def _closed(self, sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        at = next((at for at, one in enumerate(sent) if one.requires_grad), None)
+        at = next((at for at, tensor in enumerate(sent) if tensor.requires_grad), None)
         if at is None:
             return sent
         return (*sent[:at], self.closed(sent[at]), *sent[at + 1 :])
@@ -372,10 +372,10 @@ class RecordedStage(nn.Module):
                 for at in range(layer.first, layer.last)
                 if at not in recording.derived
             )
-            made = {value for node in nodes for _, value in node.made}
+            values = {value for node in nodes for _, value in node.made}
             reads = {value for node in nodes for value in values_of(node.leaves)}
-            gives = sorted(v for v in made if recording.last_read.get(v, -1) >= layer.last)
-            parts.append(_LayerPart(layer.name, nodes, tuple(sorted(reads - made)), tuple(gives)))
+            gives = sorted(v for v in values if recording.last_read.get(v, -1) >= layer.last)
+            parts.append(_LayerPart(layer.name, nodes, tuple(sorted(reads - values)), tuple(gives)))
         received, sent = recording.live(layers[0].first), recording.live(layers[-1].last)
         wanted = {value for part in parts for value in part.takes}
         if self._is_last:
@@ -427,20 +427,20 @@ class RecordedStage(nn.Module):
         for name in held:
             users[id(self.held(name))] = 2
         for name, part in parts.items():
-            own = list(part.parameters())
-            if own and all(users[id(parameter)] == 1 for parameter in own):
+            parameters = list(part.parameters())
+            if parameters and all(users[id(parameter)] == 1 for parameter in parameters):
                 yield name, part
 
 
-def _handed_on(made: Tensor, awaits_gradient: bool, *, passed: bool) -> Tensor:
+def _handed_on(output: Tensor, awaits_gradient: bool, *, passed: bool) -> Tensor:
     """Return a tensor as the next stage and its gradient know it.
 
     It must not be the leaf that a gradient is gathered in, nor what was received and `passed` on,
     whose gradient comes later; it has one also where this micro-batch went by all that is trained.
     """
-    if awaits_gradient and torch.is_grad_enabled() and not made.requires_grad:
-        made = made.detach().requires_grad_()
-    return made.view_as(made) if passed or made.is_leaf else made
+    if awaits_gradient and torch.is_grad_enabled() and not output.requires_grad:
+        output = output.detach().requires_grad_()
+    return output.view_as(output) if passed or output.is_leaf else output
 
 
 class _MicroBatchRun:
@@ -484,9 +484,9 @@ class _MicroBatchRun:
         around = self._stage.around
         seeing = contextlib.nullcontext() if around is None else around(self._batch, node)
         with drawing, seeing, contextlib.nullcontext() if node.grad else torch.no_grad():
-            made = tree_leaves(called(*args, **kwargs))
+            outputs = tree_leaves(called(*args, **kwargs))
         for place, value in node.made:
-            self.values[value] = made[place]
+            self.values[value] = outputs[place]
 
     def recomputed(self, part: _LayerPart, recompute: Recompute, packing: Packing | None) -> None:
         """Run a layer that keeps what it takes, and makes the rest again in backward."""
@@ -502,5 +502,5 @@ class _MicroBatchRun:
         taken = [self.values[value] for value in part.takes]
         # What is changed in place cannot be kept; it is then made again with all else.
         selective = recompute == "selective" and not any(node.changed for node in part.nodes)
-        made = recomputed(layer, "selective" if selective else "full", packing)(*taken)
-        self.values.update(zip(part.gives, made, strict=True))
+        outputs = recomputed(layer, "selective" if selective else "full", packing)(*taken)
+        self.values.update(zip(part.gives, outputs, strict=True))

@@ -114,8 +114,8 @@ class Made:
 
     def meta(self) -> Tensor:
         """Return it as a tensor without data; contiguous, as it is received."""
-        made = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return made.requires_grad_(self.requires_grad)
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return tensor.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +171,14 @@ class Recording:
 
     def output_bytes(self) -> list[int]:
         """[layer] Return the bytes of what each makes for others, or returns."""
-        found = []
+        values = []
         for layer in self.layers:
-            made = self.made_by(layer)
-            handed_on = (value for value in made if self.last_read.get(value, -1) >= layer.last)
-            found.append(sum(self.values[value].size_bytes for value in handed_on))
-        return found
+            layer_values = self.made_by(layer)
+            handed_on = (
+                value for value in layer_values if self.last_read.get(value, -1) >= layer.last
+            )
+            values.append(sum(self.values[value].size_bytes for value in handed_on))
+        return values
 
     def _own(self, layer: RecordedLayer) -> list[Node]:
         return [self.nodes[at] for at in range(layer.first, layer.last) if at not in self.derived]
@@ -191,7 +193,7 @@ class Recording:
         A derived value that is changed in place has the nodes that change it.
         """
         wanted = {value for value in values if self.maker[value] in self.derived}
-        found: set[int] = set()
+        nodes: set[int] = set()
         waiting = list(wanted)
         changers: dict[int, list[int]] = {}
         for at in self.derived:
@@ -200,10 +202,10 @@ class Recording:
         while waiting:
             value = waiting.pop()
             for at in (self.maker[value], *changers.get(value, ())):
-                if at not in found:
-                    found.add(at)
+                if at not in nodes:
+                    nodes.add(at)
                     waiting += values_of(self.nodes[at].leaves)
-        return tuple(sorted(found))
+        return tuple(sorted(nodes))
 
     @property
     def digest(self) -> str:
@@ -213,9 +215,9 @@ class Recording:
             hashed.update(f"{name} {tensor}\n".encode())
         for node in self.nodes:
             called = node.unit or called_name(node.call)
-            made = [(self.values[v].shape, self.values[v].dtype) for _, v in node.made]
+            results = [(self.values[v].shape, self.values[v].dtype) for _, v in node.made]
             words = [word_of(leaf) for leaf in node.leaves]
-            hashed.update(f"{called} {words} {made} {node.grad}\n".encode())
+            hashed.update(f"{called} {words} {results} {node.grad}\n".encode())
         hashed.update(f"{[word_of(leaf) for leaf in self.result]} {self.result_spec}".encode())
         return "sha256:" + hashed.hexdigest()
 

@@ -88,9 +88,9 @@ class Notes:
                 self._leaf_names[at] = keystr(path)
         self._held: dict[str, Tensor] = {}
         for name, part in module.named_modules():
-            own = {**part._parameters, **part._buffers}
-            plain = {key: one for key, one in vars(part).items() if isinstance(one, Tensor)}
-            for key, tensor in {**own, **plain}.items():
+            tensors = {**part._parameters, **part._buffers}
+            plain = {key: value for key, value in vars(part).items() if isinstance(value, Tensor)}
+            for key, tensor in {**tensors, **plain}.items():
                 if tensor is not None and id(tensor) not in self._references:
                     full = f"{name}.{key}" if name else key
                     self._references[id(tensor)] = ModuleTensor(full)
@@ -167,7 +167,8 @@ class Notes:
         drew_python = before is not None and not before.drew_as(PythonNumbers())
         if unit is not None:
             trains = grad and any(
-                one.requires_grad for one in self._module.get_submodule(unit).parameters()
+                parameter.requires_grad
+                for parameter in self._module.get_submodule(unit).parameters()
             )
             result = tree_map(lambda one: _made_by_unit(one, tensors, trains), result)
         changed = [
@@ -175,12 +176,12 @@ class Notes:
             for tensor, version in zip(tensors, versions, strict=True)
             if tensor._version != version
         ]
-        made = [
+        results = [
             (place, leaf)
             for place, leaf in enumerate(tree_leaves(result))
             if isinstance(leaf, Tensor)
         ]
-        if unit is None and not made and not changed:
+        if unit is None and not results and not changed:
             return result
         where = _here()
         name = self._name(unit) if unit is not None else f"{called_name(call)}@{len(self._nodes)}"
@@ -190,7 +191,7 @@ class Notes:
         changes_held = any(
             isinstance(self._references.get(id(tensor)), ModuleTensor) for tensor in changed
         )
-        numbers = tuple((place, self._new_value(tensor)) for place, tensor in made)
+        numbers = tuple((place, self._new_value(tensor)) for place, tensor in results)
         self._kept.append((leaves, result))
         self._nodes.append(
             Node(
@@ -313,9 +314,9 @@ class Notes:
         return next(
             (
                 f"{self._paths[id(part)]}.{name}".removeprefix(".")
-                for part, own in self._parameters
+                for part, names in self._parameters
                 for name, parameter in part._parameters.items()
-                if parameter is not own.get(name)
+                if parameter is not names.get(name)
             ),
             "",
         )
@@ -343,8 +344,10 @@ class Notes:
         where = f"{type(self._module).__name__}.forward"
         outputs = tuple(self._reference(leaf, "its result", where) for leaf in leaves)
         nodes, values = tuple(self._nodes), tuple(self._values)
-        parameters = {key for key, one in self._held.items() if isinstance(one, nn.Parameter)}
-        tensors = {key: f"{one.dtype} {list(one.shape)}" for key, one in self._held.items()}
+        parameters = {key for key, tensor in self._held.items() if isinstance(tensor, nn.Parameter)}
+        tensors = {
+            key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in self._held.items()
+        }
         recording = Recording(
             nodes=nodes,
             values=values,
@@ -362,20 +365,20 @@ class Notes:
         while True:
             derived: set[int] = set()
             good: set[int] = set()
-            found = set(spoilt)
+            values = set(spoilt)
             for at, node in enumerate(nodes):
                 reads = values_of(node.leaves)
-                made = {value for _, value in node.made}
-                if self._follows(node) and reads <= good and not (made | node.changed) & spoilt:
+                results = {value for _, value in node.made}
+                if self._follows(node) and reads <= good and not (results | node.changed) & spoilt:
                     derived.add(at)
-                    good |= made
+                    good |= results
                 else:
                     # What others change in place is theirs, wherever it was made.
                     storages = {self._storages[value] for value in node.changed}
-                    found |= {v for v, one in enumerate(self._storages) if one in storages}
-            if found == spoilt:
+                    values |= {v for v, storage in enumerate(self._storages) if storage in storages}
+            if values == spoilt:
                 return frozenset(derived)
-            spoilt = found
+            spoilt = values
 
     def _follows(self, node: Node) -> bool:
         """Whether a node neither draws, nor reads what trains, nor changes buffers."""
@@ -435,8 +438,8 @@ class Notes:
         for node in own:
             if node.unit is not None:
                 part = self._module.get_submodule(node.unit)
-                for one in part.parameters():
-                    reference = self._references[id(one)]
+                for parameter in part.parameters():
+                    reference = self._references[id(parameter)]
                     assert isinstance(reference, ModuleTensor)
                     held[reference.name] = None
         read = [leaf for node in own for leaf in node.leaves]
@@ -502,16 +505,16 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     return True
 
 
-def _made_by_unit(made: Any, given: Sequence[Tensor], trains: bool) -> Any:
+def _made_by_unit(output: Any, given: Sequence[Tensor], trains: bool) -> Any:
     """Return what a unit made as what it may be in another call.
 
     One that went by its parameters has made a tensor of its own that needs a gradient too.
     """
-    if not isinstance(made, Tensor):
-        return made
-    if trains and not made.requires_grad and made.is_floating_point():
-        return made.detach().requires_grad_().clone()
-    return made.view_as(made) if any(made is one for one in given) else made
+    if not isinstance(output, Tensor):
+        return output
+    if trains and not output.requires_grad and output.is_floating_point():
+        return output.detach().requires_grad_().clone()
+    return output.view_as(output) if any(output is argument for argument in given) else output
 
 
 def _storage(tensor: Tensor) -> int:
@@ -539,11 +542,11 @@ def _here() -> str:
 
 def line_of(error: BaseException) -> str | None:
     """Return the last line of the user's code in a traceback."""
-    found = None
+    place = None
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if not name.startswith(_OURS):
-            found = f"{name}:{trace.tb_lineno}"
+            place = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return place

@@ -6,6 +6,11 @@
 Units are the children of a ModuleList, those of a Sequential of like blocks, and every other module
 that has no unit inside.  The module is copied with fake parameters first; a forward that fails on
 them runs once on the real ones.  What is noted of it: runtime/tracing/trace_hooks.py.
+
+Experts whose code reads what a router chose run as if all had as many tokens, inside of
+`even_routing(module)`: products of grouped experts, lists of tokens per expert, and loops over the
+experts that were hit are replaced by what costs as much and keeps as much.  Only tensors without
+data are treated so; a value that is read for anything else is refused by torch as before.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import contextlib
 import functools
 import inspect
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,13 +28,20 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from meshwright.planner.errors import RecordError
 from meshwright.runtime.core.auxiliary_loss import running
 from meshwright.runtime.core.lru import Recent
-from meshwright.runtime.core.side_effects import MOST_CHECKED, Surroundings, copied, untouched
-from meshwright.runtime.tracing.data_dependent_routing import even_routing
+from meshwright.runtime.core.side_effects import (
+    MOST_CHECKED,
+    Surroundings,
+    deepcopy_module,
+    restore_side_effects,
+)
 from meshwright.runtime.tracing.trace import (
     ModuleTensor,
     Recording,
@@ -88,7 +101,7 @@ class Recorder:
             # A kernel without fake tensors, or sizes that depend on values inside a unit.
             if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
                 raise _failed(module, fake_error) from fake_error
-            self._real = copied(module)
+            self._real = deepcopy_module(module)
             try:
                 self.first = self.recording(batch)
             except RecordError:
@@ -147,7 +160,7 @@ class Recorder:
         """Return what the forward does with a batch of these shapes."""
         key = (key_of(batch), training)
         before = self._made.count
-        made = self._made.get(key, lambda: self._recorded(batch, training=training))
+        recording = self._made.get(key, lambda: self._recorded(batch, training=training))
         if before < self._made.count == MOST_RECORDINGS:
             warnings.warn(
                 f"{MOST_RECORDINGS} kinds of batches so far, and each is recorded anew: pad "
@@ -155,7 +168,7 @@ class Recorder:
                 "without dims",
                 stacklevel=2,
             )
-        return made
+        return recording
 
     def follow(self, module: nn.Module) -> None:
         """Look at what `module` has beside its units from now on, whenever `renew` is called.
@@ -179,9 +192,9 @@ class Recorder:
         begin_s = time.perf_counter()
         built = self._module if self._real is None else self._real
         for name in self.opened:
-            own = vars(built.get_submodule(name))
+            attributes = vars(built.get_submodule(name))
             for key, value in _plain(self._followed.get_submodule(name)).items():
-                own[key] = value
+                attributes[key] = value
         self._made = Recent[Recording](MOST_RECORDINGS)
         self.renewals += 1
         self._surroundings = self._surroundings_of(self._followed)
@@ -225,8 +238,8 @@ class Recorder:
         """
         built = self._module if self._real is None else self._real
         with contextlib.ExitStack() as stack:
-            stack.enter_context(untouched(built, self.inputs))
-            module = copied(built)
+            stack.enter_context(restore_side_effects(built, self.inputs))
+            module = deepcopy_module(built)
             for name, part in module.named_modules():
                 part.training = self._modes[name]
             if self._real is None:
@@ -245,17 +258,17 @@ class Recorder:
         with self._fake:
             for tensor in (*module.parameters(), *module.buffers()):
                 memo[id(tensor)] = self._without_data(tensor)
-        return copied(module, memo)
+        return deepcopy_module(module, memo)
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         floating = tensor.is_floating_point()
         # In fp32 nothing is cast: parameters of other types are computed with as they are.
         cast = floating and isinstance(tensor, nn.Parameter) and self._dtype != torch.float32
         dtype = self._dtype if cast else tensor.dtype
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+        tensor_copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+            return nn.Parameter(tensor_copy, requires_grad=tensor.requires_grad)
+        return tensor_copy
 
     def _recorded(self, batch: Any, *, training: bool) -> Recording:
         if self._ours:
@@ -311,18 +324,18 @@ def _default_inputs(module: nn.Module) -> Inputs:
 def _opened(module: nn.Module, units: Sequence[str] | None) -> frozenset[str]:
     """Return the paths of the modules whose forward is looked into; all others are units."""
     if units is None:
-        found = set(units_of(module))
+        paths = set(units_of(module))
     else:
-        known = dict(module.named_modules())
+        modules = dict(module.named_modules())
         for name in units:
-            if name not in known:
+            if name not in modules:
                 raise RecordError(f"units: there is no module '{name}' in {type(module).__name__}")
-        found = set(units)
+        paths = set(units)
     opened = {""}
-    for name in found:
+    for name in paths:
         parts = name.split(".")
         opened |= {".".join(parts[:at]) for at in range(1, len(parts))}
-    return frozenset(opened - found)
+    return frozenset(opened - paths)
 
 
 def units_of(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -348,7 +361,8 @@ def _is_list(module: nn.Module) -> bool:
 def has_data(tensors: Iterable[Any]) -> bool:
     """Tell whether all tensors among these have values."""
     return not any(
-        isinstance(one, Tensor) and (one.is_meta or isinstance(one, FakeTensor)) for one in tensors
+        isinstance(tensor, Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor))
+        for tensor in tensors
     )
 
 
@@ -380,3 +394,98 @@ def _plain(part: nn.Module) -> dict[str, Any]:
 def own_tensors(batch: Any) -> Any:
     """Return a batch with copies of its tensors."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+LOOPING = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+"""What transformers' experts are called with: tokens, and the experts of each with weights."""
+
+
+@contextlib.contextmanager
+def even_routing(module: nn.Module) -> Iterator[None]:
+    """Let a module without data run whose experts read values; it is the caller's own copy."""
+    for part in module.modules():
+        if _loops(part):
+            part.forward = types.MethodType(_even_products, part)
+    with _grouped_products(), _listed_by_modes(), _EvenSizes():
+        yield
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Let products of experts run without data in any type, which torch's own do in bf16 alone."""
+    known = functional.grouped_mm
+
+    def grouped_mm(x: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(x, FakeTensor) and x.dtype != torch.bfloat16 and weights.ndim > x.ndim == 2:
+            return x @ weights[0]
+        return known(x, weights, *args, **kwargs)
+
+    functional.grouped_mm = grouped_mm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.grouped_mm = known
+
+
+@contextlib.contextmanager
+def _listed_by_modes() -> Iterator[None]:
+    """Let modes see `tolist` of a tensor without data, which torch takes apart before them."""
+    tolist = FakeTensor.tolist
+    FakeTensor.tolist = lambda self: handle_torch_function(Tensor.tolist, (self,), self)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = tolist  # type: ignore[method-assign]
+
+
+class _Sizes:
+    """Tokens of each expert, which are not known; only `split` takes them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.count = len(tensor)
+
+    def __iter__(self, *_: object) -> Iterator[int]:
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+    __len__ = __getitem__ = __iter__
+
+
+class _EvenSizes(TorchFunctionMode):
+    """Cuts rows into equal parts where their numbers are values of a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.tolist and isinstance(args[0], FakeTensor) and args[0].ndim == 1:
+            return _Sizes(args[0])
+        if func in (Tensor.split, torch.split) and len(args) > 1 and isinstance(args[1], _Sizes):
+            return torch.tensor_split(args[0], args[1].count, *args[2:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _loops(part: nn.Module) -> bool:
+    """Tell whether a module goes through its experts in a loop that the library replaces nowhere.
+
+    A class that has other products to choose from wraps its forward, and a loop is what it does
+    where none is chosen.
+    """
+    chosen = getattr(getattr(part, "config", None), "_experts_implementation", None)
+    if hasattr(type(part).forward, "__wrapped__") and chosen not in (None, "eager"):
+        return False
+    weights = [getattr(part, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
+        return False
+    return tuple(inspect.signature(part.forward).parameters) == LOOPING
+
+
+def _even_products(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return [token, hidden], each of a token's experts being the first one."""
+    tokens = torch.arange(len(hidden_states), device=hidden_states.device)
+    tokens = tokens.repeat_interleave(top_k_index.shape[-1])
+    gate, up = functional.linear(hidden_states[tokens], self.gate_up_proj[0]).chunk(2, dim=-1)
+    output = functional.linear(self.act_fn(gate) * up, self.down_proj[0])
+    output = output * top_k_weights.reshape(-1, 1)
+    return torch.zeros_like(hidden_states).index_add(0, tokens, output.to(hidden_states.dtype))

@@ -53,13 +53,13 @@ class Participation:
         trained = [record for record in records if record.sharded_param.requires_grad]
         fresh = [record for record in trained if record.unsharded_accumulated_grad is None]
         for record in trained:
-            own = id(record.sharded_param)
-            self._watched.add(own)
+            identity = id(record.sharded_param)
+            self._watched.add(identity)
             if record._unsharded_param._version:
-                self.changed[own] = record.sharded_param
+                self.changed[identity] = record.sharded_param
             accumulated = record.unsharded_accumulated_grad is not None
             if accumulated or record._unsharded_param.grad is not None:
-                self._took_part.add(own)
+                self._took_part.add(identity)
             else:
                 record._unsharded_param.grad = torch.zeros_like(record._unsharded_param)
         if len(fresh) < len(trained):  # all in the type in which earlier micro-batches were added

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.runtime.checkpoint.writer import Saver, SaveSeconds
-from meshwright.runtime.core import numa as near_cores
-from meshwright.runtime.launch import training_loop as train
+from meshwright.runtime.core import process_group
 from meshwright.runtime.launch.preflight import cuda_environment
 from tests.runtime.run.test_run_report import rank, report
 
@@ -35,15 +34,15 @@ def test_communicators_form_on_the_ranks_own_device(
     joined: dict[str, Any] = {}
     near: list[torch.device] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: joined.update(how))
-    monkeypatch.setattr(near_cores, "bind", near.append)
+    monkeypatch.setattr(process_group, "bind", near.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.delenv("MESHWRIGHT_STORE_FD", raising=False)
 
-    train.join("cuda", rank=3, world_size=4, timeout_s=1.0)
+    process_group.join("cuda", rank=3, world_size=4, timeout_s=1.0)
 
     assert joined["device_id"] == torch.device("cuda", 3)
     assert [device for _, device in chosen] == near == [torch.device("cuda", 3)]
-    train.join("cpu", rank=3, world_size=4, timeout_s=1.0)
+    process_group.join("cpu", rank=3, world_size=4, timeout_s=1.0)
     assert joined["device_id"] is None
 
 
@@ -52,7 +51,9 @@ def test_the_thread_that_saves_is_on_the_ranks_device(chosen: list[tuple[str, An
     saver: Any = SimpleNamespace(_device=3, _write=lambda *_: written.append(len(chosen)))
     blocked = SaveSeconds(step=1, blocked_s=0.5)
 
-    thread = threading.Thread(target=Saver._behind, args=(saver, {}, None, blocked), name="saving")
+    thread = threading.Thread(
+        target=Saver._write_in_background, args=(saver, {}, None, blocked), name="saving"
+    )
     thread.start()
     thread.join()
 

@@ -152,7 +152,7 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     # Handed on, they are asked for to nodes and then to ranks.
     assert more["relayed experts"] == REPORT | {
         "item at runtime/engine/language_model.py:expert_load": 1,
-        "list at runtime/parallel/expert_hierarchical_a2a.py:of": 8,
+        "list at runtime/parallel/expert_parallel.py:of": 8,
     }
     # Gathered tokens find their experts on the device.
     assert more["gathered experts"] == REPORT | {

@@ -30,7 +30,6 @@ from meshwright.profiler import chain, devices, layers, overheads, stages
 from meshwright.profiler.chain import Case, Chain
 from meshwright.runtime.engine import apply_plan as transforms
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.parallel import expert_hierarchical_a2a as relayed_experts
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.techniques import compile as compiled
 from tests.cuda.fake_cuda import fake_cuda
@@ -114,7 +113,7 @@ def job(*plans: Plan, rank: int, model: ModelGraph | None = None) -> Iterator[No
         with (
             mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attended),
             mock.patch.object(experts, "_by_rank", asking(experts._by_rank)),
-            mock.patch.object(relayed_experts, "_by_rank", asking(relayed_experts._by_rank)),
+            mock.patch.object(experts, "_copies_by_rank", asking(experts._copies_by_rank)),
             # Messages that one side batches and the other does not take different communicators.
             mock.patch("torch.distributed.batch_isend_irecv", side_effect=AssertionError),
         ):

@@ -446,7 +446,7 @@ def _read(rng: random.Random, made: Case) -> Case:
     content, what = _document(rng, name, hostile=True)
     # Whoever changes a sealed document can seal it again.
     if name in documents.SEALED and rng.random() < 0.8:
-        content = checksums.sealed(content.decode(errors="replace")).encode()
+        content = checksums.with_seal(content.decode(errors="replace")).encode()
     made.files[name] = _text(content)
     made.what = [what]
     return made
@@ -469,7 +469,7 @@ def _listed(rng: random.Random, made: Case, name: str) -> Case:
     if "files" in data:
         data["files"][Path(path).name] = len(content)
     made.files[path] = _text(content)
-    made.files[name] = _text(checksums.sealed(json.dumps(data)).encode())
+    made.files[name] = _text(checksums.with_seal(json.dumps(data)).encode())
     made.what = [f"{path}: {what}, as listed"]
     return made
 
@@ -629,7 +629,7 @@ def _right(name: str) -> bytes:
     """Return a document as it should be."""
     data = _loaded(name)
     content = data if isinstance(data, bytes) else _dumped(data, name)
-    return checksums.sealed(content.decode()).encode() if name in documents.SEALED else content
+    return checksums.with_seal(content.decode()).encode() if name in documents.SEALED else content
 
 
 def _dumped(data: object, name: str) -> bytes:

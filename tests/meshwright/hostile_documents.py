@@ -268,7 +268,7 @@ READERS: dict[str, Callable[[], object]] = {
     "weights/model.safetensors": _weights,
     "saved/config.json": lambda: export._config_of(Path("saved")),
     "saved/user-00000.pt": _own,
-    "flight/rank-0": lambda: faults.behind(Path(), "0"),
+    "flight/rank-0": lambda: faults.fewest_collectives(Path(), "0"),
 }
 
 

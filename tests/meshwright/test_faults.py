@@ -29,7 +29,7 @@ from meshwright.planner.documents.events import Attempt, Decision, Incident, Ste
 from meshwright.planner.documents.plan import Plan
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.data.sample_digest import SampleDigest
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.resilience.hang_detector import is_stopped
 from meshwright.runtime.run.run_folder import metrics_file, read_records
 from tests.limits import PATIENCE_S

@@ -23,7 +23,7 @@ from meshwright.profiler import rank_main as rank
 from meshwright.profiler import start_ranks as ranks
 from meshwright.profiler.machine import joint_cluster
 from meshwright.profiler.overheads import tiny_model
-from meshwright.runtime.launch.rank_processes import BadEnd, supervised
+from meshwright.runtime.launch.rank_processes import BadEnd, supervise
 from tests.runtime import cases
 from tests.runtime.forked_zygote import ForkedZygote
 
@@ -47,11 +47,11 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             word.replace("meshwright.profiler.rank_main", "meshwright.runtime.launch.rank_main")
             for word in command
         ]
-        return supervised(words, *args, **options, zygote=zygote)
+        return supervise(words, *args, **options, zygote=zygote)
 
     with monkeypatch.context() as patch:
         patch.setattr("meshwright.runtime.launch.rank_main.main", main)
-        patch.setattr(ranks, "supervised", supervised_here)
+        patch.setattr(ranks, "supervise", supervised_here)
         with ForkedZygote() as zygote:
             yield
 

@@ -29,7 +29,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.frameworks.native_limits import obstacle
 from meshwright.planner.schedules import schedule
 from meshwright.runtime.engine.factory_module import graph_of_factory
-from meshwright.runtime.engine.unsupported import documents_refused, supported
+from meshwright.runtime.engine.unsupported import documents_refused, unsupported_reason
 from tests.runtime import cases, chains
 from tests.runtime.runs import TOLERANCE
 
@@ -300,7 +300,7 @@ def reason(row: Row) -> str | None:
         made = row.plan()
     except (DocumentError, ValidationError) as error:
         return str(error)
-    return supported(made, row.graph()) or (
+    return unsupported_reason(made, row.graph()) or (
         documents_refused(made, row.graph()) if row.documents else None
     )
 

@@ -19,7 +19,8 @@ from meshwright.__main__ import main as run_command
 from meshwright.launch import launch as launches
 from meshwright.launch import multi_node as survive
 from meshwright.runtime.launch import rank_main as rank
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
+from meshwright.runtime.run.rank_exit import die_with_launcher
 from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.rooms import ROOT, Forked
 
@@ -85,7 +86,7 @@ class ForkedLauncher(Forked):
 def main(arguments: Sequence[str]) -> int:
     """Be a launcher: run a command, whose first argument is what is run before."""
     rank.main = _rank_main
-    rank.die_with_launcher()
+    die_with_launcher()
     for module in (launches, survive):
         module.Zygote = ForkedZygote  # type: ignore[attr-defined]
     begins_with, *command = arguments

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.runtime.launch import fork_server as zygote
-from meshwright.runtime.launch import rank_main as rank
-from meshwright.runtime.launch.fork_server import LAUNCHER, Zygote
+from meshwright.runtime.launch.fork_client import IMPORTS, LAUNCHER, Zygote
+from meshwright.runtime.run.rank_exit import leave
 
 
 class _Forked:
@@ -43,7 +43,7 @@ class _Forked:
             code = zygote.main()
         except BaseException:
             traceback.print_exc()
-        rank.leave(code)
+        leave(code)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -55,7 +55,7 @@ class _Forked:
 class ForkedZygote(Zygote):
     """The zygote of a launch in this process; a second one, for another environment, is started."""
 
-    def __init__(self, imports: Sequence[str] = zygote.IMPORTS) -> None:
+    def __init__(self, imports: Sequence[str] = IMPORTS) -> None:
         super().__init__(imports)
         self._ready: _Forked | None = _Forked(imports)
 

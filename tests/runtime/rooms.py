@@ -17,7 +17,7 @@ from meshwright.planner.documents.document import write
 from meshwright.planner.documents.model import Architecture, Layer, ModelGraph
 from meshwright.planner.documents.plan import Plan, Training
 from meshwright.planner.errors import MeshwrightError
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch import launch
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.rank_processes import last_lines

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright.planner.documents.plan import Mesh, Offload
 from meshwright.planner.documents.training import Training
-from meshwright.runtime.core.loss_scale import LossScale
+from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.pinned_memory import on_host

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.checkpoint.weight_export import to_huggingface
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch import launch as launching
 from tests.parts import some_and_others
 from tests.runtime import combinations, library_runs
@@ -107,7 +107,7 @@ def distances(
         oracle(one)  # so that ranks are forked from a process that has loaded the library
     for ranks in sorted({one.ranks for one in rows}):
         with Crew(ranks) as crew:
-            monkeypatch.setattr(launching, "supervised", OnCrew(crew))
+            monkeypatch.setattr(launching, "supervise", OnCrew(crew))
             for number, one in enumerate(one for one in rows if one.ranks == ranks):
                 yield distance(one, launched(one, folder / f"{ranks}-{number}"))
 
@@ -253,7 +253,7 @@ def can_run(one: Row) -> bool:
     if one.pipeline == 1 or not can_run(replace(one, schedule=("1f1b", 1))):
         return False
     try:
-        return supported(one.document(), one.graph()) is None
+        return unsupported_reason(one.document(), one.graph()) is None
     except DocumentError:
         return False
 

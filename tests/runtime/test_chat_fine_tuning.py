@@ -40,7 +40,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: ModuleType) 
     example.make_model(tmp_path / "model")
     example.plain(tmp_path / "model")  # so that ranks are forked from a process that has it loaded
     with Crew(2) as crew:
-        monkeypatch.setattr(launching, "supervised", OnCrew(crew))
+        monkeypatch.setattr(launching, "supervise", OnCrew(crew))
         yield
     torch.set_num_threads(threads)
 

@@ -117,7 +117,7 @@ CASES = [(file, damage) for file in FILES for damage in DAMAGES]
 def refusals(folder: Path, empty: State) -> tuple[str, str]:
     """Return what export and resuming say to the newest checkpoint of a folder."""
     with pytest.raises(MeshwrightError) as exported:
-        export.found(folder)
+        export.verified_checkpoint(folder)
     with pytest.raises(MeshwrightError) as resumed, warnings.catch_warnings():
         warnings.simplefilter("error")
         going_on = checkpoint_to_resume(
@@ -147,7 +147,7 @@ def test_forty_two_damaged_checkpoints_are_refused_by_name(
 
 
 def test_what_is_not_damaged_is_taken(saved: Path, empty: State) -> None:
-    source, done = export.found(saved)
+    source, done = export.verified_checkpoint(saved)
     checkpoint.load(source, empty)
 
     assert (source.name, done.step) == ("step-000002", 2)

@@ -22,7 +22,7 @@ from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch.training_loop import token_engine
 from meshwright.runtime.parallel import document_attention
 from tests.runtime import cases, families
@@ -215,7 +215,7 @@ def test_every_family_keeps_documents_apart_under_every_layout() -> None:
             (family, layout)
             for family in families.FAMILIES
             for layout in LAYOUTS
-            if supported(plan_of(family, layout), graph_of(family)) is None
+            if unsupported_reason(plan_of(family, layout), graph_of(family)) is None
         ]
     )
 

@@ -30,7 +30,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.frameworks import native_limits as native
 from meshwright.planner.frameworks.native_limits import obstacle
 from meshwright.runtime.checkpoint.weight_export import to_huggingface
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch import launch as launching
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.training_loop import token_engine
@@ -200,7 +200,7 @@ def ranks(names: Iterable[str], patch: pytest.MonkeyPatch) -> Iterator[None]:
     for family in names:
         oracle(family)  # so that ranks are forked from a process that has loaded the library
     with Crew(2) as crew:
-        patch.setattr(launching, "supervised", OnCrew(crew))
+        patch.setattr(launching, "supervise", OnCrew(crew))
         yield
 
 
@@ -247,7 +247,7 @@ def test_every_family_launches_under_every_layout_that_it_takes(
         (family, layout)
         for family in families.FAMILIES
         for layout in LAYOUTS
-        if supported(plan_of(family, layout), graph_of(family)) is None
+        if unsupported_reason(plan_of(family, layout), graph_of(family)) is None
     ]
 
     with ranks({family for family, _ in rows}, monkeypatch):
@@ -264,7 +264,7 @@ def test_other_models_are_refused_by_name_with_the_way_out(name: str, tmp_path: 
 
     try:
         graph = resolve_model(str(tmp_path))
-        reason = supported(cases.plan(graph), graph)
+        reason = unsupported_reason(cases.plan(graph), graph)
     except DocumentError as error:
         reason = str(error)
 

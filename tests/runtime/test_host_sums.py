@@ -70,7 +70,7 @@ def test_gradients_of_micro_batches_are_summed(
         for gradients in made:
             for parameter, value in zip(parameters, gradients, strict=True):
                 arrive(parameter, value)
-    host.summed()
+    host.sum_gradients()
 
     for parameter, values in zip(parameters, zip(*made, strict=True), strict=True):
         assert isinstance(parameter.grad, DTensor)
@@ -90,7 +90,7 @@ def test_what_a_failed_step_left_is_in_no_other(
 
         host.forget_sums()
         arrive(parameter, torch.full((3, 2), 5.0))
-    host.summed()
+    host.sum_gradients()
 
     assert isinstance(parameter.grad, DTensor)
     assert torch.equal(parameter.grad.to_local(), torch.full((3, 2), 5.0))

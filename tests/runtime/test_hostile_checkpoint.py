@@ -44,7 +44,7 @@ def seal(folder: Path) -> None:
             "checksums": {path.name: checksums.of_file(path) for path in files},
         }
     )
-    (folder / "meta.json").write_text(checksums.sealed(text))
+    (folder / "meta.json").write_text(checksums.with_seal(text))
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def refusals(folder: Path) -> Iterator[str]:
         load(found, {"model.a": torch.zeros(2, 3)})
     yield str(resumed.value)
     with pytest.raises(MeshwrightError) as exported:
-        source, done = export.found(folder)
+        source, done = export.verified_checkpoint(folder)
         export._parameters(source, done)
         load(source, {"model.a": torch.zeros(2, 3)}, verified=True)
     yield str(exported.value)
@@ -153,7 +153,7 @@ def test_what_is_no_index_is_refused(written: Path, text: str) -> None:
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "", "x\n", "é"])
 def test_a_list_of_files_elsewhere_is_refused(written: Path, name: str) -> None:
     text = json.dumps({**META, "files": {name: 1}, "checksums": {name: f"sha256:{'0' * 64}"}})
-    (written / "meta.json").write_text(checksums.sealed(text))
+    (written / "meta.json").write_text(checksums.with_seal(text))
 
     said = problem(written)
 
@@ -165,9 +165,9 @@ def test_a_list_of_files_elsewhere_is_refused(written: Path, name: str) -> None:
     ("text", "message"),
     [
         (json.dumps(META), "is damaged: its checksum is not"),
-        (checksums.sealed(json.dumps(META)), "has no index of its tensors"),
+        (checksums.with_seal(json.dumps(META)), "has no index of its tensors"),
         (
-            checksums.sealed(json.dumps({**META, "files": {"tensors.json": 1}})),
+            checksums.with_seal(json.dumps({**META, "files": {"tensors.json": 1}})),
             "files and checksums name different files",
         ),
     ],

@@ -20,7 +20,7 @@ from meshwright.planner.documents.document import write
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError, MeshwrightError
 from meshwright.runtime.checkpoint import checkpoint
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch import launch
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.preflight import ranks_of_node

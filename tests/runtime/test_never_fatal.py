@@ -17,10 +17,9 @@ from torch import nn
 from meshwright.planner.documents.events import StepRecord
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.engine.script_records import ScriptRecords
-from meshwright.runtime.launch.console import Console
+from meshwright.runtime.launch.rank_processes import Console
 from meshwright.runtime.run import run_folder as run
-from meshwright.runtime.run.metrics import Metrics
+from meshwright.runtime.run.metrics import Metrics, ScriptRecords
 
 
 @contextlib.contextmanager

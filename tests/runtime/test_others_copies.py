@@ -15,7 +15,7 @@ gemini = pytest.importorskip(
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from meshwright.runtime.checkpoint.state_snapshot import boxes, taken  # noqa: E402
+from meshwright.runtime.checkpoint.state_snapshot import boxes, take_snapshot  # noqa: E402
 from meshwright.runtime.data.sample_digest import SampleDigest  # noqa: E402
 from meshwright.runtime.resilience.in_memory_checkpoint import Mirror  # noqa: E402
 from meshwright.runtime.resilience.shared_memory import Slots, slots_of_node  # noqa: E402
@@ -47,7 +47,7 @@ def kept_by_both(memory: dict[str, str], folder: str) -> tuple[list[int], bool]:
     for step in (1, 2, 3):
         for tensor in state.values():
             tensor.copy_(tensor.roll(1) if tensor.dtype == torch.bool else tensor * 3 + step)
-        snapshot = taken(state, step=step, next_sample=8 * step, copied=False)
+        snapshot = take_snapshot(state, step=step, next_sample=8 * step, copied=False)
         used, begin_s = SampleDigest.of_first(8 * step), time.perf_counter()
         ours.copy(snapshot, used=used, began_s=begin_s, step_s=1e9)
         theirs.save_tensors(list(state.values()), step)

@@ -13,8 +13,8 @@ from torch.nn import functional
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.core import pinned_memory as host
+from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.models.initialize import seed_of
 from meshwright.runtime.parallel.gradient_compression import RANK
 from meshwright.runtime.techniques import lora
 from tests.runtime.ranks import on_ranks

@@ -30,7 +30,7 @@ from meshwright.planner.documents.plan import Plan, PlannedModel
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.data.sample_digest import SampleDigest
-from meshwright.runtime.launch.fork_server import Zygote
+from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.run_folder import account_of, events_file, metrics_file, read_records
 from tests.limits import PATIENCE_S

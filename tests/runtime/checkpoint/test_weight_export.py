@@ -16,7 +16,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.checkpoint.checkpoint import Progress, load
-from meshwright.runtime.checkpoint.tokenizer_files import found
+from meshwright.runtime.checkpoint.tokenizer_files import tokenizer_files
 from meshwright.runtime.checkpoint.weight_export import to_huggingface
 from meshwright.runtime.checkpoint.writer import Saver
 from meshwright.runtime.engine.engine import Engine
@@ -186,7 +186,7 @@ def test_tokenizer_and_generation_config_are_exported_as_the_library_reads_them(
     GenerationConfig(max_new_tokens=7, temperature=0.5, do_sample=True).save_pretrained(weights)
     chats.save_tokenizer(weights, template="{{ 'another' }}")
     graph = cases.transformer("llama")
-    beside = found(tmp_path / "tokenizer", weights)
+    beside = tokenizer_files(tmp_path / "tokenizer", weights)
     on_ranks(1, save_with_companions, graph, str(tmp_path / "saved"), beside)
 
     result = to_huggingface(tmp_path / "saved", tmp_path / "out")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.planner.errors import LaunchError
-from meshwright.runtime.core import arena as arena_module
+from meshwright.runtime.core import pinned_memory as arena_module
 from meshwright.runtime.core import pinned_memory as host
-from meshwright.runtime.core.arena import LINE_BYTES, SEGMENT_BYTES, Arena, Memory
+from meshwright.runtime.core.pinned_memory import LINE_BYTES, SEGMENT_BYTES, Arena, Memory
 from tests.cuda.streams import WORLD, Event, Stream
 
 
@@ -91,12 +91,12 @@ def test_a_block_is_filled_anew_only_behind_the_copy_out_of_it(
     source, size = torch.arange(1024.0), (1024,)
 
     first = host._room(size, torch.float32, device)
-    out = host._copied(source, first, device, "to host")
-    back = host._copied(first, torch.empty(1024), device, "to device")
+    out = host._start_copy(source, first, device, "to host")
+    back = host._start_copy(first, torch.empty(1024), device, "to device")
     place = first.data_ptr()
     del first, out
     again = host._room(size, torch.float32, device)
-    host._copied(source, again, device, "to host")
+    host._start_copy(source, again, device, "to host")
 
     assert again.data_ptr() == place
     assert [way for way, _ in waited] == ["to device", "to host"]

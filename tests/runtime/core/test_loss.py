@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshwright.planner.catalog import stacks
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.errors import BatchError, LaunchError
-from meshwright.runtime.core.loss import Totals, counted
+from meshwright.runtime.core.loss import Totals, loss_sum_of
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.launch.training_loop import token_engine
@@ -129,10 +129,10 @@ def test_counts_of_another_shape_are_refused() -> None:
 def test_a_loss_is_a_sum_and_a_count_or_a_mean_over_samples() -> None:
     value = torch.tensor(3.0)
 
-    assert counted((value, 2), 4).count == 2
-    assert float(counted(value, 4).total) == 12.0
-    assert counted(value, 4).count == 4.0
-    assert counted((value, 2, {"right": 1}), 4).metrics == {"right": 1}
+    assert loss_sum_of((value, 2), 4).count == 2
+    assert float(loss_sum_of(value, 4).total) == 12.0
+    assert loss_sum_of(value, 4).count == 4.0
+    assert loss_sum_of((value, 2, {"right": 1}), 4).metrics == {"right": 1}
     for wrong, said in (
         (3.0, "returned float"),
         ((3.0, 1), "a sum of type float"),
@@ -140,14 +140,14 @@ def test_a_loss_is_a_sum_and_a_count_or_a_mean_over_samples() -> None:
         ((value, 1, 5), "metrics of type int"),
     ):
         with pytest.raises(BatchError, match=said):
-            counted(wrong, 4)
+            loss_sum_of(wrong, 4)
 
 
 def test_totals_add_sums_and_counts_of_metrics_of_their_own() -> None:
     totals = Totals(CPU)
 
-    totals.add(counted((torch.tensor(3.0), 2, {"right": 1, "far": (5.0, 10)}), 4))
-    totals.add(counted((torch.tensor(1.0), 6, {"right": 3, "far": (1.0, 2)}), 4))
+    totals.add(loss_sum_of((torch.tensor(3.0), 2, {"right": 1, "far": (5.0, 10)}), 4))
+    totals.add(loss_sum_of((torch.tensor(1.0), 6, {"right": 3, "far": (1.0, 2)}), 4))
 
     assert totals.values.tolist() == [4.0, 8.0]
     assert totals.metrics["right"].tolist() == [4.0, 8.0]

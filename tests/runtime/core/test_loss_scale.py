@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.runtime.core.loss_scale import GROWTH_STEPS, INITIAL, LEAST, LossScale
+from meshwright.runtime.core.loss import GROWTH_STEPS, INITIAL, LEAST, LossScale
 from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -25,7 +25,7 @@ def test_overflow_halves_and_many_good_steps_double() -> None:
 
     scale.update(BAD)
     assert scale.scale == INITIAL / 2
-    assert scale.taken_off(scale.applied(torch.tensor(3.0))) == 3.0
+    assert scale.taken_off(scale.scale_loss(torch.tensor(3.0))) == 3.0
     for _ in range(GROWTH_STEPS - 1):
         scale.update(GOOD)
     assert scale.scale == INITIAL / 2
@@ -39,7 +39,7 @@ def test_overflow_halves_and_many_good_steps_double() -> None:
 def test_without_fp16_nothing_is_scaled() -> None:
     scale, loss = LossScale(CPU, active=False), torch.tensor(3.0)
 
-    assert scale.applied(loss) is loss
+    assert scale.scale_loss(loss) is loss
     assert scale.taken_off(loss) is loss
     assert scale.spoilt(torch.tensor(torch.inf)) is None
     assert not scale.skips(float("inf"))

@@ -42,18 +42,18 @@ def exchanged() -> tuple[list[Any], Any]:
 def refusals() -> list[str]:
     """Return what a rank says where rank 1 sends too much, no JSON, or nesting without end."""
     said = []
-    honest, limit = exchange._encoded, exchange.MAX_BYTES
+    honest, limit = exchange._encode, exchange.MAX_BYTES
     for sent in (b"[" + b"1" * 4000 + b"]", b"\x80\x04cos\nsystem\n", b"[" * 3000):
         exchange.MAX_BYTES = 3500
         if dist.get_rank() == 1:
-            exchange._encoded = lambda _, sent=sent: torch.frombuffer(  # type: ignore[misc]
+            exchange._encode = lambda _, sent=sent: torch.frombuffer(  # type: ignore[misc]
                 bytearray(sent), dtype=torch.uint8
             )
         try:
             all_gather_json("fine")
         except LaunchError as error:
             said.append(str(error))
-        exchange._encoded, exchange.MAX_BYTES = honest, limit
+        exchange._encode, exchange.MAX_BYTES = honest, limit
     return said
 
 
@@ -85,4 +85,4 @@ def test_no_module_calls_a_collective_that_unpickles() -> None:
 def test_numbers_arrive_to_the_last_bit() -> None:
     numbers = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308]
 
-    assert json.loads(bytes(exchange._encoded(numbers).tolist())) == numbers
+    assert json.loads(bytes(exchange._encode(numbers).tolist())) == numbers

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import meshwright
 from meshwright.planner.errors import MeshwrightError, RecordError
-from meshwright.runtime.core.side_effects import copied, untouched
+from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.engine.engine import Engine
 
 WIDTH, STEPS = 4, 3
@@ -296,14 +296,17 @@ def test_hooks_and_closures_are_as_they_were() -> None:
 def test_large_tensors_outside_of_a_module_are_refused_where_they_change() -> None:
     large = torch.zeros(1 << 19)
 
-    with pytest.raises(RecordError, match="large: is changed in place"), untouched(lambda: large):
+    with (
+        pytest.raises(RecordError, match="large: is changed in place"),
+        restore_side_effects(lambda: large),
+    ):
         large.add_(1)
 
 
 def test_a_copy_shares_nothing_that_can_change() -> None:
     module = Draws()
 
-    twin = copied(module)
+    twin = deepcopy_module(module)
     twin(torch.ones(2, WIDTH))
 
     assert module.own.random() == random.Random(0).random()

@@ -15,7 +15,7 @@ from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.data import row_readers as records
 from meshwright.runtime.data.chat import Conversations
 from meshwright.runtime.data.corpus import Corpus, files, prepare
-from meshwright.runtime.data.packing import OPEN_ROWS, PackedSamples, packed
+from meshwright.runtime.data.packing import OPEN_ROWS, PackedSamples, pack_rows
 from meshwright.runtime.launch.launch import launch
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -40,7 +40,7 @@ def corpus_of(rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Path | None
 
 
 def decoded(tokens: list[int], counts: list[bool], tokenizer: Path) -> str:
-    return Conversations(tokenizer).shown(tokens, counts)
+    return Conversations(tokenizer).marked_text(tokens, counts)
 
 
 @pytest.mark.parametrize("template", [chats.TEMPLATE, chats.MARKED])
@@ -56,7 +56,7 @@ def test_what_the_assistant_says_counts(row: dict[str, Any], template: str, tmp_
         ("[[" if counted and not before else "]]" if before and not counted else "") + letter
         for letter, counted, before in zip(text, letters, [False, *letters], strict=False)
     )
-    assert chosen.shown(tokens, counts) == expected
+    assert chosen.marked_text(tokens, counts) == expected
 
 
 def test_a_completion_counts_with_its_end(tokenizer: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_completion_counts_with_its_end(tokenizer: Path) -> None:
         {"prompt": LONG["messages"][:3], "completion": LONG["messages"][3:]}, "line 1", file
     )
 
-    assert chosen.shown(*plain) == "2+2=[[4<|end|>]]"
-    assert chosen.shown(*turns) == (
+    assert chosen.marked_text(*plain) == "2+2=[[4<|end|>]]"
+    assert chosen.marked_text(*turns) == (
         "<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>c<|end|>\n<|assistant|>[[dd\n<|end|>]]\n"
     )
 
@@ -165,7 +165,7 @@ def test_a_table_without_the_library_is_refused_with_the_way_out(
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), max_size=200), room=st.integers(1, 10))
 def test_packing_keeps_all_documents_and_the_room(lengths: list[int], room: int) -> None:
-    rows = packed(lengths, room=room)
+    rows = pack_rows(lengths, room=room)
 
     assert sorted(at for row in rows for at in row) == list(range(len(lengths)))
     used = [sum(min(lengths[at], room) for at in row) for row in rows]

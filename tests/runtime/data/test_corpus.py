@@ -418,7 +418,7 @@ def test_a_corpus_described_anew_is_checked(key: str, value: object, tmp_path: P
     corpus = prepare(files(tmp_path / "a.txt"), cache=tmp_path / "cache")
     about = json.loads((corpus.folder / "corpus.json").read_text())
     del about["checksum"]
-    text = checksums.sealed(json.dumps({**about, key: value}))
+    text = checksums.with_seal(json.dumps({**about, key: value}))
     (corpus.folder / "corpus.json").write_text(text)
 
     with pytest.raises(LaunchError, match="is no prepared corpus"):

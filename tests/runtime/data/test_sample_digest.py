@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from meshwright.planner.errors import DocumentError
 from meshwright.runtime.checkpoint.checkpoint import Progress
+from meshwright.runtime.data.loader import UsedSamples
 from meshwright.runtime.data.sample_digest import SampleDigest
-from meshwright.runtime.data.sample_ranges import UsedSamples
 from tests.runtime.ranks import on_ranks
 
 

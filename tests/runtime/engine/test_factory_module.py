@@ -14,7 +14,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import PlacedLayer, Stage
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.engine.factory_module import graph_of_factory
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases, chains
 from tests.runtime.ranks import on_ranks
@@ -126,9 +126,9 @@ def test_a_file_may_bring_its_own_loss(tmp_path: Path) -> None:
 
 def test_a_tensor_axis_divides_what_parts_add_up_to() -> None:
     assert 2 in graph().tensor_degrees
-    assert supported(cases.plan(graph(), tensor=2), graph()) is None
+    assert unsupported_reason(cases.plan(graph(), tensor=2), graph()) is None
     assert "divides no layer of this module of your own" in str(
-        supported(cases.plan(graph(), tensor=3), graph())
+        unsupported_reason(cases.plan(graph(), tensor=3), graph())
     )
 
 

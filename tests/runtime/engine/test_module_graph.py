@@ -23,7 +23,7 @@ from meshwright.runtime.engine.module_graph import (
     few_samples,
     script_model,
 )
-from meshwright.runtime.tracing.layer_identity import identities
+from meshwright.runtime.tracing.meta_costs import identities
 from meshwright.runtime.tracing.tracer import Inputs, Recorder, arguments
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
 

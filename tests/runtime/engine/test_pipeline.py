@@ -109,7 +109,7 @@ def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> Seen:
         sent.append(pipeline.sent())
 
     messages: Counter[str] = Counter()
-    started = meshwright.runtime.engine.pipeline._started
+    started = meshwright.runtime.engine.pipeline._start
 
     def counted(message: dist.P2POp, group: dist.ProcessGroup) -> dist.Work:
         messages["gradients" if group is groups[1] else "activations"] += message.op is dist.isend
@@ -118,7 +118,7 @@ def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> Seen:
     for module in modules:
         module.register_forward_hook(count)
     x = torch.ones(2 * MICRO_BATCHES, WIDTH)
-    with mock.patch("meshwright.runtime.engine.pipeline._started", counted):
+    with mock.patch("meshwright.runtime.engine.pipeline._start", counted):
         for _ in range(2):
             seen.clear()
             pipeline.run(x, x)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import orders, rank_of_stage
-from meshwright.runtime.engine.recorded_pipeline import RecordedPipeline
+from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder, arguments

@@ -21,7 +21,7 @@ from meshwright.profiler.layers import measurements
 from meshwright.runtime.checkpoint.weight_export import to_huggingface
 from meshwright.runtime.checkpoint.writer import Saver
 from meshwright.runtime.engine.traced_transformer import graph_of_library
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch.training_loop import token_engine
 from tests.runtime import cases
 from tests.runtime.checkpoint.test_weight_export import progress
@@ -205,7 +205,7 @@ def test_what_a_recorded_model_cannot_be_is_refused(
 ) -> None:
     model = graph("gpt_neox", folder)
 
-    assert re.search(said, str(supported(cases.plan(model, **layout), model)))
+    assert re.search(said, str(unsupported_reason(cases.plan(model, **layout), model)))
 
 
 @pytest.mark.long("True")

@@ -11,7 +11,7 @@ import pytest
 from meshwright.planner.documents.model import Edge, Experts
 from meshwright.planner.documents.plan import Plan, Stage
 from meshwright.planner.frameworks.native_limits import FAMILIES
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from tests.runtime import cases
 
 
@@ -19,7 +19,7 @@ from tests.runtime import cases
 def test_every_family_is_supported_in_one_process(family: str) -> None:
     graph = cases.transformer(family)
 
-    assert supported(cases.plan(graph), graph) is None
+    assert unsupported_reason(cases.plan(graph), graph) is None
 
 
 UNDIVIDED = ("gpt2", "gpt_oss", "olmo2", "olmo3", "phi3")
@@ -146,7 +146,7 @@ def test_an_obstacle_is_named(
 ) -> None:
     graph = cases.transformer(family, **changes)
 
-    assert message in str(supported(cases.plan(graph, **layout), graph))
+    assert message in str(unsupported_reason(cases.plan(graph, **layout), graph))
 
 
 def test_a_graph_that_is_not_of_the_users_own_modules_is_refused() -> None:
@@ -154,23 +154,23 @@ def test_a_graph_that_is_not_of_the_users_own_modules_is_refused() -> None:
     graph = cases.transformer().model_copy(update={"edges": edges})
 
     assert "model.edges: only graphs of your own modules" in str(
-        supported(cases.plan(graph), graph)
+        unsupported_reason(cases.plan(graph), graph)
     )
 
 
 def test_figures_say_nothing_about_a_users_own_modules() -> None:
     graph = cases.transformer("mamba")
 
-    assert supported(cases.plan(graph, source="mine.py:chain"), graph) is None
+    assert unsupported_reason(cases.plan(graph, source="mine.py:chain"), graph) is None
     assert "divides no layer of this module of your own" in str(
-        supported(cases.plan(graph, source="mine.py:chain", tensor=2), graph)
+        unsupported_reason(cases.plan(graph, source="mine.py:chain", tensor=2), graph)
     )
     for mesh in (
         {"context": 2},
         {"expert": 2, "data_shard": 2, "zero": 1},
     ):  # tried where it is built
         plan = cases.plan(graph, source="mine.py:chain", **mesh)
-        assert supported(plan, graph) is None
+        assert unsupported_reason(plan, graph) is None
 
 
 def test_recomputing_from_8_bits_is_refused_where_experts_are_on_several_ranks() -> None:
@@ -184,9 +184,11 @@ def test_recomputing_from_8_bits_is_refused_where_experts_are_on_several_ranks()
         )
         return plan.model_copy(update={"stages": (Stage(layers=layers),)})
 
-    assert supported(asked("none", "compress"), graph) is None
-    assert supported(asked("full", "offload"), graph) is None
-    assert "may send tokens to other experts" in str(supported(asked("full", "compress"), graph))
+    assert unsupported_reason(asked("none", "compress"), graph) is None
+    assert unsupported_reason(asked("full", "offload"), graph) is None
+    assert "may send tokens to other experts" in str(
+        unsupported_reason(asked("full", "compress"), graph)
+    )
 
 
 def test_8_bits_are_refused_where_gathered_tokens_leave_rows_unfilled() -> None:
@@ -197,15 +199,15 @@ def test_8_bits_are_refused_where_gathered_tokens_leave_rows_unfilled() -> None:
     )
     packed = plan.model_copy(update={"stages": (Stage(layers=layers),)})
 
-    assert supported(plan, graph) is None
-    assert "rows that dispatch allgather leaves unfilled" in str(supported(packed, graph))
-    assert supported(packed.model_copy(update={"dispatch": "alltoall"}), graph) is None
+    assert unsupported_reason(plan, graph) is None
+    assert "rows that dispatch allgather leaves unfilled" in str(unsupported_reason(packed, graph))
+    assert unsupported_reason(packed.model_copy(update={"dispatch": "alltoall"}), graph) is None
 
 
 def test_a_model_that_nothing_builds_is_refused() -> None:
     graph = cases.transformer().model_copy(update={"architecture": None})
 
-    assert "has no architecture" in str(supported(cases.plan(graph), graph))
+    assert "has no architecture" in str(unsupported_reason(cases.plan(graph), graph))
 
 
 def test_the_question_needs_no_torch() -> None:

@@ -117,7 +117,7 @@ def test_every_rank_writes_down_its_collectives(tmp_path: Path) -> None:
 
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight" / "rank-")
     assert int(environment["TORCH_FR_BUFFER_SIZE"]) > 0
-    assert faults.behind(tmp_path, "0") == {}
+    assert faults.fewest_collectives(tmp_path, "0") == {}
 
 
 def of_memory(tmp_path: Path, *, code: int, said: Failure | None, **known: Any) -> Exception:

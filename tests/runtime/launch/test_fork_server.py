@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.runtime.launch.fork_server import ForkedRank, Zygote
+from meshwright.runtime.launch.fork_client import ForkedRank, Zygote
 from meshwright.runtime.launch.rank_processes import RunningRanks
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ROOT
@@ -18,9 +18,10 @@ from tests.runtime.rooms import ROOT
 STANDS_IN = """
 import os, signal, sys
 from meshwright.runtime.launch import rank_main as rank
+from meshwright.runtime.run.rank_exit import die_with_launcher
 
 def main(arguments):
-    rank.die_with_launcher()
+    die_with_launcher()
     print("rank", os.environ["RANK"], "of launcher", os.environ["MESHWRIGHT_LAUNCHER"])
     print("said in vain", file=sys.stderr, flush=True)
     if arguments[0] == "write":
@@ -107,7 +108,7 @@ def test_a_rank_that_is_killed_says_so_and_the_next_one_starts(
     rank = started(zygote, tmp_path, "wait", "0")
     assert os.getpgid(rank.pid) == rank.pid
 
-    rank.tell(signal.SIGKILL)
+    rank.send_signal(signal.SIGKILL)
 
     assert rank.wait() == -signal.SIGKILL
     assert started(zygote, tmp_path, "end", "0").wait() == 0

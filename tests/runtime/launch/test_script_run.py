@@ -25,6 +25,7 @@ from meshwright.runtime.launch import script_run
 from meshwright.runtime.launch.rank_processes import BadEnd, Exit
 from meshwright.runtime.launch.script_run import ScriptRun
 from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.environment import OUTPUT_VARIABLE
 from meshwright.runtime.run.node_rank import NodeRank
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
@@ -283,7 +284,7 @@ def test_a_rank_says_how_its_script_ended_and_a_lost_peer_only_in_its_log(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest has its own
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(script_rank.OUTPUT_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(OUTPUT_VARIABLE, str(tmp_path))
 
     assert script_rank.main() == code
 
@@ -308,11 +309,11 @@ def test_a_script_that_saved_for_a_notice_ends_well_and_says_so(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest has its own
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv(script_rank.OUTPUT_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(OUTPUT_VARIABLE, str(tmp_path))
 
     assert script_rank.main() == 0
 
-    assert script_rank.handed_over(tmp_path, 3).exists()
+    assert run.handed_over(tmp_path, 3).exists()
     assert run.read_failures(tmp_path, 4) == []
 
 

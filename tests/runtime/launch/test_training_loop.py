@@ -23,7 +23,7 @@ from meshwright.planner.documents.model import Layer, ModelGraph  # noqa: E402
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from meshwright.planner.errors import LaunchError  # noqa: E402
 from meshwright.runtime.checkpoint import checkpoint  # noqa: E402
-from meshwright.runtime.checkpoint.state_snapshot import Snapshot, put_back, taken  # noqa: E402
+from meshwright.runtime.checkpoint.state_snapshot import Snapshot, put_back, take_snapshot  # noqa: E402
 from meshwright.runtime.core.torch_api_hints import LossValue  # noqa: E402
 from meshwright.runtime.data.corpus import Corpus, CorpusSamples, files, prepare  # noqa: E402
 from meshwright.runtime.data.sample_digest import SampleDigest  # noqa: E402
@@ -120,7 +120,7 @@ class Replayed(Averaging):
 
     def snapshot(self, *, copied: bool = True) -> Snapshot:
         step = self.next_sample // 8
-        return taken(self.state(), step=step, next_sample=self.next_sample, copied=copied)
+        return take_snapshot(self.state(), step=step, next_sample=self.next_sample, copied=copied)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         put_back(self.state(), snapshots)

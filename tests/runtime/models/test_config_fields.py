@@ -131,8 +131,8 @@ def test_a_field_that_nobody_knows_is_refused_by_name() -> None:
         z_loss_coef: float = 0.0
         layer_drop: float = 0.0
 
-    assert list(library_fields.unexecuted(Config(), [])) == []
-    (said,) = library_fields.unexecuted(Config(z_loss_coef=0.1), [])
+    assert list(library_fields.unexecuted_fields(Config(), [])) == []
+    (said,) = library_fields.unexecuted_fields(Config(z_loss_coef=0.1), [])
     assert said == "z_loss_coef is 0.1, which is not executed here; set it to 0.0"
 
 

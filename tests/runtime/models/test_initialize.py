@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.models.initialize import Weights
+from meshwright.runtime.models.family_adapter import Weights
 from tests.runtime import cases
 
 CPU = torch.device("cpu")

@@ -14,10 +14,11 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import RECOMPUTES, Setting
 from meshwright.runtime.core.memory_tracker import LiveMemory
+from meshwright.runtime.core.mesh import WHOLE, Context
 from meshwright.runtime.models.huggingface import HuggingFace
 from meshwright.runtime.models.reference_decoder import Reference
 from meshwright.runtime.parallel import context_parallel as context_module
-from meshwright.runtime.parallel.context_parallel import WHOLE, Context, attention
+from meshwright.runtime.parallel.context_parallel import attention
 from meshwright.runtime.techniques.activation_checkpointing import wrapped
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks

@@ -21,7 +21,6 @@ from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import Setting
 from meshwright.runtime.core.mesh import Place, place_of
 from meshwright.runtime.models import reference_decoder as reference
-from meshwright.runtime.parallel import expert_hierarchical_a2a as relayed_experts
 from meshwright.runtime.parallel import expert_parallel as experts
 from tests.runtime import cases
 from tests.runtime.parallel.test_expert_parallel import filled
@@ -65,7 +64,7 @@ def part_of(whole: Any, mix: Any, at: Place) -> Any:
 
 def relayed(at: Place) -> Any:
     across, inside = at.relays(2)
-    return functools.partial(relayed_experts.mixed, across=across, inside=inside)
+    return functools.partial(experts.mix_by_hierarchical_all_to_all, across=across, inside=inside)
 
 
 def both_exchanges() -> dict[str, list[tuple[Tensor, Tensor]]]:
@@ -79,7 +78,7 @@ def both_exchanges() -> dict[str, list[tuple[Tensor, Tensor]]]:
         scores = torch.randn(COUNTS[rank], 8, generator=generator) + torch.tensor(likely)
         weights, index = scores.softmax(-1).topk(3, dim=-1)
         results = []
-        for mix in (experts.mixed, relayed(at)):
+        for mix in (experts.mix_by_all_to_all, relayed(at)):
             part = part_of(whole, mix, at)
             into = [x.clone().requires_grad_() for x in (tokens, weights)]
             out = part(into[0], index, into[1])
@@ -112,14 +111,14 @@ def sent_bytes() -> tuple[dict[str, float], dict[str, float]]:
     tokens = torch.randn(len(index), HIDDEN, requires_grad=True)
     weights = torch.rand(index.shape, requires_grad=True)
     sent = dict.fromkeys(names.values(), 0.0)
-    begun = experts._begun
+    begun = experts._begin_exchange
 
     def counted(x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
         elsewhere = sum(leaving) - leaving[groups[name].rank()]
         sent[names[name]] += elsewhere * math.prod(x.shape[1:]) * x.element_size()
         return begun(x, arriving, leaving, name)
 
-    with mock.patch.object(experts, "_begun", counted):
+    with mock.patch.object(experts, "_begin_exchange", counted):
         out = part(tokens, index, weights)
         forward = {**sent}
         out.sum().backward()
@@ -161,7 +160,7 @@ def events_of_a_mixture() -> tuple[list[str], list[str]]:
     experts.spread(part.experts, at.expert_mesh["expert"], relayed(at))
     events: list[str] = []
     across = at.relays(2)[0].group_name
-    begun, arrived, compute = experts._begun, relayed_experts.arrived, part.shared.forward
+    begun, arrived, compute = experts._begin_exchange, experts.arrived, part.shared.forward
 
     def beginning(x: Tensor, arriving: Any, leaving: Any, name: str) -> Tensor:
         if x.shape[1:] == (a.hidden_size,):
@@ -184,8 +183,8 @@ def events_of_a_mixture() -> tuple[list[str], list[str]]:
     experts.compute_shared_meanwhile(part)
     x = torch.randn(2, 8, a.hidden_size, requires_grad=True)
     with (
-        mock.patch.object(experts, "_begun", beginning),
-        mock.patch.object(relayed_experts, "arrived", waiting),
+        mock.patch.object(experts, "_begin_exchange", beginning),
+        mock.patch.object(experts, "arrived", waiting),
     ):
         out = part(x)
         forward = [*events]

@@ -224,7 +224,7 @@ def events_of_a_mixture(shared_first: bool) -> tuple[list[str], list[str], float
             mine = getattr(whole.experts, name)[rank * own : (rank + 1) * own]
             getattr(part.experts, name).to_local().copy_(mine)
     events: list[str] = []
-    begun, ended, compute = experts._begun, experts._ended, part.shared.forward
+    begun, ended, compute = experts._begin_exchange, experts._wait, part.shared.forward
 
     def told(what: str, act: Any) -> Any:
         def acting(*args: Any) -> Any:
@@ -244,8 +244,10 @@ def events_of_a_mixture(shared_first: bool) -> tuple[list[str], list[str], float
     x = torch.randn(2, 8, a.hidden_size, generator=generator)
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
     with (
-        mock.patch("meshwright.runtime.parallel.expert_parallel._begun", told("begun", begun)),
-        mock.patch("meshwright.runtime.parallel.expert_parallel._ended", told("ended", ended)),
+        mock.patch(
+            "meshwright.runtime.parallel.expert_parallel._begin_exchange", told("begun", begun)
+        ),
+        mock.patch("meshwright.runtime.parallel.expert_parallel._wait", told("ended", ended)),
     ):
         found = part(ours)
         forward = [*events]

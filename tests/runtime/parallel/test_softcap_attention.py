@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.runtime.core.mesh import WHOLE, Context
 from meshwright.runtime.parallel import softcap_attention as capped
-from meshwright.runtime.parallel.context_parallel import WHOLE, Context
 from tests.runtime.ranks import on_ranks
 
 SCALE, CAP, LENGTH = 0.7, 2.0, 16

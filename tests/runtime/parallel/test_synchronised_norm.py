@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from meshwright.runtime.parallel.synchronised_norm import synchronised_batch_norm
+from meshwright.runtime.parallel.batch_norm import synchronised_batch_norm
 from tests.runtime.ranks import on_ranks
 
 SHAPES = [(8, 3), (8, 3, 5), (8, 3, 4, 4)]

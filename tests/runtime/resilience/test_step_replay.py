@@ -21,10 +21,10 @@ from tests.runtime.rooms import plan_of  # noqa: E402
 def compared(plan: Plan, own: list[float], loss: float) -> tuple[str, int | None] | None:
     """Return what ranks find whose own losses were 1, and that of all 2.5."""
     replays = Replays(plan, "cpu")
-    replays.took(7, loss=2.5, norm=1.0, own=torch.tensor([1.0, 1.0]))
+    replays.took(7, loss=2.5, norm=1.0, gradient=torch.tensor([1.0, 1.0]))
     again = torch.tensor([own[dist.get_rank()], 1.0])
     try:
-        replays.compare(7, loss=loss, norm=1.0, own=again)
+        replays.compare(7, loss=loss, norm=1.0, gradient=again)
     except StepDiffered as found:
         return str(found), found.suspect
     return None
@@ -69,10 +69,10 @@ def damaged(plan: Plan) -> tuple[int | None, bool]:
         norm, own = float(weight.grad.norm()), torch.stack((torch.zeros(()), mean.own_square))
         weight.grad = None
         if not again:
-            replays.took(7, loss=2.5, norm=norm, own=own)
+            replays.took(7, loss=2.5, norm=norm, gradient=own)
     right = float(own[1]) == 6 * (2 * (1.0 + rank) ** 2 * 2.0) ** 2
     try:
-        replays.compare(7, loss=2.5, norm=norm, own=own)
+        replays.compare(7, loss=2.5, norm=norm, gradient=own)
     except StepDiffered as found:
         return found.suspect, right
     return None, right
@@ -85,9 +85,9 @@ def test_the_only_rank_whose_own_gradient_differs_is_named() -> None:
 
 def test_sums_of_accelerators_may_differ_a_little() -> None:
     replays = Replays(plan_of(), "cuda")
-    replays.took(1, loss=2.0, norm=1.0, own=torch.zeros(2))
+    replays.took(1, loss=2.0, norm=1.0, gradient=torch.zeros(2))
 
-    replays.compare(1, loss=2.0 * (1 + NEARLY / 2), norm=1.0, own=torch.zeros(2))
+    replays.compare(1, loss=2.0 * (1 + NEARLY / 2), norm=1.0, gradient=torch.zeros(2))
 
 
 def test_what_came_again_is_not_doubted_soon() -> None:
@@ -95,7 +95,7 @@ def test_what_came_again_is_not_doubted_soon() -> None:
     doubted = []
     for step in range(1, 400):
         norm = 100.0 if step % 50 == 0 or step == LEAST_NORMS // 2 else 1.0
-        replays.took(step, loss=2.0, norm=norm, own=torch.zeros(2))
+        replays.took(step, loss=2.0, norm=norm, gradient=torch.zeros(2))
         if replays.doubts(step):
             doubted.append(step)
             replays.came_again(step)

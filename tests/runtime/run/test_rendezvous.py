@@ -665,7 +665,7 @@ def test_a_secret_is_neither_told_to_ranks_nor_in_a_message(
     (tmp_path / "logs").mkdir()
     (tmp_path / "ranks").mkdir()
 
-    bad = supervise.supervised(
+    bad = supervise.supervise(
         ["env"],
         [0],
         lambda rank, port: {"RANK": str(rank), "MASTER_PORT": port},

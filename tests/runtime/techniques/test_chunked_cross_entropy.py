@@ -27,7 +27,7 @@ from meshwright.planner.operators import embedding_and_head as ends
 from meshwright.planner.operators.operator_table import Setting
 from meshwright.runtime.core.loss import IGNORED
 from meshwright.runtime.core.memory_tracker import LiveMemory
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch.training_loop import token_engine
 from meshwright.runtime.techniques.activation_checkpointing import recomputed
 from meshwright.runtime.techniques.chunked_cross_entropy import chunked_loss
@@ -270,7 +270,7 @@ def test_stale_weights_refuse_chunks() -> None:
     graph = cases.transformer()
     plan = chunked(cases.plan(graph, pipeline=2, schedule="pipedream-2bw"), "precomputed")
 
-    assert "loss: is in chunks, which pipedream-2bw" in (supported(plan, graph) or "")
+    assert "loss: is in chunks, which pipedream-2bw" in (unsupported_reason(plan, graph) or "")
 
 
 # --- memory -----------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_without_a_compiler_layers_stay_eager_and_say_why(monkeypatch: pytest.Mo
 def test_a_run_of_compiled_blocks_on_a_cpu_says_that_nobody_counted_its_memory() -> None:
     peak = _Peak("cpu", compiled=True)
 
-    made = peak.of(lambda: StepResult(1.0, 2.0), held={})
+    made = peak.watch(lambda: StepResult(1.0, 2.0), held={})
 
     assert made.loss == 1.0
     assert (peak.so_far_bytes(), peak.slows) == (None, False)

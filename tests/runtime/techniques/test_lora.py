@@ -22,7 +22,7 @@ from meshwright.runtime.checkpoint.weight_export import to_huggingface, to_peft
 from meshwright.runtime.checkpoint.writer import Saver
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.factory_module import graph_of_factory
-from meshwright.runtime.engine.unsupported import supported
+from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch.training_loop import token_engine
 from tests.parts import some_and_others
 from tests.runtime import cases, chains
@@ -206,8 +206,8 @@ def test_what_has_not_been_shown_equal_is_refused(changes: dict[str, str], messa
     obstacle = native.obstacle(model, wanted.job, wanted.layout)
 
     assert message in str(obstacle)
-    assert str(obstacle) == supported(wanted, model)
-    assert supported(made, model) is None
+    assert str(obstacle) == unsupported_reason(wanted, model)
+    assert unsupported_reason(made, model) is None
 
 
 def test_targets_that_nothing_has_are_refused() -> None:

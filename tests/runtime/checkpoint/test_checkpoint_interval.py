@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch")
 
 from meshwright.planner.documents.events import Decision, Saved, events_of  # noqa: E402
 from meshwright.planner.whatif.pricing.survival import SaveFigures  # noqa: E402
-from meshwright.runtime.checkpoint.writer import Saver, SaveSeconds  # noqa: E402
-from meshwright.runtime.launch.checkpoint_interval import MEASURED_AFTER, SaveSchedule  # noqa: E402
+from meshwright.runtime.checkpoint.writer import MEASURED_AFTER, Saver, SaveSchedule, SaveSeconds  # noqa: E402  # noqa: E402
 from meshwright.runtime.run import run_folder as run  # noqa: E402
 from meshwright.runtime.run.metrics import Metrics  # noqa: E402
 
@@ -59,7 +58,7 @@ def test_the_interval_follows_measured_steps_then_measured_saves(
 
     # Steps take 1 s and not 4: sqrt(2 x 0.5 x 10,000) = 100 of them.
     for step in range(1, MEASURED_AFTER + 2):
-        computed.stepped(step, [1.0] * step, metrics)
+        computed.after_step(step, [1.0] * step, metrics)
     assert due(computed, 200)[0] == 100
 
     # A save blocks 2 s and not 0.5: twice as far apart.

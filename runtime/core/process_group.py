@@ -1,17 +1,53 @@
-"""The cores of a host that are near a device: those of its NUMA node, as Linux lists them.
+"""The process group of all ranks: how a rank joins it, bound to the cores near its device.
 
-A rank that runs on another node's cores sends every launch and every pinned copy over the link
-between the sockets.
+Near cores are those of the device's NUMA node, as Linux lists them.  A rank that runs on another
+node's cores sends every launch and every pinned copy over the link between the sockets.
 """
 
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def join(device: Literal["cpu", "cuda"], *, rank: int, world_size: int, timeout_s: float) -> None:
+    """Join the process group: over the launcher's socket, or as torchrun's environment says."""
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    device_of_rank = None
+    if device == "cuda":
+        # Communicators form now, on this device, rather than inside the first step.
+        device_of_rank = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device_of_rank)
+        bind(device_of_rank)
+    listening = os.environ.get("MESHWRIGHT_STORE_FD")
+    if listening is None:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_of_rank)
+        return
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=int(listening) if rank == 0 else None,
+    )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device_of_rank,
+    )
 
 
 def bind(device: torch.device) -> frozenset[int] | None:

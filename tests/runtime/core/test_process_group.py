@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshwright.runtime.core import numa as near_cores
+from meshwright.runtime.core import process_group
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:
         own.intersection_update(cores)
 
     buses = {0: 0x1B, 1: 0x9D, 2: 0xFF}
-    monkeypatch.setattr(near_cores, "cores_of", _reading(tmp_path))
+    monkeypatch.setattr(process_group, "cores_of", _reading(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(own))
     monkeypatch.setattr(os, "sched_setaffinity", bound)
     monkeypatch.setattr(
@@ -39,7 +39,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def _reading(folder: Path) -> object:
-    plain = near_cores.cores_of
+    plain = process_group.cores_of
     return lambda address: plain(address, devices=folder)
 
 
@@ -47,14 +47,14 @@ def _reading(folder: Path) -> object:
 def test_a_rank_keeps_to_the_cores_of_its_socket(
     machine: set[int], index: int, cores: set[int]
 ) -> None:
-    assert near_cores.bind(torch.device("cuda", index)) == cores
+    assert process_group.bind(torch.device("cuda", index)) == cores
     assert machine == cores
 
 
 def test_cores_that_the_job_was_not_given_stay_outside(machine: set[int]) -> None:
     machine -= {0, 1, 2, 3, 4}
 
-    assert near_cores.bind(torch.device("cuda", 0)) == {5}
+    assert process_group.bind(torch.device("cuda", 0)) == {5}
 
 
 @pytest.mark.parametrize("given", [{2, 3}, {0, 1}])
@@ -63,11 +63,11 @@ def test_a_job_with_no_core_near_or_none_far_is_left_as_it_is(
 ) -> None:
     machine &= given
 
-    assert near_cores.bind(torch.device("cuda", 0)) is None
+    assert process_group.bind(torch.device("cuda", 0)) is None
     assert machine == given
 
 
 def test_a_device_that_the_kernel_does_not_list_changes_nothing(machine: set[int]) -> None:
-    assert near_cores.bind(torch.device("cuda", 2)) is None
-    assert near_cores.bind(torch.device("cpu")) is None
+    assert process_group.bind(torch.device("cuda", 2)) is None
+    assert process_group.bind(torch.device("cpu")) is None
     assert machine == set(range(8))

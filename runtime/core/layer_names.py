@@ -1,0 +1,16 @@
+"""Names that a chain of layers and what divides it share: its ends, styles of modules, regions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+TensorStyle = Literal[
+    "gather", "columns", "rows", "vocabulary", "logits", "mixture", "experts", "part"
+]
+"""How tensor parallelism treats a module of a layer; tensor_parallel.py says what each does."""
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+Region = tuple[int, int, int]
+"""Some of a part: (dim, from, to before)."""
