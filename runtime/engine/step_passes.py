@@ -490,7 +490,7 @@ class StepPasses:
         return self._gradients.scale.scale_loss(total / (self._gradients.divisor * self._divided))
 
     def measure_own_gradient(self) -> None:
-        """Let `local_gradient_values` have the square of this rank's gradient from the next step on."""
+        """Put the square of this rank's gradient into `local_gradient_values` from now on."""
         if self._replicas is not None:
             self._replicas.measures_own = True
 

@@ -367,7 +367,7 @@ class Console:
 
     def _copy(self, pipe: IO[bytes], name: str) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        with pipe, opened(self._log, within=self._log.parents[1], append=True) as log:
+        with pipe, open_below(self._log, within=self._log.parents[1], append=True) as log:
             while part := pipe.read1(CHUNK_BYTES):  # type: ignore[attr-defined]
                 # A full disk costs nobody the console, and a console that is gone not the log.
                 with contextlib.suppress(OSError):
