@@ -20,11 +20,11 @@ from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.document import Document
+from meshwright.planner.documents.framework import Framework
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
-from meshwright.planner.documents.stack import Stack
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.search.answer import Alternative, Answer
 from meshwright.planner.whatif.run_study import Result
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MODULE_FIELDS = ("batch", "loss", "inputs", "optimizer", "groups", "units")
 """Options that go with a function that builds a module."""
 DOCUMENTS: tuple[type[Document], ...] = (
-    Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Stack,
+    Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Framework,
 )  # fmt: skip
 """What `load` reads."""
 
@@ -168,7 +168,7 @@ def predict(
     global_batch: int | None = None,
     precision: Precision | None = None,
     profile: str | None = None,
-    backend: str = "native",
+    framework: str = "native",
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
@@ -190,7 +190,7 @@ def predict(
             global_batch=global_batch,
             precision=precision,
             profile=profile,
-            backend=backend,
+            framework=framework,
         )
     given = {"layout": layout, "seq_len": seq_len, "global_batch": global_batch}
     for name, value in given.items():
@@ -271,7 +271,7 @@ def export(
     """Write a checkpoint in the form of another program, or a plan as its configuration.
 
     >>> import meshwright, pathlib, tempfile
-    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", backend="megatron")
+    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", framework="megatron")
     >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
     >>> meshwright.save(plan, file)
     >>> "--bf16" in meshwright.export(file).text

@@ -46,7 +46,7 @@ class PlanOptions:
     solver: str = "exact"
     top: int = 1
     """Number of best plans of different meshes."""
-    backend: str = "native"
+    framework: str = "native"
     """Framework that trains: its own space is searched, priced as it trains."""
     prefer: Prefer = "simplest"
     prove: Prove = "usual"
@@ -76,7 +76,7 @@ class PlanOptions:
                 read_pins(self.fix, self.allow), require=read_requirements(self.require, names)
             ),
             profile=measured,
-            stack=self.backend,
+            framework=self.framework,
             called=called,
             fit_probability=self.fit_probability,
         )

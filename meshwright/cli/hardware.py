@@ -91,8 +91,8 @@ def whatif(
         WhatIfTuning | None,
         typer.Option("--tuning", help="Pretraining, or which kind of fine-tuning"),
     ] = None,
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="Framework; default: the fastest public one")
+    framework: Annotated[
+        str | None, typer.Option("--framework", help="Framework; default: the fastest public one")
     ] = None,
     precision: Annotated[
         str | None, typer.Option("--precision", help="bf16, fp8; auto takes the fastest")
@@ -131,7 +131,7 @@ def whatif(
 
     mine = of_user()
     if study is None:  # which says everything itself
-        backend, prices = mine.value_of("backend", backend), mine.value_of("prices", prices)
+        framework, prices = mine.value_of("framework", framework), mine.value_of("prices", prices)
     with bar("planning candidates", quiet=json) as progress:
         result = studies.whatif(
             study,
@@ -152,7 +152,7 @@ def whatif(
             by=by.value if by else None,
             day_usd=day_usd,
             tuning=tuning.value if tuning else None,
-            backend=backend,
+            framework=framework,
             precision=precision,
             seq_len=seq_len,
             global_batch=global_batch,
@@ -203,7 +203,7 @@ class Shelf(StrEnum):
     ACCELERATORS = "accelerators"
     NODES = "nodes"
     MODELS = "models"
-    STACKS = "stacks"
+    FRAMEWORKS = "frameworks"
     PRICES = "prices"
 
 

@@ -12,9 +12,9 @@ import typer
 
 from meshwright.cli.console import bar, out, print_message
 from meshwright.cli.options import (
-    BackendOption,
     ClusterOption,
     Explain,
+    FrameworkOption,
     GlobalBatch,
     Html,
     Json,
@@ -56,7 +56,7 @@ def plan(
     where = _required_cluster(mine.value_of("cluster", cluster))
     defaults = {
         "precision": mine.precision(options.get("precision")),
-        "backend": mine.value_of("backend", options.get("backend")) or "native",
+        "framework": mine.value_of("framework", options.get("framework")) or "native",
     }
     with bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
@@ -113,7 +113,7 @@ def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
     from meshwright.planner.documents.model import is_script
 
-    if plan.backend != "native":
+    if plan.framework != "native":
         return f"meshwright export {file}"
     if is_script(plan.model.source):
         return f"meshwright run --plan {file} SCRIPT.py"
@@ -223,7 +223,7 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     profile: ProfileOption = None,
-    backend: BackendOption = None,
+    framework: FrameworkOption = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -238,7 +238,10 @@ def predict(
 
     mine = of_user()
     if not is_plan(model):  # which has its own
-        cluster, backend = mine.value_of("cluster", cluster), mine.value_of("backend", backend)
+        cluster, framework = (
+            mine.value_of("cluster", cluster),
+            mine.value_of("framework", framework),
+        )
     wanted = mine.precision(precision.value if precision else None) if not is_plan(model) else None
     predicted = commands.predicted_plan(
         model,
@@ -248,7 +251,7 @@ def predict(
         global_batch=global_batch,
         precision=wanted,
         profile=profile,
-        backend=backend or "native",
+        framework=framework or "native",
     )
     prediction = predicted.prediction
     if json:
@@ -325,7 +328,7 @@ def export(
             "--to",
             help="Checkpoints: huggingface, peft (LoRA adapters). Plans: megatron, torchtitan, "
             "torchtitan@0.2, megatron-bridge, deepspeed, accelerate, transformers, nanotron, fsdp, "
-            "megatron-deepspeed (default: its backend)",
+            "megatron-deepspeed (default: its framework)",
         ),
     ] = None,
     output: Annotated[

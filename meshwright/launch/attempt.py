@@ -86,8 +86,8 @@ def run_attempt(
             steps=steps,
             step_s=prediction.step_time_s,
             every_steps=run.checkpoint_every or steps,
-            survives=asked.survive,
-            copies=COPIES_SHARE if asked.survive else 0.0,
+            elastic=asked.elastic,
+            copies=COPIES_SHARE if asked.elastic else 0.0,
         )
 
     report = start(

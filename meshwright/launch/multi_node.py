@@ -1,4 +1,4 @@
-"""`launch --survive` on several nodes: attempts one after another, each an epoch of the run.
+"""`launch --elastic` on several nodes: attempts one after another, each an epoch of the run.
 
 A node that is back, or a spare, is taken in at the next save where what it gains in the time that
 is left is more than twice what the start of new ranks costs, and not soon after another change.
@@ -145,7 +145,7 @@ class Epochs:
                     self._run,
                     quiet=self._quiet,
                     node_rank=self._agent.node_rank(),
-                    survive=True,
+                    elastic=True,
                     agent=self._agent,
                     zygote=self._means.zygote,
                     slots=self._means.slots,
@@ -415,7 +415,7 @@ class ScaleUp:
         epoch = self._agent.epoch
         # The clock may have been set back since then; this epoch is no older than the change.
         since_s = max(time.time() - epoch.changed_unix_s, now_s - self._begin_s)
-        if len(epoch.members) >= self._planned.nodes or since_s < self._run.grow_after:
+        if len(epoch.members) >= self._planned.nodes or since_s < self._run.scale_up_after:
             return
         there = min(self._planned.nodes, len(epoch.members) + len(self._agent.spares()))
         larger = self._largest(len(epoch.members), there)

@@ -40,7 +40,7 @@ def write_page(tuned: TuningResult, path: str) -> None:
     names = [candidate.prediction.layout for candidate in tuned.candidates]
     if tuned.small is not None:
         names += [
-            f"{stand_in.candidate.prediction.layout}, {stand_in.request.model.name} on {tuned.on}"
+            f"{stand_in.candidate.prediction.layout}, {stand_in.request.model.name} on {tuned.trial_cluster}"
             for stand_in in tuned.small.stand_ins
         ]
     text = page(_title(tuned), list(_result_facts(tuned)), names, tuned.tuner, tuned.trials)
@@ -100,7 +100,7 @@ def _result_facts(tuned: TuningResult) -> Iterator[Fact]:
         label="tried",
         text=f"{_distinct(tuned)} of {len(tuned.options) - _untried_count(tuned)} plans"
         + (f" in {len(ended)} trials" if len(ended) > _distinct(tuned) else "")
-        + (f" in small on {tuned.on}" if tuned.on else "")
+        + (f" in small on {tuned.trial_cluster}" if tuned.trial_cluster else "")
         + (f" ({counts})" if counts else "")
         + f"; {tuned.stopped}",
     )
@@ -217,7 +217,7 @@ def tuned_json(tuned: TuningResult) -> dict[str, Any]:
         "step_time_s": tuned.step_s,
         "predicted_s": chosen.prediction.step_time_s,
         "believed_s": list(posterior.seconds(tuned.tuner.answer)),
-        "on": tuned.on,
+        "trial_cluster": tuned.trial_cluster,
         "proof": None if tuned.proof is None else asdict(tuned.proof),
         "unseen": list(tuned.small.unseen) if tuned.small else [],
         "first_step_time_s": tuned.first_s,

@@ -23,18 +23,20 @@ Three ways of tokens to experts on other ranks:
                      (`--moe-token-dispatcher-type allgather`).  An all-to-all moves c / n of the
                      bytes, c being the choices of a token and n the ranks, and must know on the
                      host how many come.
-    hierarchical     `relay`: a token is sent once to each node that has some of its experts.  An
-                     expert group of n ranks is cut into neighbours, `relay` of them each, which lie
-                     on one node.  A token goes to every node that has some of its experts, to the
-                     rank there that stands where its own does, and from there to every rank that
-                     has some of them.  On the way back a rank adds up what its experts made of a
-                     token, weighed, and the one that handed the token on adds up what came of it,
-                     so that one row for each node goes back.  Of a token with c experts on D nodes
-                     the slow links carry D copies for c, and D sums for c outputs.
+    hierarchical     `hierarchical_all_to_all`: a token is sent once to each node that has some of
+    its experts.  An
+                     expert group of n ranks is cut into neighbours, `hierarchical_all_to_all` of
+                     them each, which lie on one node.  A token goes to every node that has some of
+                     its experts, to the rank there that stands where its own does, and from there
+                     to every rank that has some of them.  On the way back a rank adds up what its
+                     experts made of a token, weighed, and the one that handed the token on adds up
+                     what came of it, so that one row for each node goes back.  Of a token with c
+                     experts on D nodes the slow links carry D copies for c, and D sums for c
+                     outputs.
 
-Under `relay` it is sent ahead of tokens where they go, so that the host knows how many will be
-handed on while the first are on the way: with what the experts that all tokens share compute, it
-waits for no tokens.
+Under `hierarchical_all_to_all` it is sent ahead of tokens where they go, so that the host knows how
+many will be handed on while the first are on the way: with what the experts that all tokens share
+compute, it waits for no tokens.
 Source: DeepSeek-V3, section 3.2.2 (arXiv:2412.19437), and DeepEP, whose kernels send both ways at
 once; here one exchange follows the other.
 """

@@ -22,9 +22,9 @@ are made in bf16.  Tensorwise weights may come in 8 bits, with their scale.
 Where a device has no product of blocks (a CPU), they are multiplied as fp32, which represents their
 values exactly.
 
-Weights that ranks divide under ZeRO-3 are gathered in 8 bits under `weight_wire: fp8`.  Each rank
-rounds its shard of a Linear's weight with the scale of the whole, and FSDP gathers the result,
-through the two methods that it asks a parameter for (`fsdp_pre_all_gather` and
+Weights that ranks divide under ZeRO-3 are gathered in 8 bits under `weight_gather_dtype: fp8`.
+Each rank rounds its shard of a Linear's weight with the scale of the whole, and FSDP gathers the
+result, through the two methods that it asks a parameter for (`fsdp_pre_all_gather` and
 `fsdp_post_all_gather`; so does torchao).  What is gathered while a layer works takes one byte an
 element in place of two, and products do not round it again.  Values are to the last bit those of
 weights that were gathered in bf16 and rounded behind it: the shard is brought to bf16 first, and
@@ -327,7 +327,7 @@ class NarrowWeights:
         """The group divides them."""
         if not hasattr(Tensor, "grad_dtype"):
             raise LaunchError(
-                f"weight_wire: is fp8, and torch {torch.__version__} has no gradients of another "
+                f"weight_gather_dtype: is fp8, and torch {torch.__version__} has no gradients of another "
                 "type than their parameter's (Tensor.grad_dtype); use full"
             )
         self._group = group

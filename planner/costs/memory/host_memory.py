@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from meshwright.planner.costs.collectives import group_steps
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
+from meshwright.planner.documents.framework import Framework
 from meshwright.planner.documents.plan import Layout, Offload
 from meshwright.planner.documents.prediction import Assumption
-from meshwright.planner.documents.stack import Stack
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.solver.side_constraints import HostMemory
@@ -24,9 +24,9 @@ PINNED_BY_TORCH = 0.5
 """Of a host's memory, where parameters are there: FSDP has torch pin them, in powers of two."""
 
 
-def usable_share(stack: Stack, offload: Offload) -> float:
+def usable_share(framework: Framework, offload: Offload) -> float:
     """Return how much of a host's memory may be filled."""
-    share = stack.offload.host_share
+    share = framework.offload.host_share
     return min(share, PINNED_BY_TORCH) if offload == "parameters" else share
 
 
