@@ -49,7 +49,7 @@ ONE_SOURCE = (
     "deepspeed@0.3",
     "megatron-deepspeed",
 )
-"""Frameworks whose figures come from one source: without it, each is one that nothing is known of."""
+"""Frameworks whose figures come from one source: without it, nothing is known of them."""
 
 WHY = {
     "nanotron_usp": "Peaks are taken for reserved ones, since runs of one layout differ by up to "
@@ -58,8 +58,9 @@ WHY = {
     "Its benchmark ran on a branch that "
     "was never released (huggingface/nanotron, nouamane/bench2), and each figure is that of the "
     "third step alone (NANOTRON_BENCHMARK, trainer.py): equal layouts differ by half. Two things "
-    "of how it was launched are options of its framework, and assumed of its rows: (1) pipelined runs "
-    "on several nodes take 10 x 0.2 ms a rank more in each divided block, whatever the model and "
+    "of how it was launched are options of its framework, and assumed of its rows: (1) pipelined "
+    "runs on several nodes take 10 x 0.2 ms a rank more in each divided block, whatever the model "
+    "and "
     "micro-batch: the author's launch script of 2025-03 has TORCH_DISTRIBUTED_DEBUG=DETAIL (that "
     "of 2024-12 has not, so this is inferred), with which c10d meets the ranks of a group one by "
     "one before each collective (ProcessGroupWrapper.cpp); 3, 9 and 27 ms for 2, 4 and 8 ranks on "
@@ -145,8 +146,8 @@ TRIED = (
     "DeepSpeed of 2021 by its code (lists of tensors, a device that stops before each gather, "
     "weights gathered again for what is recomputed) for a rate of 0.12 between nodes: "
     "megatron_sc21's 90th percentile 8.2 to 6.7 %. Kept.",
-    "Casts to 8 bits by each framework's code, what is gathered in 8 bits: mlperf's 90th percentile "
-    "27.5 to 23.5 %, dgxc's median in 8 bits 5.2 to 3.9 %. Kept.",
+    "Casts to 8 bits by each framework's code, what is gathered in 8 bits: mlperf's 90th "
+    "percentile 27.5 to 23.5 %, dgxc's median in 8 bits 5.2 to 3.9 %. Kept.",
     "The host's seconds of a micro-batch shared by the interleaved stages of a rank: median of "
     "those runs 9.1 to 4.4 % (mlperf) and 5.1 to 3.9 % (dgxc). Kept.",
     "What is seen of hidden collectives by multiprocessors that their channels take, for an "
@@ -199,8 +200,8 @@ TRIED = (
     "9.1 and 18.1). Kept.",
     "A quarter of a GB that lies beside tensors, however many they are, in ranges of memory, for a "
     "share of the peak alone: megatron_ci, whose models are small, 73 to 77 %, nanotron_usp 77 to "
-    "78 %. One spread of 0.15 for all frameworks: 84 and 77 %, and Megatron's plans would have 62 of "
-    "80 GiB. The first is used.",
+    "78 %. One spread of 0.15 for all frameworks: 84 and 77 %, and Megatron's plans would have 62 "
+    "of 80 GiB. The first is used.",
     "Figures of nanotron's host taken as derived: median without figures of one source 13.0 to "
     "12.4 %, tau 0.850 to 0.854. Dropped, they are fitted.",
     "What fsdp_qlora reserves beside its tensors by a replay of its step in a model of torch's "
@@ -210,10 +211,10 @@ TRIED = (
 """Attempts at ranking, with scores over all sources before and after."""
 
 TRIED_LEFT_OUT = (
-    "Columns `options`, `loss` and `release` read, where those of before were the framework's usual: "
-    "median 9.6 to 8.2 %, 90th percentile 27.2 to 26.0 % (figures of one source apart, as they "
-    "were counted then). dgxc 10.6 to 3.4 %, fms_acceleration 13.2 to 5.3 %, mlperf 8.5 to 6.3 %. "
-    "Kept.",
+    "Columns `options`, `loss` and `release` read, where those of before were the framework's "
+    "usual: median 9.6 to 8.2 %, 90th percentile 27.2 to 26.0 % (figures of one source apart, as "
+    "they were counted then). dgxc 10.6 to 3.4 %, fms_acceleration 13.2 to 5.3 %, mlperf 8.5 to "
+    "6.3 %. Kept.",
     "Experts' tokens counted by the host wherever a dispatcher's code waits for them (alltoall, "
     "DeepEP, HybridEP): 90th percentile of megatron_bridge 31.3 to 29.4 %, its median 10.5 to "
     "10.4 %. Kept.",
@@ -248,8 +249,8 @@ TRIED_LEFT_OUT = (
     "DeepSeek-V3 does in MLPerf.",
     "Ranges of 0.15 below and 0.3 above for 0.2 and 0.45, without residuals of frameworks of one "
     "source: in range 96.3 to 93.2 %, nanotron_usp 65 to 58 %. Most sources stay above 90 %, since "
-    "each framework has 0.15 at least and what a row does not say adds 0.05. Dropped; 0.12 and 0.25 "
-    "alone, for all frameworks, would hold 83 % and change every stated range.",
+    "each framework has 0.15 at least and what a row does not say adds 0.05. Dropped; 0.12 and "
+    "0.25 alone, for all frameworks, would hold 83 % and change every stated range.",
     "Collectives of FSDP's units that run beside products at a third of their rate, by two "
     "published measurements of overlap (hardware_rates.py, BESIDE_PRODUCTS): median of the "
     "sources with sharded states, gaps in inputs included, 8.2 to 7.9 %, at 0.75, 0.6, 0.5 and 0.4 "
@@ -257,11 +258,11 @@ TRIED_LEFT_OUT = (
     "torchtitan 7.1 to 8.8 %; over all sources the 90th percentile 21.9 to 21.8 %. Kept. The same "
     "of reductions and gathers once per step, as Megatron has them: published trainings of "
     "Llama-3.1-405B on 8,192 H100 from 3 to 13 % too slow at a half. Dropped.",
-    "Ranges of 0.12 below and 0.22 above outside of a framework's runs for 0.2 and 0.45, which stay "
-    "where the framework is unknown, 0.12 inside Megatron's for 0.19, and 0.2 and 0.35 of mixtures "
-    "of experts for 0.35 and 0.5: in range 96.3 to 80.0 %. Of the ten sources with 30 timed rows "
-    "or more six are inside 75 to 92 %; dgxc, fms_acceleration, internevo and llm_foundry lie "
-    "nearer, nanotron_usp (51 %) waits as no range says. Kept.",
+    "Ranges of 0.12 below and 0.22 above outside of a framework's runs for 0.2 and 0.45, which "
+    "stay where the framework is unknown, 0.12 inside Megatron's for 0.19, and 0.2 and 0.35 of "
+    "mixtures of experts for 0.35 and 0.5: in range 96.3 to 80.0 %. Of the ten sources with 30 "
+    "timed rows or more six are inside 75 to 92 %; dgxc, fms_acceleration, internevo and "
+    "llm_foundry lie nearer, nanotron_usp (51 %) waits as no range says. Kept.",
     "Memory of Megatron within 0.08 of its prediction (standard deviation of the logarithm) for "
     "0.15, by residuals of three sources above 20 GiB and the runs of six: Brier score of those "
     "sources 0.0058 with both. Kept, so that plans that fit with 95 % have 70 of 80 GiB, not 62.",
@@ -283,13 +284,13 @@ TRIED_LEFT_OUT = (
     "5.6 %, but of internevo's runs that ran 71 % are said not to fit. Dropped.",
     "What of a model in 4 bits is no product in fp32 on one device, as peft casts it and TRL asks "
     "it to: fms_acceleration's baseline-peft-bnb from -17 and -21 % to +1 and +3 %. Kept.",
-    "One law of hosts for all frameworks of modules (0.85 and 1.3 ms a block, 25 µs for each further "
-    "tensor-parallel rank at each collective, actions and steps as Megatron's) for figures of one "
-    "study each: 2.4 ms of nanotron's tensor parallelism, 0.9 and 1.4 ms, 0.1 ms a rank, 0.25 ms "
-    "an action and 10 ms a step of Megatron-DeepSpeed. Median 8.4 to 8.0 %, 90th percentile 21.5 "
-    "to 21.3 %, tau 0.877 to 0.885, regret 6.2 to 5.7 %; in-sample 7.4 to 7.8 and 20.2 to 20.6 %; "
-    "frameworks unknown 13.5 to 12.1 %. With 0.8 and 1.2 ms 8.1 and 21.3 %, regret 6.1 %; with "
-    "0.9 and 1.4 ms 8.0 and 21.6 %, 5.7 %. Kept.",
+    "One law of hosts for all frameworks of modules (0.85 and 1.3 ms a block, 25 µs for each "
+    "further tensor-parallel rank at each collective, actions and steps as Megatron's) for figures "
+    "of one study each: 2.4 ms of nanotron's tensor parallelism, 0.9 and 1.4 ms, 0.1 ms a rank, "
+    "0.25 ms an action and 10 ms a step of Megatron-DeepSpeed. Median 8.4 to 8.0 %, 90th "
+    "percentile 21.5 to 21.3 %, tau 0.877 to 0.885, regret 6.2 to 5.7 %; in-sample 7.4 to 7.8 and "
+    "20.2 to 20.6 %; frameworks unknown 13.5 to 12.1 %. With 0.8 and 1.2 ms 8.1 and 21.3 %, regret "
+    "6.1 %; with 0.9 and 1.4 ms 8.0 and 21.6 %, 5.7 %. Kept.",
     "Figures of memory of one source gone: 18 bytes a logit of aleph-alpha's loss for the 14 of "
     "its code, its 1.1 and nanotron's 1.06 and 1.21 of reserved memory for what unknown frameworks "
     "have, 1.5 of its partial sums that wait for the one of its code, 2 GB of Megatron-DeepSpeed's "

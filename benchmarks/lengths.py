@@ -125,8 +125,8 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         "for a shorter sequence is too small for the tensors of a longer one, so more memory is "
         "reserved than is ever allocated. Predicted peaks are allocated bytes for the longest "
         "sequence. What is reserved beyond them, with sequences of equal length, is "
-        "`memory.reserved` of a framework; where that has `memory.replayed` it comes from replaying "
-        "a step (`planner/costs/memory/allocator_segments.py`).",
+        "`memory.reserved` of a framework; where that has `memory.replayed` it comes from "
+        "replaying a step (`planner/costs/memory/allocator_segments.py`).",
         "",
         f"`PYTHONPATH=$PWD python benchmarks/lengths.py`, {date}: {STEPS} steps of one rank, "
         f"Llama-3.1-8B of 4 blocks under ZeRO-3 on 8 ranks, one sequence of up to {LONGEST} "

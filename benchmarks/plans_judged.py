@@ -173,8 +173,8 @@ def text(found: Sequence[JudgedLayout], rows: Mapping[str, Mapping[str, str]]) -
         "# Published layouts, judged",
         "",
         f"Written on {datetime.date.today()} by `python -m benchmarks.plans_judged`. Hand-tuned "
-        "layouts as their authors published them, each predicted under the framework and options of "
-        "its source, beside our answer to the same request under that framework. Settings "
+        "layouts as their authors published them, each predicted under the framework and options "
+        "of its source, beside our answer to the same request under that framework. Settings "
         "that a source does not state are "
         f"the fastest that fit. Answers fit with {SURE_TO_FIT:.0%} at least; a positive error is a "
         f"prediction slower than published. Two layouts are of one class where the degrees of "
@@ -186,8 +186,8 @@ def text(found: Sequence[JudgedLayout], rows: Mapping[str, Mapping[str, str]]) -
         f"answers {sum(one.planned is not None and one.same_class for one in found)} are of the "
         "published class.",
         "",
-        "| run | framework | published layout | fits with | step | published | error | our answer | "
-        "its step | compared |",
+        "| run | framework | published layout | fits with | step | published | error | our answer "
+        "| its step | compared |",
         "|---|---|---|---:|---:|---:|---:|---|---:|---|",
     ]
     for one in found:

@@ -1,4 +1,4 @@
-"""Public facts: whole trainings with the frameworks of their day, and what-if answers about hardware.
+"""Public facts: whole trainings by frameworks of their day, and what-if answers about hardware.
 
 python -m benchmarks.public_facts TRAININGS.csv > docs/results/public-facts.md
 

@@ -72,8 +72,8 @@ def text(rows: Sequence[Row]) -> str:
     """Return the section of the page."""
     models, clusters = {row.model for row in rows}, {row.cluster for row in rows}
     lines = [
-        f"`python benchmarks/exports/defaults.py` runs `plan --framework X` for {len(models)} models "
-        f"on {len(clusters)} clusters, with default options, and exports each "
+        f"`python benchmarks/exports/defaults.py` runs `plan --framework X` for {len(models)} "
+        f"models on {len(clusters)} clusters, with default options, and exports each "
         "plan for X. *No plan*: nothing that the framework executes fits there.",
         "",
         "| framework | planned | no plan | written | refused |",

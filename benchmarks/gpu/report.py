@@ -133,12 +133,12 @@ def framework_figures(lines: Lines) -> dict[str, float]:
     for key, row in lines.of("launches").items():
         if row["kernels"]:
             found[f"kernels of a step, {key}"] = row["kernels"]
-    plain = lines.of("loss").get("plain")
+    full = lines.of("loss").get("full")
     for key, row in lines.of("loss").items():
-        if plain is not None and key != "plain":
-            found[f"loss {key} / plain, time"] = median_s(row) / median_s(plain)
+        if full is not None and key != "full":
+            found[f"loss {key} / full, time"] = median_s(row) / median_s(full)
             if "bytes" in row:
-                found[f"loss {key} / plain, memory"] = row["bytes"] / plain["bytes"]
+                found[f"loss {key} / full, memory"] = row["bytes"] / full["bytes"]
     return found
 
 

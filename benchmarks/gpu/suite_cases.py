@@ -40,7 +40,7 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.documents.profile import LOSS_WORDS, ChunkedLoss
 from meshwright.runtime.launch.training_loop import token_engine
 
 Row = dict[str, Any]
@@ -517,18 +517,18 @@ def loss(at: Setting) -> Rows:
     def plain() -> Tensor:
         return functional.cross_entropy((x @ weight.t()).float(), targets)
 
-    yield "plain", lambda: _passed(at, plain)
+    yield "full", lambda: _passed(at, plain)
     with contextlib.suppress(ImportError):
         from meshwright.runtime.techniques.chunked_cross_entropy import chunked_loss  # noqa: PLC0415
 
-        for size, kept in itertools.product((256, 1024, 4096), ("precomputed", "recomputed")):
+        for size, (kept, word) in itertools.product((256, 1024, 4096), LOSS_WORDS.items()):
             chosen = 16 if at.tiny else size
 
             def call(chosen: int = chosen, kept: str = kept) -> Tensor:
                 total, count = chunked_loss(x, weight, targets, rows=chosen, gradients=kept)
                 return total / count
 
-            yield f"{kept} {size} rows", lambda call=call: _passed(at, call)
+            yield f"{word}/{size}", lambda call=call: _passed(at, call)
 
 
 def _passed(at: Setting, call: Callable[[], Tensor]) -> Row:

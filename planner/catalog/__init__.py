@@ -358,7 +358,7 @@ def models() -> dict[str, ModelEntry]:
 
 @cache
 def frameworks() -> dict[str, Framework]:
-    """Return every framework by name: one file each in `frameworks/`, and those of installed packages."""
+    """Return all frameworks by name: one file each in `frameworks/`, and those of packages."""
     data = _data_of(resources.files(__package__).joinpath("frameworks"))
     frameworks_of_catalogue = _frameworks(data)
 
@@ -488,7 +488,7 @@ def source_text(text: str) -> str:
 
 
 def framework_name(text: str) -> str:
-    """Return the name that a framework's name or alias stands for, written in any of the usual ways.
+    """Return the framework that a name or alias stands for, written in any of the usual ways.
 
     >>> framework_name("Megatron-LM"), framework_name("fsdp2"), framework_name("native")
     ('megatron', 'fsdp', 'native')

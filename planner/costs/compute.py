@@ -160,7 +160,7 @@ def compiled_rates(on: DeviceRates) -> DeviceRates:
 
 
 def recipe_of(framework: Framework, precision: str, scales: str) -> Recipe | None:
-    """Return what is not as with a framework's usual scales, where a layout asks for others of them."""
+    """Return what differs from a framework's usual scales, where a layout asks for others."""
     return framework.eight_bit.recipes.get(scales if precision == "fp8" else precision)
 
 
@@ -282,8 +282,8 @@ def narrow_attention(
     if kernel_rates is None:
         raise DocumentError(
             "framework",
-            f"is {framework.name}, and of attention in {precision} on {accelerator.name} no measured "
-            "rate is known; leave fp8-attention out",
+            f"is {framework.name}, and of attention in {precision} on {accelerator.name} no "
+            "measured rate is known; leave fp8-attention out",
         )
     return kernel_rates
 

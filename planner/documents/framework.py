@@ -590,7 +590,7 @@ class Framework(Document):
             for path in entry.fields:
                 if path not in figure_names:
                     raise ValueError(
-                        f"has a basis for '{path:.60}', which is no figure of a framework; leave it out"
+                        f"has a basis for '{path:.60}', which is no figure of one; leave it out"
                     )
                 counts[path] = counts.get(path, 0) + 1
         twice = sorted(path for path, count in counts.items() if count > 1)
@@ -758,7 +758,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.rank_s": 0.0,
     },
 }
-"""What a run may say of its kernels beside its framework, in a plan as `megatron+eager-attention`."""
+"""What a run may say of its kernels beside its framework; in a plan `megatron+eager-attention`."""
 
 OPTION_BASIS: Mapping[str, str] = {
     "deepep": "derived: 1.1 to 1.3 times the all-to-all of the collective library over the same "
@@ -886,4 +886,4 @@ def framework_of(data: dict[str, Any], frameworks_data: dict[str, dict[str, Any]
 
 
 NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy", "releases")
-"""Of what a framework extends: its names, what it executes, how far its runs lay from predictions."""
+"""Of what one extends: its names, what it executes, how far its runs lay from predictions."""

@@ -21,7 +21,7 @@ from meshwright.planner.documents.axes import LAYOUT_AXES, axes_of
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part, nearest
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_own
-from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, Recompute
+from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
 from meshwright.planner.documents.training import Lora, Training
 from meshwright.planner.documents.units import (
     MOST_DEVICES,
@@ -115,11 +115,12 @@ def loss_text(loss: ChunkedLoss | None) -> str:
     """Return how a loss is computed as people write it, without the usual number of rows.
 
     >>> loss_text(ChunkedLoss(rows=512)), loss_text(ChunkedLoss()), loss_text(None)
-    ('precomputed/512', 'precomputed', 'plain')
+    ('chunked/512', 'chunked', 'full')
     """
     if loss is None:
-        return "plain"
-    return loss.gradients if loss.rows == CHUNK_ROWS else f"{loss.gradients}/{loss.rows}"
+        return "full"
+    word = LOSS_WORDS[loss.gradients]
+    return word if loss.rows == CHUNK_ROWS else f"{word}/{loss.rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +373,7 @@ class Plan(Document):
     model: PlannedModel
     cluster: Line
     framework: Text = "native"
-    """The framework that trains it (planner/catalog/frameworks); `planner.catalog.framework` finds it."""
+    """What trains it (planner/catalog/frameworks); `planner.catalog.framework` finds it."""
     seq_len: SampleTokens = 1
     """Tokens of a sample; left out where `batch` says what a sample is."""
     document_len: SampleTokens | None = None

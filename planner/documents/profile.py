@@ -42,6 +42,13 @@ class ChunkedLoss(Part):
     """Made in forward, where they wait for backward; or in backward, from logits made anew."""
 
 
+LOSS_WORDS: dict[LossGradients, str] = {
+    "precomputed": "chunked",
+    "recomputed": "chunked-recompute",
+}
+"""How a layout's text and `--fix` call a loss in chunks; one of all logits is `full`."""
+
+
 class Birth(Part):
     """Where, when and by which command the measurements were made."""
 

@@ -57,7 +57,7 @@ class KernelSettings:
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
     context: Literal["gather", "ring", "heads"] = "gather"
-    """How attention over a divided sequence gets its keys (planner.documents.framework.ContextRule)."""
+    """How attention over a divided sequence gets its keys: see `framework.ContextRule`."""
     balanced: bool = True
     """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"

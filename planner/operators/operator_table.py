@@ -313,7 +313,7 @@ class OperatorTable:
     outside: int = 0
     """How many trailing operators are not the layer's own and never recomputed: the loss."""
     selective: SelectiveRecompute = "outputs"
-    """What selective recompute drops: see `meshwright.planner.documents.framework.RecomputeRule`."""
+    """What selective recompute drops: see `planner.documents.framework.RecomputeRule`."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False

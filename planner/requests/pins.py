@@ -24,7 +24,7 @@ from meshwright.planner.documents.plan import (
     WeightGatherDtype,
     loss_text,
 )
-from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients, Recompute
+from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS, whole_number
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules import SCHEDULES, schedule_of
@@ -99,7 +99,8 @@ class Pins:
     scales: Scales | None = None
     weight_gather_dtype: WeightGatherDtype | None = None
     dispatch: Dispatch | None = None
-    """Pinned to `alltoall` without a `hierarchical_all_to_all`, each token is sent to each of its experts."""
+    """Pinned to `alltoall` without a `hierarchical_all_to_all`, each token is sent to each of its
+    experts."""
     hierarchical_all_to_all: int | None = None
     """Neighbours that hand on among themselves what is sent to them once."""
     compile: Compile | None = None
@@ -301,17 +302,18 @@ def _pin_value(field: str, value: str, item: str) -> PinValue:
 
 def _loss(value: str, item: str) -> ChunkedLoss | str:
     """Read `full`, `chunked` or `chunked-recompute/512`: how many rows of logits exist at once."""
-    gradients, slash, text = value.partition("/")
+    word, slash, text = value.partition("/")
     if value == "full":
         return value
+    gradients = next((name for name, called in LOSS_WORDS.items() if called == word), None)
     rows = whole_number(text) if slash else CHUNK_ROWS
-    if gradients not in get_args(LossGradients) or rows is None or not 1 <= rows <= MOST_TOKENS:
+    if gradients is None or rows is None or not 1 <= rows <= MOST_TOKENS:
         raise DocumentError(
             "fix",
             f"'{item:.60}': write loss=full, chunked/ROWS or chunked-recompute/ROWS, of 1 to "
             f"{MOST_TOKENS:,} rows",
         )
-    return ChunkedLoss.model_validate({"rows": rows, "gradients": gradients})
+    return ChunkedLoss(rows=rows, gradients=gradients)
 
 
 def _order(value: str, item: str) -> tuple[Axis, ...]:

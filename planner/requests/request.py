@@ -180,8 +180,8 @@ class Request:
         if self.framework.space is None:
             raise DocumentError(
                 "framework",
-                f"is {self.framework.name}, whose runs are priced and whose layouts are not searched; "
-                "name another --framework; `meshwright catalog frameworks` lists them",
+                f"is {self.framework.name}, whose runs are priced and whose layouts are not "
+                "searched; name another --framework; `meshwright catalog frameworks` lists them",
             )
         return self.framework.space
 

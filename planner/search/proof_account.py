@@ -90,7 +90,7 @@ class PruningStatistics:
 
 
 def space_text(framework: Framework) -> str:
-    """Return what splits and recompute choices a framework's plans have; nothing where they have any.
+    """Return the splits and recompute choices of a framework's plans; nothing where they have any.
 
     >>> from meshwright.planner.catalog import frameworks
     >>> space_text(frameworks()["megatron"])

@@ -492,7 +492,7 @@ def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple
 
 
 def _between(fewer: Planned, more: Planned) -> str | None:
-    """Return the framework that wins on fewer and on more devices, or on more where none fits fewer."""
+    """Return what wins on fewer and on more devices, or on more where nothing fits fewer."""
     return more.framework if fewer.framework in ("", more.framework) and more.framework else None
 
 

@@ -205,7 +205,12 @@ def _study() -> Any:
     return {
         "name": "s",
         "models": ["gpt2"],
-        "work": {"seq_len": 1024, "global_batch": 64, "tuning": "pretrain", "framework": "deepspeed"},
+        "work": {
+            "seq_len": 1024,
+            "global_batch": 64,
+            "tuning": "pretrain",
+            "framework": "deepspeed",
+        },
         "goal": {"tokens": 1e9, "deadline_days": 30.0, "budget_usd": 1e6, "by": "cost"},
         "offers": [
             {"cluster": "{n}x8xh100-sxm-80gb", "n": [1, 2], "change": {"memory": 1.5}},

@@ -1,4 +1,4 @@
-"""A plan says which framework trains it, is priced as that trains, and our runtime leaves it alone."""
+"""A plan names the framework that trains it and prices it; our runtime leaves it alone."""
 
 from __future__ import annotations
 

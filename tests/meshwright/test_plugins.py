@@ -1,4 +1,4 @@
-"""Installed packages add frameworks, accelerators, exporters and loggers, and take no other's place."""
+"""Packages add frameworks, accelerators, exporters and loggers, and take no other's place."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a command recommends fits, or is said not to; and its framework runs it, or is said not to."""
+"""What a command recommends fits, and its framework runs it, or both are said not to."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from meshwright.planner.documents import plan as plan_types
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.model import Experts, ModelGraph
 from meshwright.planner.documents.plan import INSIDE_OUT, Axis, Job, Layout, Plan
-from meshwright.planner.documents.profile import ChunkedLoss, LossGradients, Recompute
+from meshwright.planner.documents.profile import LOSS_WORDS, ChunkedLoss, Recompute
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.frameworks.native_limits import obstacle
 from meshwright.planner.schedules import schedule
@@ -85,7 +85,7 @@ class Row:
     prefetch: int = 0
     reshard_after_forward: int | None = None
     loss: str = "full"
-    """Of all logits, or how gradients of a loss in chunks are made."""
+    """Of all logits, or in chunks, by the name of how their gradients are made."""
     compile: str = "none"
     scales: str = "tensorwise"
     weight_gather_dtype: str = "full"
@@ -193,7 +193,8 @@ class Row:
     def _loss(self) -> ChunkedLoss | None:
         if self.loss == "full":
             return None
-        return ChunkedLoss.model_validate({"rows": LOSS_ROWS, "gradients": self.loss})
+        gradients = next(name for name, word in LOSS_WORDS.items() if word == self.loss)
+        return ChunkedLoss(rows=LOSS_ROWS, gradients=gradients)
 
     def plan(self) -> Plan:
         """Return the plan; DocumentError if no plan can say this."""
@@ -331,7 +332,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
         "activations": get_args(plan_types.Activations),
         "offload": get_args(plan_types.Offload),
         "gradient_compression": get_args(plan_types.GradientCompression),
-        "loss": ("plain", *get_args(LossGradients)),
+        "loss": ("full", *LOSS_WORDS.values()),
         "compile": get_args(plan_types.Compile),
         "prefetch": get_args(plan_types.Prefetch),
         "reshard_after_forward": (None, 1, 2),
@@ -461,7 +462,7 @@ def dear_rows(rows: Iterable[Row], *, seed: int = 0) -> tuple[Row, ...]:
     """
     rng, table, found = random.Random(seed), choices(), []
     for place, row in enumerate(rows):
-        loss = row.loss if row.loss != "full" or place % 2 else "precomputed"
+        loss = row.loss if row.loss != "full" or place % 2 else "chunked"
         wished = (replace(row, compile="block", loss=loss), replace(row, compile="block"))
         one = next((one for one in wished if reason(one) is None), None)
         if one is None:

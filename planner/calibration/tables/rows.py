@@ -258,7 +258,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
 
 
 def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bool) -> Lora | None:
-    """Return the adapters of a task; rank and matrices are the framework's where a row says none."""
+    """Return the adapters of a task; rank and matrices are the framework's if a row says none."""
     if task not in ("lora", "qlora"):
         return None
     of_attention = (had.adapters or framework.kernels.adapters) == "attention"
@@ -272,7 +272,7 @@ def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bo
 def _options_of_run(
     row: Row, framework: Framework, facts: Facts, had: RunOptions, assumed: list[str]
 ) -> tuple[str, ...]:
-    """Return the options of a run's framework: as known of its runs and its release, and as it says.
+    """Return the options of a run: as known of its framework's runs and release, and as it says.
 
     What comes later changes what came before.
     """
@@ -324,7 +324,7 @@ def closest_framework(
 
 
 def _runs_with(framework: Framework, facts: Facts) -> tuple[str, ...]:
-    """Return the options that runs of a framework had as far as is known; its name will tell them."""
+    """Return the options that a framework's runs had as far as is known; its name tells them."""
     return tuple(
         option
         for runs in framework.accuracy.runs_with
@@ -355,7 +355,7 @@ _KNOWN: dict[tuple[int, tuple[str, ...]], tuple[Framework, Framework]] = {}
 def _with_options(
     framework: Framework, flash_attention: bool | None, *, compiled: bool, further: tuple[str, ...]
 ) -> Framework:
-    """Return a framework with what a row says of its kernels, and `further` options that its runs had.
+    """Return a framework with the kernels that a row names, and `further` options of its runs.
 
     Rows alike share one.  `native` has no kernels to choose.
     """

@@ -1,4 +1,4 @@
-"""Bytes that a layer's parameters, gradients and optimizer state take on one rank, under any framework.
+"""Bytes that a layer's parameters, gradients and optimizer state take on a rank of any framework.
 
 Activations stand in `meshwright.planner.operators.layer_operators`, a rank's bytes beside layers in
 `planner.costs.layout_costs`, units of FSDP1 in `planner.costs.memory.resident_states`.

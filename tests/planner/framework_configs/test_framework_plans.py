@@ -180,7 +180,7 @@ def nanotron(text: str, world: int, layers: int) -> Asked:
         zero,
         step.forward_samples,
         step.forwards,
-        (),  # it divides blocks itself: by_products in tests/planner/search/test_framework_spaces.py
+        (),  # it divides blocks itself: by_products in search/test_framework_spaces.py
         tuple(range(layers)) if axes["recompute_layer"] else (),
     )
 
