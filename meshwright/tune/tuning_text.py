@@ -40,7 +40,8 @@ def write_page(tuned: TuningResult, path: str) -> None:
     names = [candidate.prediction.layout for candidate in tuned.candidates]
     if tuned.small is not None:
         names += [
-            f"{stand_in.candidate.prediction.layout}, {stand_in.request.model.name} on {tuned.trial_cluster}"
+            f"{stand_in.candidate.prediction.layout}, {stand_in.request.model.name} "
+            f"on {tuned.trial_cluster}"
             for stand_in in tuned.small.stand_ins
         ]
     text = page(_title(tuned), list(_result_facts(tuned)), names, tuned.tuner, tuned.trials)

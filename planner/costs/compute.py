@@ -165,7 +165,7 @@ def recipe_of(framework: Framework, precision: str, scales: str) -> Recipe | Non
 
 
 def rates_with_scales(on: DeviceRates, recipe: Recipe) -> DeviceRates:
-    """Return a device whose products in 8 bits have other scales than the framework's usual ones."""
+    """Return a device whose products in 8 bits have other scales than the usual ones."""
     if on.eight_bit_flops is None:
         return on
     rate = recipe.architecture_rates.get(on.architecture or "", recipe.rate)

@@ -235,7 +235,7 @@ def _row(request: Request, what: str, plan: Ranked | None, fastest: Ranked) -> A
 
 
 def _division_obstacle(request: Request) -> str | None:
-    """Return why the framework divides no layers of the model among two ranks, or None if it does."""
+    """Return why the framework divides no layers among two ranks, or None if it does."""
     framework = request.framework
     layout = Layout(tensor=2, sequence_parallel=framework.tensor.sequence_parallel)
     reason = rules_of(framework, of_degrees=True)(

@@ -106,8 +106,8 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
     for (first_name, best_name), models in texts.items():
         yield (
             f"Ranked by the fastest public framework on each cluster; under our own runtime "
-            f"(--framework native) {first_name} ranks before {best_name} for {names_text(models)} "
-            "a step."
+            f"(--framework native) {first_name} ranks before {best_name} for "
+            f"{names_text(models)} a step."
         )
 
 

@@ -327,8 +327,8 @@ class NarrowWeights:
         """The group divides them."""
         if not hasattr(Tensor, "grad_dtype"):
             raise LaunchError(
-                f"weight_gather_dtype: is fp8, and torch {torch.__version__} has no gradients of another "
-                "type than their parameter's (Tensor.grad_dtype); use full"
+                f"weight_gather_dtype: is fp8, and torch {torch.__version__} has no gradients "
+                "of another type than their parameter's (Tensor.grad_dtype); use full"
             )
         self._group = group
         self._records: list[Any] = []

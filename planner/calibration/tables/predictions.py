@@ -134,7 +134,7 @@ class Tables:
         self._known: dict[tuple[object, ...], CostTables] = {}
 
     def costs_of(self, setup: Setup) -> CostTables:
-        """Return the costs of a run, known ones where model, cluster and framework are those of one."""
+        """Return the costs of a run, known ones where model, cluster and framework are the same."""
         request = setup.request
         among = recomputes(setup)
         same = (id(request.model), id(request.cluster), request.job, id(request.framework))
