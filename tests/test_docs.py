@@ -83,6 +83,21 @@ def test_files_of_the_planner_that_pages_and_sources_name_are_there() -> None:
     assert gone == set()
 
 
+def test_files_and_names_that_the_architecture_gives_are_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    places = re.findall(r"`([\w/]+/[\w/.]+\.py)(?:: ([\w.]+))?`", text)
+
+    missing = [
+        f"{file}: {name}"
+        for file, name in places
+        if not (ROOT / file).exists()
+        or not re.search(rf"\b(def|class) {name.rpartition('.')[2]}", (ROOT / file).read_text())
+    ]
+
+    assert len(places) > 40
+    assert missing == []
+
+
 def test_the_site_has_every_page_once() -> None:
     def pages(part: Any) -> Iterator[str]:
         if isinstance(part, str):
