@@ -7,15 +7,19 @@ collectives and seconds of the host under a stack are multiplied by it here.
 
 from __future__ import annotations
 
-from meshwright.planner.documents.profile import (
-    CollectiveCurve,
-    LayerMeasurement,
-    LinkFit,
-    Overheads,
-    Profile,
-    StageMeasurement,
-)
+from typing import TYPE_CHECKING
+
 from meshwright.planner.documents.stack import PerPass, Stack
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.profile import (
+        CollectiveCurve,
+        LayerMeasurement,
+        LinkFit,
+        Overheads,
+        Profile,
+        StageMeasurement,
+    )
 
 
 def pace_of(profile: Profile | None) -> float:
