@@ -466,8 +466,8 @@ class LayersTogether:
             np.broadcast_to(part.backward_transient_bytes, (len(self._settings),))
             for part in self._parts[kind]
         ]
-        least: Floats = np.min(of_kinds, axis=0)
-        return least
+        smallest_bytes: Floats = np.min(of_kinds, axis=0)
+        return smallest_bytes
 
     def on_host(self, kind: str, layouts: Indices) -> Floats:
         """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""
