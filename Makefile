@@ -26,7 +26,7 @@ test: .venv/installed  ## run the tests (no GPU needed)
 
 oldest: $(OLDEST)/installed  ## run the tests of the runtime that torch's version could break, with the oldest that is allowed
 	$(OLDEST)/bin/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/runtime/test_,torch_internals.py \
-		pipeline.py schedules.py stale_pipeline.py branches.py rehearsal.py gradient_wire.py activations.py \
+		pipeline.py schedules.py stale_pipeline.py branches.py rehearsal.py gradient_compression.py activations.py \
 		experts.py context.py lora.py checkpoint.py train.py)
 
 matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process and with transformers; pages in Chromium; writes docs/results/equality.md, and goes on where it stopped

@@ -33,10 +33,10 @@ from meshwright.planner.calibration.scores.validate import (
     validate,
     validation_json,
 )
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.costs.uncertainty import KNOWN_ABOVE, KNOWN_BELOW, OUTSIDE, WAITING_ABOVE
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.stack import studies
+from meshwright.planner.documents.framework import studies
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.requests.setup import Setup
 
@@ -49,7 +49,7 @@ ONE_SOURCE = (
     "deepspeed@0.3",
     "megatron-deepspeed",
 )
-"""Stacks whose figures come from one source: without it, each is one that nothing is known of."""
+"""Frameworks whose figures come from one source: without it, each is one that nothing is known of."""
 
 WHY = {
     "nanotron_usp": "Peaks are taken for reserved ones, since runs of one layout differ by up to "
@@ -58,7 +58,7 @@ WHY = {
     "Its benchmark ran on a branch that "
     "was never released (huggingface/nanotron, nouamane/bench2), and each figure is that of the "
     "third step alone (NANOTRON_BENCHMARK, trainer.py): equal layouts differ by half. Two things "
-    "of how it was launched are options of its stack, and assumed of its rows: (1) pipelined runs "
+    "of how it was launched are options of its framework, and assumed of its rows: (1) pipelined runs "
     "on several nodes take 10 x 0.2 ms a rank more in each divided block, whatever the model and "
     "micro-batch: the author's launch script of 2025-03 has TORCH_DISTRIBUTED_DEBUG=DETAIL (that "
     "of 2024-12 has not, so this is inferred), with which c10d meets the ranks of a group one by "
@@ -145,7 +145,7 @@ TRIED = (
     "DeepSpeed of 2021 by its code (lists of tensors, a device that stops before each gather, "
     "weights gathered again for what is recomputed) for a rate of 0.12 between nodes: "
     "megatron_sc21's 90th percentile 8.2 to 6.7 %. Kept.",
-    "Casts to 8 bits by each stack's code, what is gathered in 8 bits: mlperf's 90th percentile "
+    "Casts to 8 bits by each framework's code, what is gathered in 8 bits: mlperf's 90th percentile "
     "27.5 to 23.5 %, dgxc's median in 8 bits 5.2 to 3.9 %. Kept.",
     "The host's seconds of a micro-batch shared by the interleaved stages of a rank: median of "
     "those runs 9.1 to 4.4 % (mlperf) and 5.1 to 3.9 % (dgxc). Kept.",
@@ -199,7 +199,7 @@ TRIED = (
     "9.1 and 18.1). Kept.",
     "A quarter of a GB that lies beside tensors, however many they are, in ranges of memory, for a "
     "share of the peak alone: megatron_ci, whose models are small, 73 to 77 %, nanotron_usp 77 to "
-    "78 %. One spread of 0.15 for all stacks: 84 and 77 %, and Megatron's plans would have 62 of "
+    "78 %. One spread of 0.15 for all frameworks: 84 and 77 %, and Megatron's plans would have 62 of "
     "80 GiB. The first is used.",
     "Figures of nanotron's host taken as derived: median without figures of one source 13.0 to "
     "12.4 %, tau 0.850 to 0.854. Dropped, they are fitted.",
@@ -210,7 +210,7 @@ TRIED = (
 """Attempts at ranking, with scores over all sources before and after."""
 
 TRIED_LEFT_OUT = (
-    "Columns `options`, `loss` and `release` read, where those of before were the stack's usual: "
+    "Columns `options`, `loss` and `release` read, where those of before were the framework's usual: "
     "median 9.6 to 8.2 %, 90th percentile 27.2 to 26.0 % (figures of one source apart, as they "
     "were counted then). dgxc 10.6 to 3.4 %, fms_acceleration 13.2 to 5.3 %, mlperf 8.5 to 6.3 %. "
     "Kept.",
@@ -246,10 +246,10 @@ TRIED_LEFT_OUT = (
     "σ of 0.5, 1, 1.5 and 2 %: median 8.4 to 8.3, 8.3, 8.2 and 8.2 %, 90th percentile 22.4 to "
     "22.2, 22.1, 22.1 and 22.0 %. None of this form falls to 59 % from 512 to 8,192 devices, as "
     "DeepSeek-V3 does in MLPerf.",
-    "Ranges of 0.15 below and 0.3 above for 0.2 and 0.45, without residuals of stacks of one "
+    "Ranges of 0.15 below and 0.3 above for 0.2 and 0.45, without residuals of frameworks of one "
     "source: in range 96.3 to 93.2 %, nanotron_usp 65 to 58 %. Most sources stay above 90 %, since "
-    "each stack has 0.15 at least and what a row does not say adds 0.05. Dropped; 0.12 and 0.25 "
-    "alone, for all stacks, would hold 83 % and change every stated range.",
+    "each framework has 0.15 at least and what a row does not say adds 0.05. Dropped; 0.12 and 0.25 "
+    "alone, for all frameworks, would hold 83 % and change every stated range.",
     "Collectives of FSDP's units that run beside products at a third of their rate, by two "
     "published measurements of overlap (hardware_rates.py, BESIDE_PRODUCTS): median of the "
     "sources with sharded states, gaps in inputs included, 8.2 to 7.9 %, at 0.75, 0.6, 0.5 and 0.4 "
@@ -257,7 +257,7 @@ TRIED_LEFT_OUT = (
     "torchtitan 7.1 to 8.8 %; over all sources the 90th percentile 21.9 to 21.8 %. Kept. The same "
     "of reductions and gathers once per step, as Megatron has them: published trainings of "
     "Llama-3.1-405B on 8,192 H100 from 3 to 13 % too slow at a half. Dropped.",
-    "Ranges of 0.12 below and 0.22 above outside of a stack's runs for 0.2 and 0.45, which stay "
+    "Ranges of 0.12 below and 0.22 above outside of a framework's runs for 0.2 and 0.45, which stay "
     "where the framework is unknown, 0.12 inside Megatron's for 0.19, and 0.2 and 0.35 of mixtures "
     "of experts for 0.35 and 0.5: in range 96.3 to 80.0 %. Of the ten sources with 30 timed rows "
     "or more six are inside 75 to 92 %; dgxc, fms_acceleration, internevo and llm_foundry lie "
@@ -283,7 +283,7 @@ TRIED_LEFT_OUT = (
     "5.6 %, but of internevo's runs that ran 71 % are said not to fit. Dropped.",
     "What of a model in 4 bits is no product in fp32 on one device, as peft casts it and TRL asks "
     "it to: fms_acceleration's baseline-peft-bnb from -17 and -21 % to +1 and +3 %. Kept.",
-    "One law of hosts for all stacks of modules (0.85 and 1.3 ms a block, 25 µs for each further "
+    "One law of hosts for all frameworks of modules (0.85 and 1.3 ms a block, 25 µs for each further "
     "tensor-parallel rank at each collective, actions and steps as Megatron's) for figures of one "
     "study each: 2.4 ms of nanotron's tensor parallelism, 0.9 and 1.4 ms, 0.1 ms a rank, 0.25 ms "
     "an action and 10 ms a step of Megatron-DeepSpeed. Median 8.4 to 8.0 %, 90th percentile 21.5 "
@@ -296,7 +296,7 @@ TRIED_LEFT_OUT = (
     "context: memory left out 2.6 to 2.6 %, in-sample 2.4 to 2.6 %, out-of-memory calls 97.8 to "
     "97.9 % and 98.1 to 97.9 %. Kept.",
     "Ranges of one law, wider above by the share of a step that waits, for residuals of each "
-    "stack's own runs, 0.12 and 0.22 elsewhere: dgxc 100 to 84 %, llm_foundry 99 to 83 %, "
+    "framework's own runs, 0.12 and 0.22 elsewhere: dgxc 100 to 84 %, llm_foundry 99 to 83 %, "
     "fms_acceleration 95 to 87 %, nanotron_usp 51 to 76 %; all ten sources with 30 timed rows or "
     "more between 75 and 90 %. Its six constants were chosen with all of them in view. Kept.",
     "The last stage of a pipeline without recomputation, as vTrain's simulator has it, its seconds "
@@ -356,7 +356,7 @@ def main(path: str) -> None:
         "layouts; *range* is the share of measured steps inside the predicted 80 % range.\n\n"
         "The first figures are **left out**: each row is predicted without the constants that rest "
         "on runs of its own source, which are those fitted to it that fewer than two other studies "
-        "support (`resting_on` of `planner/documents/stack.py`). "
+        "support (`resting_on` of `planner/documents/framework.py`). "
         "In-sample figures stand behind them.\n"
     )
     _side_by_side(left_out, result, unknown)
@@ -370,9 +370,9 @@ def main(path: str) -> None:
     covered = macro(left_out.sources.values())["coverage"]
     print(
         f"In range: {_share(covered)}, mean over sources. A range is that of one law for all "
-        f"stacks: -{_share(1 - math.exp(-KNOWN_BELOW - OUTSIDE))} to "
+        f"frameworks: -{_share(1 - math.exp(-KNOWN_BELOW - OUTSIDE))} to "
         f"+{_share(math.exp(KNOWN_ABOVE + OUTSIDE) - 1)} of a step that computes all the time and "
-        "is unlike all measured ones of its stack, "
+        "is unlike all measured ones of its framework, "
         f"{_share(math.exp(WAITING_ABOVE / 10) - 1)} more above for each tenth that waits, and "
         "more for what is unknown (`planner/costs/uncertainty.py`). Of sources with 30 rows or "
         "more 75 to 90 % should lie inside.\n"
@@ -648,21 +648,21 @@ def _sources(sources: Mapping[str, Score]) -> None:
 
 
 def _fitted(result: Validation) -> None:
-    """Print every figure of a stack that is fitted, with the sources behind it."""
+    """Print every figure of a framework that is fitted, with the sources behind it."""
     sources = sorted({*result.sources, *result.incomplete})
     found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
-    for name, stack in stacks().items():
-        for entry in stack.basis:
+    for name, framework in frameworks().items():
+        for entry in framework.basis:
             if entry.provenance == "fitted":
                 named = tuple(one for one in sources if studies(entry, [one]))
                 found[entry.fields, named].append(name)
     print("## Fitted figures\n")
     print(
-        "Of stacks, all that is neither derived from code or a specification, nor measured by "
+        "Of frameworks, all that is neither derived from code or a specification, nor measured by "
         "itself, nor shared as an assumption. Each names three studies at least (tables of one "
-        "study count once; `tests/planner/documents/test_stack.py`).\n"
+        "study count once; `tests/planner/documents/test_framework.py`).\n"
     )
-    print("| figures | stacks | sources |\n|---|---|---|")
+    print("| figures | frameworks | sources |\n|---|---|---|")
     for (fields, named), names in found.items():
         print(f"| {', '.join(fields)} | {', '.join(names)} | {', '.join(named)} |")
     print()
@@ -682,7 +682,7 @@ CLASSES: Mapping[str, Callable[[Setup], str]] = {
         f"curves {setup.request.cluster.groups[0].accelerator.curve.provenance}"
     ),
     "devices": lambda setup: "to 128" if setup.layout.devices <= 128 else "above 128",
-    "stack": lambda setup: "known" if setup.known else "unknown",
+    "framework": lambda setup: "known" if setup.known else "unknown",
 }
 """What ranges are held against class by class."""
 

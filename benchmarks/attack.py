@@ -20,7 +20,7 @@ those of `plan --prove simulated`, so that bounds are as high as they get; with 
 
 What the certificate's space is, as it says itself (`certificate.model`, planner/search/space.py):
 
-    all devices are used, and what the native backend refuses is left out
+    all devices are used, and what the native framework refuses is left out
     a micro-batch has up to 64 samples, 64 ranks share a sequence at most
     1 stage on each rank; under zbv and dualpipe-v 2, under interleaved schedules 2 to 8
     ranks of several stages share the longest run of like layers evenly: what stands before it is
@@ -255,7 +255,7 @@ class Attack:
             self._gathered(layout),
             layout.scales != "tensorwise",
             layout.dispatch != "alltoall",
-            layout.relay != relay_of(self._asked, layout),
+            layout.hierarchical_all_to_all != relay_of(self._asked, layout),
         )
         return next((what for what, so in zip(UNSEARCHED, is_so, strict=True) if so), None)
 
@@ -266,11 +266,13 @@ class Attack:
 
     def _gathered(self, layout: Layout) -> bool:
         """Whether ZeRO-3 gathers in a way that no plan of the space does."""
-        if not layout.prefetch and layout.reshard is None:
+        if not layout.prefetch and layout.reshard_after_forward is None:
             return False
         node = self.cluster.groups[0].devices_per_node // layout.tensor
         alone = layout.pipeline == layout.expert == 1 and layout.offload != "parameters"
-        kept = layout.reshard is None or (layout.reshard == node and layout.context == 1)
+        kept = layout.reshard_after_forward is None or (
+            layout.reshard_after_forward == node and layout.context == 1
+        )
         return not (layout.zero == 3 and alone and layout.prefetch <= 1 and kept)
 
     def _even(self, draft: Draft) -> bool:

@@ -23,7 +23,7 @@ from meshwright.planner.documents.plan import (
     Axis,
     Compile,
     Dispatch,
-    GradientWire,
+    GradientCompression,
     Job,
     Layout,
     Mesh,
@@ -31,7 +31,7 @@ from meshwright.planner.documents.plan import (
     Plan,
     Prefetch,
     TensorOverlap,
-    WeightWire,
+    WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
 from meshwright.planner.frameworks.native_limits import refusal
@@ -100,9 +100,9 @@ class Drafts:
         self.offloads: tuple[Offload, ...] = ("none",)
         if "offload" in allowed:
             self.offloads = get_args(Offload)
-        self.wires: tuple[GradientWire, ...] = ("full",)
+        self.wires: tuple[GradientCompression, ...] = ("full",)
         if "compress" in allowed:
-            self.wires = get_args(GradientWire)
+            self.wires = get_args(GradientCompression)
         self.chosen = self._chosen()
         """What a layout may say of how it trains, by its field; the plainest first."""
         self.layer_s: Callable[[Layout, Sequence[Choice]], list[float]] = lambda _, choices: (
@@ -119,15 +119,15 @@ class Drafts:
         if group.accelerator.kind != "cpu":
             found["prefetch"] = get_args(Prefetch)
             within = [d for d in divisors(self.cluster.devices) if d < self.cluster.devices]
-            found["reshard"] = (None, *within)
+            found["reshard_after_forward"] = (None, *within)
         if "async-tensor" in self.allowed:
             found["tensor_overlap"] = get_args(TensorOverlap)
         if self.job.precision == "fp8":
-            found |= {"scales": SCALES, "weight_wire": get_args(WeightWire)}
+            found |= {"scales": SCALES, "weight_gather_dtype": get_args(WeightGatherDtype)}
         a = self.model.architecture
         if a is not None and a.experts is not None:
             found["dispatch"] = get_args(Dispatch)
-            found["relay"] = (None, *divisors(a.experts.count)[1:])
+            found["hierarchical_all_to_all"] = (None, *divisors(a.experts.count)[1:])
         return found
 
     def document(self, draft: Draft, *, name: str) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Drafts:
             micro_batches=share // size,
             order=self._order(),
             offload=rng.choice(self.offloads),
-            gradient_wire=rng.choice(self.wires),
+            gradient_compression=rng.choice(self.wires),
             **self._drawn(gathers=zero == 3 and pipeline == 1),
         )
         kind: Choice = (rng.choice(("none", "selective", "full")), rng.choice(self.activations))
@@ -232,7 +232,11 @@ class Drafts:
             name: rng.choice(self.chosen[name]) for name in ("compile", "loss")
         }
         for name, every in self.chosen.items():
-            fits = gathers or name not in ("prefetch", "reshard", "weight_wire")
+            fits = gathers or name not in (
+                "prefetch",
+                "reshard_after_forward",
+                "weight_gather_dtype",
+            )
             if name not in found and fits and rng.random() < 0.3:
                 found[name] = rng.choice(every)
         return found
@@ -538,7 +542,7 @@ class Drafts:
         return self._changed(
             draft,
             offload=self.rng.choice(self.offloads),
-            gradient_wire=self.rng.choice(self.wires),
+            gradient_compression=self.rng.choice(self.wires),
         )
 
     def _choose(self, draft: Draft) -> Draft | None:

@@ -235,7 +235,7 @@ SCHEDULES = (
 )
 FP8 = {"precision": "fp8"}
 ROWWISE = {"precision": "fp8", "more": {"scales": "rowwise"}}
-NARROW = {"precision": "fp8", "more": {"weight_wire": "fp8"}}
+NARROW = {"precision": "fp8", "more": {"weight_gather_dtype": "fp8"}}
 MXFP8 = {"precision": "mxfp8"}
 COMPILED = {"more": {"compile": "block"}}
 DOCUMENTS = {"more": {"document_len": 512}}
@@ -245,8 +245,8 @@ def chunks(gradients: str, rows: int = 1024) -> dict[str, Any]:
     return {"more": {"loss": ChunkedLoss(rows=rows, gradients=gradients)}}
 
 
-def ahead(prefetch: int = 0, reshard: int | None = None) -> dict[str, Any]:
-    return {"more": {"prefetch": prefetch, "reshard": reshard}}
+def ahead(prefetch: int = 0, reshard_after_forward: int | None = None) -> dict[str, Any]:
+    return {"more": {"prefetch": prefetch, "reshard_after_forward": reshard_after_forward}}
 
 
 def mechanisms() -> list[Case]:
@@ -386,7 +386,7 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         f"`PYTHONPATH=$PWD python benchmarks/fake_memory.py`, {date}, torch {torch.__version__}: "
         f"{len(rows)} ranks, {figures(errors)}. {len(new)} of them have few blocks of full "
         "width and test one or two features each (compiled blocks, losses in chunks, 8 bits, "
-        "prefetch depths, `reshard`, all-gathered expert tokens, documents): "
+        "prefetch depths, `reshard_after_forward`, all-gathered expert tokens, documents): "
         f"{figures(new)}. With few blocks the effect of a feature, and the error of the planner, "
         "is a larger share of the peak than in a whole model.",
         "",

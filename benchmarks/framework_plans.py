@@ -22,12 +22,12 @@ CASES = (
     ("mixtral-8x7b", "2x8xh100-sxm-80gb"),
     ("deepseek-v3", "256x8xh800-sxm-80gb"),
 )
-BACKENDS = ("native", "torchtitan", "megatron", "deepspeed", "nanotron", "fsdp", "accelerate")
+PLANNED = ("native", "torchtitan", "megatron", "deepspeed", "nanotron", "fsdp", "accelerate")
 HEAD = (
     "# Plans for each framework\n\n"
     "Written by `python benchmarks/framework_plans.py`: 4,096 tokens per sample and about 4 "
     "million per step, with no choice pinned. For each framework its own space is searched "
-    "(`space` of `planner/catalog/stacks/NAME.yaml`) with its own costs. Each plan is the "
+    "(`space` of `planner/catalog/frameworks/NAME.yaml`) with its own costs. Each plan is the "
     "fastest that was simulated, and is exported as the framework's configuration. "
     "Step times differ between frameworks because their kernels, overlap and memory differ, as "
     "far as published runs show it (`docs/results/accuracy.md`). *Searched* counts configurations, "
@@ -41,9 +41,9 @@ def rows() -> Iterator[str]:
     """Yield a row for every model and framework."""
     for name, cluster in CASES:
         model, machine = resolve_model(name), resolve_cluster(cluster)
-        for backend in BACKENDS:
-            request = Request.create(model, machine, stack=backend, called=cluster)
-            head = f"| {name}, {cluster} | {backend} |"
+        for framework in PLANNED:
+            request = Request.create(model, machine, framework=framework, called=cluster)
+            head = f"| {name}, {cluster} | {framework} |"
             try:
                 found = search(request)
             except NoPlanFits as error:
@@ -53,8 +53,8 @@ def rows() -> Iterator[str]:
             choices = {item.recompute for stage in found.plan.stages for item in stage.layers}
             again = "" if choices == {"none"} else f", recompute {'/'.join(sorted(choices))}"
             said = "`launch`"
-            if backend in FRAMEWORKS:
-                text = configuration(found.plan, model, backend, machine)
+            if framework in FRAMEWORKS:
+                text = configuration(found.plan, model, framework, machine)
                 said = f"{len(text.splitlines())} lines"
             yield (
                 f"{head} {found.prediction.layout}{again} | "

@@ -275,7 +275,7 @@ def compared(trace: Trace, *, most_steps: int = MOST_STEPS, seed: int = 0) -> Ro
         steps=steps,
         step_s=step_s,
         every_steps=second.saves.every_steps(step_s),
-        survives=True,
+        elastic=True,
     )
     return Row(trace=trace, expected=told, measured=second.live())
 

@@ -125,7 +125,7 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         "for a shorter sequence is too small for the tensors of a longer one, so more memory is "
         "reserved than is ever allocated. Predicted peaks are allocated bytes for the longest "
         "sequence. What is reserved beyond them, with sequences of equal length, is "
-        "`memory.reserved` of a stack; for a stack with `memory.replayed` it comes from replaying "
+        "`memory.reserved` of a framework; where that has `memory.replayed` it comes from replaying "
         "a step (`planner/costs/memory/allocator_segments.py`).",
         "",
         f"`PYTHONPATH=$PWD python benchmarks/lengths.py`, {date}: {STEPS} steps of one rank, "

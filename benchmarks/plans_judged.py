@@ -3,9 +3,10 @@
     python -m benchmarks.plans_judged > docs/results/plans-judged.md
 
 Layouts are those of `benchmarks/judged_layouts.csv`, and of `benchmarks/public_trainings.csv` those
-that are tuned by hand and stated whole (`STATED`).  Each is predicted as published, under the stack
-and options of its source; then the same model, cluster and batch are planned, as a user would ask,
-under that stack.  Why our answer differs is worked out from the seconds by cause of both.
+that are tuned by hand and stated whole (`STATED`).  Each is predicted as published, under the
+framework and options of its source; then the same model, cluster and batch are planned, as a user
+would ask, under that framework.  Why our answer differs is worked out from the seconds by cause of
+both.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def judged(row: Mapping[str, str]) -> JudgedLayout:
     prediction, setup = tuned_run(row)
     request = replace(
         setup.request,
-        stack=searchable(setup.request.stack),
+        framework=searchable(setup.request.framework),
         pins=Pins(scales=setup.layout.scales if setup.request.job.precision == "fp8" else None),
         fit_probability=SURE_TO_FIT,
     )
@@ -132,7 +133,7 @@ def verdict(one: JudgedLayout) -> str:
         f"{kind}, {-one.faster:.0%} slower, since the published one fits with {odds:.0%} as "
         f"predicted and {SURE_TO_FIT:.0%} is asked for"
         if odds < SURE_TO_FIT
-        else f"{kind}, {-one.faster:.0%} slower: the search of the stack of today has no such "
+        else f"{kind}, {-one.faster:.0%} slower: the search of the framework of today has no such "
         "layout"
     )
 
@@ -172,8 +173,8 @@ def text(found: Sequence[JudgedLayout], rows: Mapping[str, Mapping[str, str]]) -
         "# Published layouts, judged",
         "",
         f"Written on {datetime.date.today()} by `python -m benchmarks.plans_judged`. Hand-tuned "
-        "layouts as their authors published them, each predicted under the stack and options of "
-        "its source, beside our answer to the same request under that stack. Settings "
+        "layouts as their authors published them, each predicted under the framework and options of "
+        "its source, beside our answer to the same request under that framework. Settings "
         "that a source does not state are "
         f"the fastest that fit. Answers fit with {SURE_TO_FIT:.0%} at least; a positive error is a "
         f"prediction slower than published. Two layouts are of one class where the degrees of "
@@ -185,7 +186,7 @@ def text(found: Sequence[JudgedLayout], rows: Mapping[str, Mapping[str, str]]) -
         f"answers {sum(one.planned is not None and one.same_class for one in found)} are of the "
         "published class.",
         "",
-        "| run | stack | published layout | fits with | step | published | error | our answer | "
+        "| run | framework | published layout | fits with | step | published | error | our answer | "
         "its step | compared |",
         "|---|---|---|---:|---:|---:|---:|---|---:|---|",
     ]
@@ -194,7 +195,7 @@ def text(found: Sequence[JudgedLayout], rows: Mapping[str, Mapping[str, str]]) -
         chips = int(row["nodes"]) * int(row["devices_per_node"])
         cells = [
             f"{each.name}, {chips:,} {row['accelerator']}, {row['precision']}",
-            each.stack,
+            each.framework,
             each.layout,
             f"{one.prediction.fit_probability or 0.0:.0%}",
             seconds_text(each.step_s),
@@ -230,7 +231,7 @@ class RemarkedRequest:
     cluster: str
     seq_len: int
     global_batch: int
-    stack: str
+    framework: str
     remark: str
 
 
@@ -240,7 +241,7 @@ REQUESTS = (
         cluster="8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=128,
-        stack="native",
+        framework="native",
         remark="What one expects: data parallelism alone. ZeRO-2 for FSDP's ZeRO-3, since with 16 "
         "micro-batches parameters that stay need not be gathered for each.",
     ),
@@ -249,7 +250,7 @@ REQUESTS = (
         cluster="8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=128,
-        stack="megatron",
+        framework="megatron",
         remark="Odd at first: two stages and two context ranks for a model that NVIDIA trains with "
         "data parallelism alone. That is in 8 bits, or with gradients in 16; in bf16 with sums in "
         "fp32 it has to recompute, and takes 15.9 s where it fits with 75 %.",
@@ -259,7 +260,7 @@ REQUESTS = (
         cluster="8x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=512,
-        stack="native",
+        framework="native",
         remark="FSDP over 64 with two samples of 8,192 tokens a device: gathers of 140 GB a pass "
         "hide behind 16 thousand tokens, as torchtitan runs it. Recomputation is the price.",
     ),
@@ -268,7 +269,7 @@ REQUESTS = (
         cluster="8x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=512,
-        stack="megatron",
+        framework="megatron",
         remark="NeMo's layout of 70B on 64 H100 is tp=4 pp=4 cp=2, the same.",
     ),
     RemarkedRequest(
@@ -276,7 +277,7 @@ REQUESTS = (
         cluster="64x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=2048,
-        stack="native",
+        framework="native",
         remark="FSDP inside groups of 128 and replicas of those, four samples a device: the usual "
         "hybrid sharding. An expert would compare it with tp=4 pp=4, which takes 36.4 s. "
         "Signed.",
@@ -286,7 +287,7 @@ REQUESTS = (
         cluster="2048x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=2048,
-        stack="native",
+        framework="native",
         remark="Meta's layout: tp=8 inside the node, 16 stages with 8 chunks each, 128 replicas. "
         "Signed. Two context ranks under a zero-bubble schedule would save 2 %, for an "
         "order of axes that nobody runs. A second more than under Megatron are norms and "
@@ -297,7 +298,7 @@ REQUESTS = (
         cluster="2048x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=2048,
-        stack="megatron",
+        framework="megatron",
         remark="Meta's pipeline, with two context ranks for half of the replicas: twice the micro- "
         "batches, half of the fill. NVIDIA's MLPerf layouts of 405B have cp=2 too. Signed. "
         "Meta's own cp=1 has to recompute in Megatron and takes 8.3 s; with --tp-comm- "
@@ -308,7 +309,7 @@ REQUESTS = (
         cluster="2048x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=2048,
-        stack="torchtitan",
+        framework="torchtitan",
         remark="Twice Meta's stages, under a zero-bubble schedule, which has less fill to pay for "
         "them. torchtitan's own runs of 405B have 8 stages on 512 devices. An expert would "
         "try interleaved 1F1B first: nobody has published this schedule at this size.",
@@ -318,7 +319,7 @@ REQUESTS = (
         cluster="2x8xh100-sxm-80gb",
         seq_len=4096,
         global_batch=256,
-        stack="native",
+        framework="native",
         remark="Experts inside the node, two stages across, as the Megatron-Core report advises.",
     ),
     RemarkedRequest(
@@ -326,7 +327,7 @@ REQUESTS = (
         cluster="2x8xh100-sxm-80gb",
         seq_len=4096,
         global_batch=256,
-        stack="megatron",
+        framework="megatron",
         remark="The same.",
     ),
     RemarkedRequest(
@@ -334,7 +335,7 @@ REQUESTS = (
         cluster="256x8xh800-sxm-80gb",
         seq_len=4096,
         global_batch=15360,
-        stack="native",
+        framework="native",
         remark="Thirty-two stages are odd: they are there to recompute nothing. 16 that recompute "
         "a third of the blocks take 41.2 s, a tie in which we would take 16. Experts lie "
         "over two nodes, and a token goes once to each; where it goes to each of its "
@@ -348,7 +349,7 @@ REQUESTS = (
         cluster="256x8xh800-sxm-80gb",
         seq_len=4096,
         global_batch=15360,
-        stack="megatron+deepep+cheap-recompute",
+        framework="megatron+deepep+cheap-recompute",
         remark="Four stages for DeepSeek's 16, paid for by recomputing most blocks whole; 16 "
         "stages with experts over 32 recompute none and take 34.0 s, a tie in which we "
         "would take 16. An expert would hide exchanges behind another micro-batch too: with "
@@ -367,7 +368,7 @@ def requests_text() -> str:
         f"Answers of `meshwright plan`, bf16, fitting with {SURE_TO_FIT:.0%}. Remarks are written "
         "by hand (`benchmarks/plans_judged.py`), the answers are not.",
         "",
-        "| request | stack | answer | step | fits with | as an expert would see it |",
+        "| request | framework | answer | step | fits with | as an expert would see it |",
         "|---|---|---|---:|---:|---|",
     ]
     for each in REQUESTS:
@@ -376,14 +377,14 @@ def requests_text() -> str:
             resolve_cluster(each.cluster),
             seq_len=each.seq_len,
             global_batch=each.global_batch,
-            stack=each.stack,
+            framework=each.framework,
             fit_probability=SURE_TO_FIT,
         )
         found = with_preference(request, search(request), "simplest").prediction
         asked = f"{each.model}, {each.cluster}, {each.global_batch:,} of {each.seq_len:,} tokens"
         step = seconds_text(found.step_time_s)
         odds = f"{found.fit_probability or 0.0:.0%}"
-        cells = [asked, each.stack, found.layout, step, odds, each.remark]
+        cells = [asked, each.framework, found.layout, step, odds, each.remark]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Public facts: whole trainings with the stacks of their day, and what-if answers about hardware.
+"""Public facts: whole trainings with the frameworks of their day, and what-if answers about hardware.
 
 python -m benchmarks.public_facts TRAININGS.csv > docs/results/public-facts.md
 
@@ -195,12 +195,12 @@ def trainings_text(
         "state are the predicted fastest that fit. A positive error means a prediction slower than "
         "the published figure.",
         "",
-        "| training | stack | layout | predicted | published | error | in range |",
+        "| training | framework | layout | predicted | published | error | in range |",
         "|---|---|---|---:|---:|---:|---|",
     ]
     for each in found:
         lines.append(
-            f"| {each.name} | {each.stack} | {each.layout} | {number(each.predicted)} | "
+            f"| {each.name} | {each.framework} | {each.layout} | {number(each.predicted)} | "
             f"{number(each.published)} {UNITS[each.measure]} | {each.error:+.1%} | "
             f"{'yes' if each.in_range else 'no'} |"
         )
@@ -443,7 +443,7 @@ def kept_text() -> str:
     )
 
     def peak(name: str, recompute: Recomputed) -> str:
-        request = Request.create(model, machine, seq_len=8192, global_batch=2048, stack=name)
+        request = Request.create(model, machine, seq_len=8192, global_batch=2048, framework=name)
         stages = predict_run(Setup(request=request, layout=layout, recompute=recompute)).stages
         fullest = max(stages, key=lambda stage: stage.peak_memory_bytes)
         return bytes_text(fullest.peak_memory_bytes)

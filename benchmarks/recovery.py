@@ -108,8 +108,15 @@ class Job:
         lead = "127.0.0.1" if self._hosts is None else address(0)
         folder = self.room.folder
         arguments = [
-            *("launch", str(self._plan), "--survive"),
-            *("--data", str(self.room.text), "--steps", str(self._steps), "--grow-after", "1e9"),
+            *("launch", str(self._plan), "--elastic"),
+            *(
+                "--data",
+                str(self.room.text),
+                "--steps",
+                str(self._steps),
+                "--scale-up-after",
+                "1e9",
+            ),
             *("--checkpoint-every", str(self._every), "--checkpoint", str(folder / "saved")),
             *("--output", str(folder / "out"), "--nodes", str(self._nodes)),
             *("--node", str(node), "--rendezvous", f"{lead}:{self._port}", *self.more),

@@ -8,8 +8,8 @@ whole answer with the simplest plan near the fastest and the usual ones beside i
 reading documents are not counted; the first search of the process is run twice, and the second
 counts.
 `--growth` goes from 8 to 65,536 devices instead; `--gaps` prints the simulated step and its gap of
-requests of all sizes.  What the native backend refuses is left out, but
-for models that it has no adapter for; with `--all-axes` only what no backend could run is.
+requests of all sizes.  What the native framework refuses is left out, but
+for models that it has no adapter for; with `--all-axes` only what no framework could run is.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def preferred_s(case: Case, found: Answer | None) -> float:
 
 def row(case: Case, rules: Rules | None) -> list[str]:
     answer, seconds = measured(case, rules)
-    # Other rules than the stack's are those of the search alone.
+    # Other rules than the framework's are those of the search alone.
     whole_s = seconds + preferred_s(case, answer) if rules is None else math.nan
     cells = [f"{case.model} on {case.cluster}"]
     for _, outcome in COLUMNS:

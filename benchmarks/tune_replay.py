@@ -114,7 +114,7 @@ def _option(row: ScoredRow) -> TrialOption:
     setup, prediction = row.setup, row.prediction
     assert setup is not None
     assert prediction is not None
-    cluster, stack = setup.request.cluster, setup.request.stack
+    cluster, framework = setup.request.cluster, setup.request.framework
     return TrialOption(
         layout=setup.layout,
         kept=f"{setup.recompute} {setup.activations}",
@@ -122,7 +122,7 @@ def _option(row: ScoredRow) -> TrialOption:
         parts=prediction.step_parts,
         devices_per_node=cluster.groups[0].devices_per_node,
         fit_probability=prediction.fit_probability or 0.0,
-        memory_spread=stack.memory.spread,
+        memory_spread=framework.memory.spread,
     )
 
 

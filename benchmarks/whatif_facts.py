@@ -1,11 +1,11 @@
-"""Published trainings held against what-if's default answer: the fastest public stack of today.
+"""Published trainings held against what-if's default answer: the fastest public framework of today.
 
     python -m benchmarks.whatif_facts TRAININGS.csv [--measure device_hours]
 
-`benchmarks/public_facts.py` predicts each with the stack and the layout of its day; here nothing is
-told but model, devices, precision, samples and tokens, as a buyer would ask.  Device-hours count
-the goodput of that size; other measures become seconds of a step.  A row holds if its figure
-lies in the 80 % range.
+`benchmarks/public_facts.py` predicts each with the framework and the layout of its day; here
+nothing is told but model, devices, precision, samples and tokens, as a buyer would ask.
+Device-hours count the goodput of that size; other measures become seconds of a step.  A row holds
+if its figure lies in the 80 % range.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
         held.setdefault(row["measure"], []).append(holds)
         print(
             f"{row['name']}: {value:,.4g} ({low:,.4g} to {high:,.4g}) against {published:,.4g}, "
-            f"{outcome.stack}: {outcome.layout}{'' if holds else '  <- outside'}",
+            f"{outcome.framework}: {outcome.layout}{'' if holds else '  <- outside'}",
             flush=True,
         )
     for measure, found in held.items():

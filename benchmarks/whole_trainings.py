@@ -1,4 +1,4 @@
-"""Published totals and rates of whole trainings, each predicted with the stack of its day.
+"""Published totals and rates of whole trainings, each predicted with the framework of its day.
 
 A table (CSV) has a row for each training: name, model, accelerator, nodes, devices_per_node,
 precision, seq_len, global_batch (samples), tokens, measure, value, layout, certainty, source, and
@@ -11,9 +11,9 @@ if need be `framework` and the allocator's peak in `memory_gib`.  `measure` is o
 
 A row becomes a row of a table of runs (`planner.calibration.tables.rows`).  What its layout leaves
 open is what its team will have tuned: the fastest that fits of micro-batch, chunks and
-recomputation; where no degree is told, of the plans that its stack's search finds.  Model FLOPs are
-those of `planner.operators.layer_operators.step_flops` (PaLM's: attention without discount for the
-causal mask); Megatron Core counts half of attention (megatron/training/training.py,
+recomputation; where no degree is told, of the plans that its framework's search finds.  Model FLOPs
+are those of `planner.operators.layer_operators.step_flops` (PaLM's: attention without discount for
+the causal mask); Megatron Core counts half of attention (megatron/training/training.py,
 `num_floating_point_operations`), so rates quoted from it are held against that.
 """
 
@@ -28,12 +28,12 @@ from typing import Any, cast
 from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.calibration.tables.predictions import Tables, predict_run
 from meshwright.planner.calibration.tables.rows import Skipped, setup_of
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents.framework import Framework, with_options
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.prediction import Prediction
-from meshwright.planner.documents.stack import Stack, with_options
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.operators.layer_operators import step_flops
 from meshwright.planner.requests.pins import read_pins
@@ -43,7 +43,7 @@ from meshwright.planner.schedules import schedule_of
 from meshwright.planner.search.search import search
 
 OF_2021 = {"flash_attention": "0", "inter_gb_per_s_per_device": "25"}
-STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
+FRAMEWORKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (r"torchtitan.*_h200_2025", "torchtitan", {"compiled": "1", "options": "compiled-loss"}),
     (r"torchtitan.*(compiled|fp8|float8)", "torchtitan", {"compiled": "1"}),
     (r"torchtitan", "torchtitan", {}),
@@ -99,16 +99,16 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (r"llama-3\S* .*llama 3 paper", "llama3", {"recompute": "selective"}),
     (r"zero=3", "fsdp", {}),
 )
-"""What a row's name, source and layout say of its stack, that stack, and what is published of it
-beside the row; first come first served.  Trainings whose framework nobody knows get the stack of
-unknown ones."""
+"""What a row's name, source and layout say of its framework, that framework, and what is published
+beside the row; first come first served.  Trainings whose framework nobody knows get that of unknown
+ones."""
 
 CAUSAL = re.compile(r"megatron[- ](core|bridge)", re.IGNORECASE)
 """Sources that count half of attention's FLOPs."""
 
 FURTHER_TOKENS = {("deepseek-v3", "hai-llm"): 1}
-"""Multi-token prediction by model and stack: arXiv:2412.19437, section 2.2.  Public benchmarks of
-Megatron Core count and train none: 1,003 TFLOP/s are 4,018 tokens/s of 61 blocks."""
+"""Multi-token prediction by model and framework: arXiv:2412.19437, section 2.2.  Public benchmarks
+of Megatron Core count and train none: 1,003 TFLOP/s are 4,018 tokens/s of 61 blocks."""
 
 SAME_SCHEDULE = {"dualpipe": "dualpipe-v"}
 """DualPipe has as many bubbles as its V-shaped half, and a second copy of the parameters (DeepSeek,
@@ -132,7 +132,7 @@ class Outcome:
     least: float
     most: float
     """The predicted 80 % range, in the same unit."""
-    stack: str
+    framework: str
     layout: str
     step_s: float
     parts: Mapping[str, float]
@@ -186,7 +186,7 @@ def outcome(row: Mapping[str, str]) -> Outcome:
         predicted=figure(found.step_time_s),
         least=ends[0],
         most=ends[1],
-        stack=request.stack.name,
+        framework=request.framework.name,
         layout=found.layout,
         step_s=found.step_time_s,
         parts=found.step_parts,
@@ -221,13 +221,13 @@ def causal(row: Mapping[str, str]) -> bool:
     return CAUSAL.search(row["source"]) is not None
 
 
-def stack_words(row: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the stack of a row's day, and what is known of its kernels."""
+def framework_words(row: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the framework of a row's day, and what is known of its kernels."""
     if row.get("framework"):
         return row["framework"], {"options": row["options"]} if row.get("options") else {}
     said = f"{row['name']} {row['source']} {layout_text(row)}".lower()
-    for pattern, name, cells in STACKS:
-        if re.search(pattern, said) and name in stacks():
+    for pattern, name, cells in FRAMEWORKS:
+        if re.search(pattern, said) and name in frameworks():
             return name, cells
     return "", {}
 
@@ -254,7 +254,7 @@ def tuned_run(row: Mapping[str, str]) -> tuple[Prediction, Setup]:
 
 def _cells(row: Mapping[str, str]) -> dict[str, str]:
     """Return a training as a row of a table of runs, with what its layout tells."""
-    framework, known = stack_words(row)
+    framework, known = framework_words(row)
     told = dict(part.split("=", 1) for part in layout_text(row).split(",") if part)
     names = {
         "v": "vpp",
@@ -322,7 +322,7 @@ def _named(schedule: str, layout: Layout) -> Layout:
 def _chosen(chosen: Mapping[str, str], layout: Layout) -> Layout:
     """Return a layout with what a row names of `CHOSEN`; other scales let weights travel wide."""
     layout = replace(layout, **cast(Any, chosen))
-    return layout if layout.scales == "tensorwise" else replace(layout, weight_wire="full")
+    return layout if layout.scales == "tensorwise" else replace(layout, weight_gather_dtype="full")
 
 
 def _own_model(row: Mapping[str, str], request: Request) -> Request:
@@ -330,22 +330,22 @@ def _own_model(row: Mapping[str, str], request: Request) -> Request:
 
     A module that predicts a further token in training counts as a block more.
     """
-    options = stack_words(row)[1].get("options", "").split()
-    request = replace(request, stack=with_options(request.stack, options))
+    options = framework_words(row)[1].get("options", "").split()
+    request = replace(request, framework=with_options(request.framework, options))
     model = resolve_model(row["model"])
-    more, a = FURTHER_TOKENS.get((row["model"], request.stack.name), 0), model.architecture
+    more, a = FURTHER_TOKENS.get((row["model"], request.framework.name), 0), model.architecture
     if more and a is not None:
         model = graph_of(a.model_copy(update={"layers": a.layers + more}), name=model.name)
     return replace(request, model=model)
 
 
 def _searched(row: Mapping[str, str]) -> Iterator[Setup]:
-    """Yield the run of the fastest plan of a row's stack."""
+    """Yield the run of the fastest plan of a row's framework."""
     setup = setup_of(_cells(row))
     if isinstance(setup, Skipped):
         raise DocumentError("", f"{row['name']}: {setup.reason}")
     request = _own_model(row, setup.request)
-    request = replace(request, stack=searchable(request.stack), pins=read_pins([]))
+    request = replace(request, framework=searchable(request.framework), pins=read_pins([]))
     plan = search(request).plan
     [recompute] = {item.recompute for stage in plan.stages for item in stage.layers[1:-1]} or {
         "none"
@@ -354,8 +354,8 @@ def _searched(row: Mapping[str, str]) -> Iterator[Setup]:
     yield replace(setup, request=request, layout=plan.layout, recompute=kinds[recompute])
 
 
-def searchable(stack: Stack) -> Stack:
-    """Return a stack with a space: Megatron's where its own layouts are not searched."""
-    if stack.space is not None:
-        return stack
-    return stack.model_copy(update={"space": stacks()["megatron"].space})
+def searchable(framework: Framework) -> Framework:
+    """Return a framework with a space: Megatron's where its own layouts are not searched."""
+    if framework.space is not None:
+        return framework
+    return framework.model_copy(update={"space": frameworks()["megatron"].space})

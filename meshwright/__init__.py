@@ -31,11 +31,11 @@ if TYPE_CHECKING:
         whatif,
     )
     from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.framework import Framework
     from meshwright.planner.documents.model import ModelGraph
     from meshwright.planner.documents.plan import Plan
     from meshwright.planner.documents.prediction import Certificate, Prediction
     from meshwright.planner.documents.profile import Profile
-    from meshwright.planner.documents.stack import Stack
     from meshwright.planner.errors import (
         BatchError,
         DocumentError,
@@ -62,6 +62,7 @@ __all__ = [
     "ClusterSpec",
     "DocumentError",
     "Engine",
+    "Framework",
     "HandedOver",
     "LaunchError",
     "MeshwrightError",
@@ -73,7 +74,6 @@ __all__ = [
     "Prediction",
     "Profile",
     "RecordError",
-    "Stack",
     "StepResult",
     "Study",
     "add_loss",
@@ -112,7 +112,7 @@ _FILES = {
     "Prediction": "meshwright.planner.documents.prediction",
     "Profile": "meshwright.planner.documents.profile",
     "RecordError": "meshwright.planner.errors",
-    "Stack": "meshwright.planner.documents.stack",
+    "Framework": "meshwright.planner.documents.framework",
     "StepResult": "meshwright.runtime.engine.engine",
     "Study": "meshwright.planner.whatif.study",
     "add_loss": "meshwright.runtime.core.auxiliary_loss",

@@ -9,11 +9,11 @@ from pathlib import Path
 from meshwright.planner.catalog.imports import Rents
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import Document, schema, write_text
+from meshwright.planner.documents.framework import Framework
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
-from meshwright.planner.documents.stack import Stack
 from meshwright.planner.solver.problem_document import Problem
 from meshwright.planner.whatif.study import Study
 
@@ -27,7 +27,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     Problem,
     Study,
     Rents,
-    Stack,
+    Framework,
 )
 FOLDER = Path("docs/schemas")
 

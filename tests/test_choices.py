@@ -33,7 +33,7 @@ def reduction(wire: Any) -> object:
     """What an engine would sum gradients with over two replicas."""
     replicating = SimpleNamespace(get_group=lambda: None)
     place = SimpleNamespace(replicas=2, data=SimpleNamespace(replicating=replicating))
-    of_two: Any = SimpleNamespace(plan=SimpleNamespace(gradient_wire=wire), _place=place)
+    of_two: Any = SimpleNamespace(plan=SimpleNamespace(gradient_compression=wire), _place=place)
     with patch.object(engine, "reduces_in_step", return_value=True):
         return engine.Engine._mean_over_replicas(of_two)
 

@@ -1,4 +1,4 @@
-"""What `plan --backend X` answers without any choice, written for X: `docs/results/exports.md`.
+"""What `plan --framework X` answers without any choice, written for X: `docs/results/exports.md`.
 
 python benchmarks/exports/defaults.py        plans and writes the section; some minutes
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from page import write_section
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.framework_configs.configuration import FRAMEWORKS, configuration
@@ -35,7 +35,7 @@ CLUSTERS = (
 class Row(NamedTuple):
     """A default plan and what became of it."""
 
-    backend: str
+    framework: str
     model: str
     cluster: str
     layout: str
@@ -44,47 +44,47 @@ class Row(NamedTuple):
     """Why the plan is not written; empty: it is."""
 
 
-def backends() -> list[str]:
+def searched_frameworks() -> list[str]:
     """Return the frameworks whose space is searched."""
     return [
         name
-        for name, stack in stacks().items()
-        if name != "native" and name in FRAMEWORKS and stack.space is not None
+        for name, framework in frameworks().items()
+        if name != "native" and name in FRAMEWORKS and framework.space is not None
     ]
 
 
-def exported(backend: str, model: str, cluster: str) -> Row:
+def exported(framework: str, model: str, cluster: str) -> Row:
     """Plan by default for a framework, and write the plan for it."""
     graph, machine = resolve_model(model), resolve_cluster(cluster)
-    request = Request.create(graph, machine, stack=backend, called=cluster)
+    request = Request.create(graph, machine, framework=framework, called=cluster)
     try:
         plan = search(request).plan
     except NoPlanFits:
-        return Row(backend, model, cluster, "", "")
+        return Row(framework, model, cluster, "", "")
     try:
-        configuration(plan, graph, backend, machine)
+        configuration(plan, graph, framework, machine)
     except DocumentError as error:
-        return Row(backend, model, cluster, plan.layout.text(), error.message)
-    return Row(backend, model, cluster, plan.layout.text(), "")
+        return Row(framework, model, cluster, plan.layout.text(), error.message)
+    return Row(framework, model, cluster, plan.layout.text(), "")
 
 
 def text(rows: Sequence[Row]) -> str:
     """Return the section of the page."""
     models, clusters = {row.model for row in rows}, {row.cluster for row in rows}
     lines = [
-        f"`python benchmarks/exports/defaults.py` runs `plan --backend X` for {len(models)} models "
+        f"`python benchmarks/exports/defaults.py` runs `plan --framework X` for {len(models)} models "
         f"on {len(clusters)} clusters, with default options, and exports each "
         "plan for X. *No plan*: nothing that the framework executes fits there.",
         "",
-        "| backend | planned | no plan | written | refused |",
+        "| framework | planned | no plan | written | refused |",
         "|---|---:|---:|---:|---:|",
     ]
-    for backend in dict.fromkeys(row.backend for row in rows):
-        mine = [row for row in rows if row.backend == backend]
+    for framework in dict.fromkeys(row.framework for row in rows):
+        mine = [row for row in rows if row.framework == framework]
         planned = [row for row in mine if row.layout]
         refused = sum(bool(row.refused) for row in planned)
         lines.append(
-            f"| {backend} | {len(planned)} | {len(mine) - len(planned)} "
+            f"| {framework} | {len(planned)} | {len(mine) - len(planned)} "
             f"| {len(planned) - refused} | {refused} |"
         )
     return "\n".join(lines)
@@ -93,17 +93,17 @@ def text(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Plan, write, and fail if a default plan cannot be written."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("backends", nargs="*", help="Only these, and no page")
-    only = parser.parse_args().backends
+    parser.add_argument("frameworks", nargs="*", help="Only these, and no page")
+    only = parser.parse_args().frameworks
     rows = []
-    for backend in only or backends():
+    for framework in only or searched_frameworks():
         for model in MODELS:
             for cluster in CLUSTERS:
-                row = exported(backend, model, cluster)
+                row = exported(framework, model, cluster)
                 rows.append(row)
                 if row.refused:
                     print(*row, sep=", ")
-        print(f"{backend}: {sum(bool(row.layout) for row in rows)} plans so far", flush=True)
+        print(f"{framework}: {sum(bool(row.layout) for row in rows)} plans so far", flush=True)
     if not only:
         write_section("Default plans", text(rows))
     sys.exit(any(row.refused for row in rows))

@@ -1,4 +1,4 @@
-"""Forty plans of many kinds: models, meshes, schedules, sharding, recomputation, stacks."""
+"""Forty plans of many kinds: models, meshes, schedules, sharding, recomputation, frameworks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.planner.search.search import search
 
 
 class Case(NamedTuple):
-    """What is planned: a model for a cluster, by a stack, with choices made."""
+    """What is planned: a model for a cluster, by a framework, with choices made."""
 
     model: str
     cluster: str
-    stack: str = "native"
+    framework: str = "native"
     fix: str = ""
     allow: str = ""
     precision: str | None = None
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     training: tuple[str, ...] = ()
 
 
-STACKS = (
+FRAMEWORKS = (
     "megatron",
     "torchtitan",
     "deepspeed",
@@ -40,9 +40,12 @@ _COSINE = ("warmup_steps=10", "rate_schedule=cosine", "rate_steps=500", "floor=0
 _WSD = ("warmup_steps=5", "rate_schedule=wsd", "rate_steps=400", "decay_steps=100")
 _LINEAR = ("rate_schedule=linear", "rate_steps=300")
 CASES = (
-    # Nothing chosen: what each stack is given by default.
-    *(Case("llama-3.1-8b", "8xh100-sxm-80gb", stack) for stack in STACKS),
-    *(Case("llama-3.1-70b", "4x8xh100-sxm-80gb", stack, global_batch=256) for stack in STACKS[:4]),
+    # Nothing chosen: what each framework is given by default.
+    *(Case("llama-3.1-8b", "8xh100-sxm-80gb", framework) for framework in FRAMEWORKS),
+    *(
+        Case("llama-3.1-70b", "4x8xh100-sxm-80gb", framework, global_batch=256)
+        for framework in FRAMEWORKS[:4]
+    ),
     Case("mixtral-8x7b", "2x8xh100-sxm-80gb", "megatron"),
     Case("mixtral-8x7b", "2x8xh100-sxm-80gb", "torchtitan"),
     Case("gpt2", "8xa100-sxm-80gb", "native", training=_COSINE),
@@ -90,7 +93,7 @@ def planned() -> Iterator[tuple[Case, Plan, ModelGraph]]:
             global_batch=case.global_batch,
             precision=cluster.precision_for(case.precision),  # type: ignore[arg-type]
             pins=read_pins([case.fix] if case.fix else [], [case.allow] if case.allow else []),
-            stack=case.stack,
+            framework=case.framework,
             called=case.cluster,
         )
         plan = search(request).plan

@@ -268,7 +268,7 @@ def page(
     for number, (case, plan, _) in enumerate(cases):
         marks = [_mark(table[name][number]) for name in names]
         lines.append(
-            f"| {case.model}, {case.cluster}, {plan.layout.text()} | {case.stack} | "
+            f"| {case.model}, {case.cluster}, {plan.layout.text()} | {case.framework} | "
             + " | ".join(marks)
             + " |"
         )

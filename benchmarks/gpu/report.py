@@ -1,4 +1,4 @@
-"""What the lines of suite.py say: a page, a curve for the catalogue, figures for a stack.
+"""What the lines of suite.py say: a page, a curve for the catalogue, figures for a framework.
 
     python benchmarks/gpu/report.py DIR [-o docs/results/gpu/NAME.md]
 
@@ -123,8 +123,8 @@ def entry_text(lines: Lines) -> Iterator[str]:
         yield f"    host_link_bytes_per_s: {min(rates['to device'], rates['to host']):.3g}"
 
 
-def stack_figures(lines: Lines) -> dict[str, float]:
-    """Return what the stack `native` is described by: ratios of steps, kernels of a step."""
+def framework_figures(lines: Lines) -> dict[str, float]:
+    """Return what the framework `native` is described by: ratios of steps, kernels of a step."""
     found: dict[str, float] = {}
     for key, row in lines.of("compile").items():
         eager, made = median_s(row["eager"]), median_s(row["compiled"])
@@ -184,9 +184,9 @@ def page(lines: Lines) -> str:
     entry = list(entry_text(lines))
     if entry:
         text += ["", "For planner/catalog/accelerators.yaml:", "", "```yaml", *entry, "```"]
-    figures = stack_figures(lines)
+    figures = framework_figures(lines)
     if figures:
-        text += ["", "## The stack `native`", "", "| figure | value |", "|---|---|"]
+        text += ["", "## The framework `native`", "", "| figure | value |", "|---|---|"]
         text += [f"| {key} | {value:.3g} |" for key, value in figures.items()]
     for key, row in lines.of("ends").items():
         last = " ".join(row["said"].split())[-300:]

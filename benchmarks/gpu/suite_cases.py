@@ -585,7 +585,7 @@ def launches(at: Setting) -> Rows:
 
 SHARING = 2
 """Ranks of one device."""
-CHOICES = ("prefetch", "reshard", "loss", "compile", "tensor_overlap")
+CHOICES = ("prefetch", "reshard_after_forward", "loss", "compile", "tensor_overlap")
 """Fields of a plan that a layout may say as they are."""
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"mesh": {"data_shard": 2}, "zero": 3},
@@ -596,11 +596,11 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"mesh": {"data_shard": 2}, "zero": 3, "precision": "bf16"},
     {"mesh": {"pipeline": 2}, "precision": "bf16"},
     {"mesh": {"data_shard": 2}, "zero": 3, "compile": "block", "prefetch": 1},
-    {"mesh": {"data_shard": 2}, "zero": 3, "reshard": 1, "loss": {"rows": 100}},
+    {"mesh": {"data_shard": 2}, "zero": 3, "reshard_after_forward": 1, "loss": {"rows": 100}},
     {"mesh": {"pipeline": 2}, "schedule": "zb-h1", "compile": "block"},
     # From here on ranks have devices of their own.
     {"mesh": {"tensor": 2}, "precision": "bf16", "compile": "block", "tensor_overlap": "async"},
-    {"mesh": {"data_shard": 4}, "zero": 3, "reshard": 2, "prefetch": 2},
+    {"mesh": {"data_shard": 4}, "zero": 3, "reshard_after_forward": 2, "prefetch": 2},
     {"mesh": {"data_shard": 2, "tensor": 2}, "zero": 3},
     {"mesh": {"pipeline": 2, "data_shard": 2}, "zero": 1},
     {"mesh": {"data_shard": 4, "tensor": 2}, "zero": 3},

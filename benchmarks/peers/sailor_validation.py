@@ -13,7 +13,7 @@ Two predictions of ours, neither fitted to these runs:
 Memory of `simulated` is what a rank reserves: the profile's bytes of layers and of the framework,
 micro-batches in flight as 1F1B keeps them, the loss's copies of its logits, which no profile of
 layers shows, and the allocator's fragments at the share of a framework that nothing is known of
-(stack `unknown`).  Sailor's formulas use the same measurements.
+(framework `unknown`).  Sailor's formulas use the same measurements.
 The predictions of Sailor and of its rivals' models are those stored with the runs.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.calibration.tables.predictions import predict_run
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import cluster_of
 from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
 from meshwright.planner.documents.model import Architecture
@@ -128,7 +128,7 @@ def reserved_bytes(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> flo
         if number == len(contents) - 1:
             size += LOGIT_COPIES * micro_batch * logits
         fullest = max(fullest, size)
-    return float(framework + stacks()["unknown"].memory.reserved * fullest)
+    return float(framework + frameworks()["unknown"].memory.reserved * fullest)
 
 
 def alps(devices: int, per_node: int) -> ClusterSpec:
@@ -176,7 +176,7 @@ def from_data_sheets(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> P
                 graph_of(architecture, name="sailor"),
                 alps(tensor * data * len(stages), raw["gpus_per_node"][stages[0][0]["gpu"]]),
                 Job(seq_len=config["sequence_length"], global_batch=batch, precision="fp32"),
-                stack=stacks()["megatron-deepspeed"],
+                framework=frameworks()["megatron-deepspeed"],
             ),
             layout=Layout(
                 tensor=tensor,

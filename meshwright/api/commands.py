@@ -33,11 +33,11 @@ from meshwright.planner.costs.predict import predict as predict_plan
 from meshwright.planner.documents import document
 from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
 from meshwright.planner.documents.plan import Job, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.stack import base_of
 from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
 from meshwright.planner.requests.pins import outside, read_layout, read_pins, without_effect
@@ -91,7 +91,7 @@ def plan(
     require: Sequence[str] = (),
     solver: str = "exact",
     top: int = 1,
-    backend: str = "native",
+    framework: str = "native",
     prefer: Prefer = "simplest",
     prove: Prove = "usual",
     fit_probability: float = SURE_TO_FIT,
@@ -116,9 +116,9 @@ def plan(
     Plans fit with `fit_probability` at least, since needs of memory differ from their prediction
     (`meshwright.planner.costs.uncertainty`); 0.5 takes the prediction as it is.
 
-    `backend` is the stack that trains: its own space is searched, priced as it trains.  Of a
-    profile another stack than ours takes constants of the cluster; layers measured in our runtime
-    are not that framework's, and are left out.
+    `framework` trains: its own space is searched, priced as it trains.  Of a
+    profile another framework than ours takes constants of the cluster; layers measured in our
+    runtime are not that framework's, and are left out.
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
@@ -138,7 +138,7 @@ def plan(
         lora=lora,
         pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
         profile=measured,
-        stack=backend,
+        framework=framework,
         called=cluster,
         fit_probability=fit_probability,
     )
@@ -271,9 +271,9 @@ def compare_best(
     output: str | None = None,
     progress: Progress | None = None,
 ) -> Improved:
-    """Search for the best plan of a plan's job, cluster and backend, and say what is different.
+    """Search for the best plan of a plan's job, cluster and framework, and say what is different.
 
-    Both are priced by the backend's stack; what each difference is worth is listed one at a time.
+    Both are priced as the framework trains; what each difference is worth is listed one at a time.
     """
     path = None if isinstance(plan, Plan) else str(plan)
     wanted = plan if isinstance(plan, Plan) else document.read(Plan, plan)
@@ -367,7 +367,7 @@ def of_plan(
 def _with_caveats(
     wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profiles = None
 ) -> Prediction:
-    """Predict a plan, and say why its backend does not run it, if it does not."""
+    """Predict a plan, and say why its framework does not run it, if it does not."""
     from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
 
     prediction = predict_plan(wanted, graph, machine, measured)
@@ -393,11 +393,11 @@ def predict(
     global_batch: int | None = None,
     precision: Precision | None = None,
     profile: str | None = None,
-    backend: str = "native",
+    framework: str = "native",
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
-    With another backend than ours a layout is priced by that framework's accounting rules.
+    With another framework than ours a layout is priced by its accounting rules.
     """
     return priced(
         model_or_plan,
@@ -407,7 +407,7 @@ def predict(
         global_batch=global_batch,
         precision=precision,
         profile=profile,
-        backend=backend,
+        framework=framework,
     ).prediction
 
 
@@ -420,15 +420,17 @@ def priced(
     global_batch: int | None = None,
     precision: Precision | None = None,
     profile: str | None = None,
-    backend: str = "native",
+    framework: str = "native",
 ) -> PredictedPlan:
     """Predict as `predict` does, and say for which model, cluster and job."""
     if is_plan(model_or_plan):
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
-        if backend != "native":
-            raise DocumentError("backend", "a plan has its backend already; give a model instead")
+        if framework != "native":
+            raise DocumentError(
+                "framework", "a plan has its framework already; give a model instead"
+            )
         found = of_plan(wanted, cluster, profile, path=model_or_plan)
         return PredictedPlan(
             model=wanted.model.name,
@@ -450,21 +452,21 @@ def priced(
         precision=precision,
         pins=pins,
         profile=measured,
-        stack=backend,
+        framework=framework,
     )
     wanted_layout = pinned_layout(request, idle=idle)
     notes = tuple(without_effect(pins, wanted_layout))
-    if backend != "native":
+    if framework != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
-            backend_plan,
-            backend_prediction,
+            framework_plan,
+            framework_prediction,
         )
         from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
 
         _refuse_other_layers(request)
-        theirs = backend_prediction(request, wanted_layout)
+        theirs = framework_prediction(request, wanted_layout)
         said = theirs.on(machine.devices, used=wanted_layout.devices).with_notes(*notes)
-        said = said.with_notes(*caveats(backend_plan(request, wanted_layout), graph, machine))
+        said = said.with_notes(*caveats(framework_plan(request, wanted_layout), graph, machine))
     else:
         reason = refusal(graph, machine, request.job, wanted_layout)
         if reason is not None:
@@ -474,14 +476,14 @@ def priced(
 
 
 def _refuse_other_layers(request: Request) -> None:
-    """Refuse pins of layers that the backend has not: blocks would be priced as something else.
+    """Refuse pins of layers that the framework has not: blocks would be priced as something else.
 
     Of a whole layout that it does not run there is a price all the same, with the reason.
     """
-    space, devices = request.stack.space, request.cluster.groups[0].devices_per_node
+    space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
         if pin.partition("=")[0] in ("recompute", "activations"):
-            raise DocumentError("layout", f"{pin}: {request.stack.name} {what}")
+            raise DocumentError("layout", f"{pin}: {request.framework.name} {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,7 +509,7 @@ def export(
 ) -> Exported | Configured:
     """Write a checkpoint in the form that another program reads, or a plan as its configuration.
 
-    A plan is written for its own backend unless `to` names another framework.
+    A plan is written for its own framework unless `to` names another.
     """
     if is_plan(source):
         return _configured(source, to, output)
@@ -537,7 +539,7 @@ def _configured(source: str, to: str | None, output: str | None) -> Configured:
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
-    to = to or base_of(wanted.backend)
+    to = to or base_of(wanted.framework)
     if to == "native":
         raise DocumentError("to", "is missing: a native plan is launched; name a framework")
     machine, environment, warnings = None, {}, []
@@ -840,17 +842,17 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for name, graph in graphs
         ]
-    if shelf == "stacks":
+    if shelf == "frameworks":
         return [
             {
                 "name": name,
-                "trains": stack.summary,
-                "searched": "yes" if stack.space else "no",
-                "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
+                "trains": framework.summary,
+                "searched": "yes" if framework.space else "no",
+                "fitted to runs": max((entry.runs or 0 for entry in framework.basis), default=0)
                 or None,
-                "also called": ", ".join(stack.aliases) or None,
+                "also called": ", ".join(framework.aliases) or None,
             }
-            for name, stack in shelves.stacks().items()
+            for name, framework in shelves.frameworks().items()
         ]
     if shelf == "prices":
         return [
@@ -868,5 +870,5 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             for rent in shelves.rents()
         ]
     raise DocumentError(
-        "catalog", f"'{shelf}': ask for accelerators, nodes, models, stacks or prices"
+        "catalog", f"'{shelf}': ask for accelerators, nodes, models, frameworks or prices"
     )

@@ -1,4 +1,4 @@
-"""What a user does not want to say every time: cluster, backend, precision, prices.
+"""What a user does not want to say every time: cluster, framework, precision, prices.
 
 The command line decides; else an environment variable (`MESHWRIGHT_CLUSTER`, ...), else the file
 that `MESHWRIGHT_DEFAULTS` names (empty: none), else `~/.config/meshwright/defaults.yaml`.  Commands
@@ -31,7 +31,7 @@ class Defaults(Document):
     kind_of_document: ClassVar[str] = "file of defaults"
 
     cluster: Line | None = None
-    backend: Line | None = None
+    framework: Line | None = None
     precision: Precision | None = None
     prices: Line | None = None
 

@@ -18,11 +18,11 @@ from meshwright.api.inputs import need_torch
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.document import Document
+from meshwright.planner.documents.framework import Framework
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
-from meshwright.planner.documents.stack import Stack
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import SURE_TO_FIT
 from meshwright.planner.search.answer import Alternative, Answer
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.parallel.tensor_styles_search import TensorStyles
 
 DOCUMENTS: tuple[type[Document], ...] = (
-    Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Stack,
+    Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Framework,
 )  # fmt: skip
 """What `load` reads."""
 
@@ -62,7 +62,7 @@ def plan(
     fix: Sequence[str] = (),
     allow: Sequence[str] = (),
     require: Sequence[str] = (),
-    backend: str = "native",
+    framework: str = "native",
     prefer: Prefer = "simplest",
     fit_probability: float = SURE_TO_FIT,
 ) -> Plan:
@@ -103,7 +103,7 @@ def plan(
         fix=fix,
         allow=allow,
         require=require,
-        backend=backend,
+        framework=framework,
         prefer=prefer,
         fit_probability=fit_probability,
     ).plan
@@ -126,7 +126,7 @@ def search(
     fix: Sequence[str] = (),
     allow: Sequence[str] = (),
     require: Sequence[str] = (),
-    backend: str = "native",
+    framework: str = "native",
     prefer: Prefer = "simplest",
     prove: Prove = "usual",
     fit_probability: float = SURE_TO_FIT,
@@ -173,7 +173,7 @@ def search(
         allow=allow,
         require=require,
         top=top,
-        backend=backend,
+        framework=framework,
         prefer=prefer,
         prove=prove,
         fit_probability=fit_probability,
@@ -226,7 +226,7 @@ def predict(
     global_batch: int | None = None,
     precision: Precision | None = None,
     profile: str | None = None,
-    backend: str = "native",
+    framework: str = "native",
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
@@ -248,7 +248,7 @@ def predict(
             global_batch=global_batch,
             precision=precision,
             profile=profile,
-            backend=backend,
+            framework=framework,
         )
     given = {"layout": layout, "seq_len": seq_len, "global_batch": global_batch}
     for name, value in given.items():
@@ -329,7 +329,7 @@ def export(
     """Write a checkpoint in the form of another program, or a plan as its configuration.
 
     >>> import meshwright, pathlib, tempfile
-    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", backend="megatron")
+    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", framework="megatron")
     >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
     >>> meshwright.save(plan, file)
     >>> "--bf16" in meshwright.export(file).text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from meshwright.planner.catalog import stack, stacks
+from meshwright.planner.catalog import framework, frameworks
 from meshwright.planner.catalog.expressions import (
     locate_model,
     resolve_beside,
@@ -15,10 +15,10 @@ from meshwright.planner.catalog.expressions import (
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import RECORDED, ModelGraph, is_factory, is_own, is_recorded
 from meshwright.planner.documents.plan import Plan, check_size
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.stack import base_of
 from meshwright.planner.documents.units import MOST_TOKENS
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.requests.request import FACTORY_SEQ_LEN
@@ -102,7 +102,7 @@ def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
     """
     said = wanted.model
     try:
-        _check_backend(wanted)
+        _check_framework(wanted)
         if not is_own(said.source):
             graph = resolve_beside(said.source, plan_path or "")
         elif said.graph is not None:
@@ -119,13 +119,14 @@ def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
     return graph
 
 
-def _check_backend(wanted: Plan) -> None:
-    """Refuse a plan for a stack that the catalogue does not have."""
-    if base_of(wanted.backend) not in stacks():
+def _check_framework(wanted: Plan) -> None:
+    """Refuse a plan for a framework that the catalogue does not have."""
+    if base_of(wanted.framework) not in frameworks():
         raise DocumentError(
-            "backend", f"is '{wanted.backend:.40}'; {nearest(wanted.backend, list(stacks()))}"
+            "framework",
+            f"is '{wanted.framework:.40}'; {nearest(wanted.framework, list(frameworks()))}",
         )
-    stack(wanted.backend)
+    framework(wanted.framework)
 
 
 def check_code(graph: ModelGraph, document_path: str) -> None:

@@ -30,7 +30,7 @@ START = """\b
 First plan:
   meshwright plan llama-3.1-8b --cluster 8xh100-sxm-80gb -o plan.yaml
 
-Options that are not given come from MESHWRIGHT_CLUSTER, MESHWRIGHT_BACKEND, MESHWRIGHT_PRECISION,
+Options that are not given come from MESHWRIGHT_CLUSTER, MESHWRIGHT_FRAMEWORK, MESHWRIGHT_PRECISION,
 MESHWRIGHT_PRICES, else from ~/.config/meshwright/defaults.yaml; the answer lists them.
 """
 

@@ -8,7 +8,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"meshwright plan llama-3.1-8b {CLUSTER} -o plan.yaml",
         f"meshwright plan ./config.json {CLUSTER} --explain",
         "meshwright plan gpt2 --cluster local:2 --fix pp=2,schedule=1f1b",
-        f"meshwright plan gpt2 {CLUSTER} --backend torchtitan",
+        f"meshwright plan gpt2 {CLUSTER} --framework torchtitan",
     ),
     "compare": (
         "meshwright compare a.yaml b.yaml",

@@ -151,8 +151,8 @@ def whatif(
         WhatIfTuning | None,
         typer.Option("--tuning", help="Pretraining, or which kind of fine-tuning"),
     ] = None,
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="Framework; default: the fastest public one")
+    framework: Annotated[
+        str | None, typer.Option("--framework", help="Framework; default: the fastest public one")
     ] = None,
     precision: Annotated[
         str | None, typer.Option("--precision", help="bf16, fp8; auto takes the fastest")
@@ -191,7 +191,7 @@ def whatif(
 
     mine = of_user()
     if study is None:  # which says everything itself
-        backend, prices = mine.take("backend", backend), mine.take("prices", prices)
+        framework, prices = mine.take("framework", framework), mine.take("prices", prices)
     with bar("planning candidates", quiet=json) as progress:
         found = studies.whatif(
             study,
@@ -212,7 +212,7 @@ def whatif(
             by=by.value if by else None,
             day_usd=day_usd,
             tuning=tuning.value if tuning else None,
-            backend=backend,
+            framework=framework,
             precision=precision,
             seq_len=seq_len,
             global_batch=global_batch,
@@ -263,7 +263,7 @@ class Shelf(StrEnum):
     ACCELERATORS = "accelerators"
     NODES = "nodes"
     MODELS = "models"
-    STACKS = "stacks"
+    FRAMEWORKS = "frameworks"
     PRICES = "prices"
 
 

@@ -79,12 +79,12 @@ PrecisionOption = Annotated[
         "--precision", help="Number format of the arithmetic; default: bf16 where devices have it"
     ),
 ]
-BackendOption = Annotated[
+FrameworkOption = Annotated[
     str | None,
     typer.Option(
-        "--backend",
+        "--framework",
         help="Framework that trains: native (default), megatron, torchtitan, deepspeed, nanotron, "
-        "fsdp, accelerate; see 'catalog stacks'",
+        "fsdp, accelerate; see 'catalog frameworks'",
     ),
 ]
 SolverOption = Annotated[

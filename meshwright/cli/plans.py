@@ -10,9 +10,9 @@ import typer
 
 from meshwright.cli.console import bar, out, say
 from meshwright.cli.options import (
-    BackendOption,
     ClusterOption,
     Explain,
+    FrameworkOption,
     GlobalBatch,
     Html,
     Json,
@@ -71,7 +71,7 @@ def plan(
     top: Annotated[
         int, typer.Option("--top", min=1, help="Show the K best plans with different meshes")
     ] = 1,
-    backend: BackendOption = None,
+    framework: FrameworkOption = None,
     prefer: Annotated[
         Preferred,
         typer.Option("--prefer", help="Which plan to take of those within 1.5 % of the fastest"),
@@ -118,7 +118,7 @@ def plan(
             require=require or (),
             solver=solver.value,
             top=top,
-            backend=mine.take("backend", backend) or "native",
+            framework=mine.take("framework", framework) or "native",
             prefer=prefer.value,
             prove=prove.value,
             fit_probability=SURE_TO_FIT if fit_probability is None else fit_probability,
@@ -172,7 +172,7 @@ def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
     from meshwright.planner.documents.model import is_script
 
-    if plan.backend != "native":
+    if plan.framework != "native":
         return f"meshwright export {file}"
     if is_script(plan.model.source):
         return f"meshwright run --plan {file} SCRIPT.py"
@@ -282,7 +282,7 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     profile: ProfileOption = None,
-    backend: BackendOption = None,
+    framework: FrameworkOption = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -297,7 +297,7 @@ def predict(
 
     mine = of_user()
     if not is_plan(model):  # which has its own
-        cluster, backend = mine.take("cluster", cluster), mine.take("backend", backend)
+        cluster, framework = mine.take("cluster", cluster), mine.take("framework", framework)
     wanted = mine.precision(precision.value if precision else None) if not is_plan(model) else None
     found = commands.priced(
         model,
@@ -307,7 +307,7 @@ def predict(
         global_batch=global_batch,
         precision=wanted,
         profile=profile,
-        backend=backend or "native",
+        framework=framework or "native",
     )
     prediction = found.prediction
     if json:
@@ -382,7 +382,7 @@ def export(
             "--to",
             help="Checkpoints: huggingface, peft (LoRA adapters). Plans: megatron, torchtitan, "
             "torchtitan@0.2, megatron-bridge, deepspeed, accelerate, transformers, nanotron, fsdp, "
-            "megatron-deepspeed (default: its backend)",
+            "megatron-deepspeed (default: its framework)",
         ),
     ] = None,
     output: Annotated[

@@ -40,9 +40,9 @@ def launch(
             "--replan", help="If devices fail, plan again for the remaining ones and continue"
         ),
     ] = False,
-    survive: Annotated[
+    elastic: Annotated[
         bool,
-        typer.Option("--survive", help="If ranks fail or hang, restart them, or go on with fewer"),
+        typer.Option("--elastic", help="If ranks fail or hang, restart them, or go on with fewer"),
     ] = False,
     profile: ProfileOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
@@ -64,7 +64,7 @@ def launch(
         run,
         where,
         replan=replan,
-        survive=survive,
+        elastic=elastic,
         profile=profile,
         dry_run=dry_run,
         trust_code=trust_code,

@@ -8,9 +8,9 @@ import typer
 
 from meshwright.cli.console import bar, out, say
 from meshwright.cli.options import (
-    BackendOption,
     ClusterOption,
     Explain,
+    FrameworkOption,
     GlobalBatch,
     Html,
     Json,
@@ -31,10 +31,10 @@ def tune(
         typer.Argument(help="A model, as of plan; or a plan.yaml, whose model and job are used"),
     ],
     cluster: ClusterOption = None,
-    on: Annotated[
+    trial_cluster: Annotated[
         str | None,
         typer.Option(
-            "--on",
+            "--trial-cluster",
             help="Try plans in small on fewer of these devices, as 8xh100-sxm-80gb: fewer stages "
             "and layers",
         ),
@@ -49,7 +49,7 @@ def tune(
     allow: Annotated[
         list[str] | None, typer.Option("--allow", help="As of plan: offload, stale, compress")
     ] = None,
-    backend: BackendOption = None,
+    framework: FrameworkOption = None,
     budget: Annotated[
         str | None,
         typer.Option("--budget", help="'8 trials' (default) or about how long: 20min"),
@@ -106,14 +106,14 @@ def tune(
         found = tuned(
             model,
             where,
-            on=on,
+            trial_cluster=trial_cluster,
             seq_len=seq_len,
             global_batch=global_batch,
             precision=mine.precision(precision.value if precision else None),
             profile=profile,
             fix=fix or (),
             allow=allow or (),
-            backend=mine.take("backend", backend) or "native",
+            framework=mine.take("framework", framework) or "native",
             budget=budget,
             run=run,
             data=data,
@@ -143,7 +143,7 @@ def _then(run: str | None, found: Tuned) -> str:
     from meshwright.tune.tune import CONSTANTS_FILE
 
     output = found.plan_file or ""
-    if found.on is not None and run is None:
+    if found.trial_cluster is not None and run is None:
         return f"meshwright launch {output}"
     if run is None:
         return f"meshwright launch {output} --profile {found.folder}/{CONSTANTS_FILE}"

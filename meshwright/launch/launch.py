@@ -73,7 +73,7 @@ def launch(
     where: Where = HERE,
     *,
     replan: bool = False,
-    survive: bool = False,
+    elastic: bool = False,
     profile: str | None = None,
     dry_run: bool = False,
     trust_code: bool = False,
@@ -84,7 +84,7 @@ def launch(
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     `replan` goes on where devices are fewer than the plan's, or one is lost, under a plan for those
     that are left.
-    `survive` looks for ranks that hang, and does about each end what the table of verdicts says:
+    `elastic` looks for ranks that hang, and does about each end what the table of verdicts says:
     the ranks are started again, or those that are left go on as with `replan`, or it stops.
     A plan of a user's own file runs it, if the file and what it imports beside it are those that
     were planned, or `trust_code` takes them as they are.
@@ -93,9 +93,9 @@ def launch(
     """
     if replan and run.checkpoint is None:
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
-    if survive and run.checkpoint is None:
-        raise DocumentError("survive", "continues from checkpoints: add --checkpoint FOLDER")
-    more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
+    if elastic and run.checkpoint is None:
+        raise DocumentError("elastic", "continues from checkpoints: add --checkpoint FOLDER")
+    more = {"replan": replan, "elastic": elastic, "profile": profile, "trust_code": trust_code}
     if where.on != "local":
         return _submitted(plan_path, run, where, more, dry_run=dry_run)
     where.refuse_job()
@@ -114,14 +114,14 @@ def launch(
         check_code(fit.graph, plan_path)
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
     shrunk: Decision | None = None
-    if (replan or survive) and (left := fit.left(node_rank)) is not None:
+    if (replan or elastic) and (left := fit.left(node_rank)) is not None:
         given, fit, run = fit, fit.again(left, run, quiet=quiet), goes_on
         shrunk = _shrunk(given, left, fit, node_rank, quiet=quiet)
-    if survive and node_rank.nodes > 1 and not dry_run:
+    if elastic and node_rank.nodes > 1 and not dry_run:
         from meshwright.launch.multi_node import on_nodes  # noqa: PLC0415 - the runtime
 
         return on_nodes(fit, run, node_rank, shrunk, quiet=quiet)
-    table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
+    table = VERDICTS if elastic else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
     planned = fit
     with (
@@ -136,10 +136,10 @@ def launch(
             dry_run=dry_run,
             quiet=quiet,
             node_rank=node_rank,
-            survive=survive,
-            zygote=zygote if survive else None,
-            slots=slots if survive else None,
-            begun=keeper.begin if survive else None,
+            elastic=elastic,
+            zygote=zygote if elastic else None,
+            slots=slots if elastic else None,
+            begun=keeper.begin if elastic else None,
             before=shrunk,
         )
         while True:
@@ -412,8 +412,8 @@ def launched(fit: LaunchablePlan, asked: Launch, ends: Sequence[RankEnd] = ()) -
             steps=steps,
             step_s=prediction.step_time_s,
             every_steps=run.checkpoint_every or steps,
-            survives=asked.survive,
-            copies=COPIES_SHARE if asked.survive else 0.0,
+            elastic=asked.elastic,
+            copies=COPIES_SHARE if asked.elastic else 0.0,
         )
 
     report = start(
@@ -473,7 +473,7 @@ def _on_hosts(
         machine_of(wanted.cluster, None),
         ("launch", plan_path, *written({**run.model_dump(), **more})),
         (plan_path,),
-        spares=bool(more["survive"]),
+        spares=bool(more["elastic"]),
         rendezvous=where.rendezvous,
     )
     on_hosts(hosts_of(where.told_hosts), command, dry_run=dry_run)

@@ -1,4 +1,4 @@
-"""`launch --survive` on several nodes: attempts one after another, each an epoch of the run."""
+"""`launch --elastic` on several nodes: attempts one after another, each an epoch of the run."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Epochs:
                     self._run,
                     quiet=self._quiet,
                     node_rank=self._agent.node_rank(),
-                    survive=True,
+                    elastic=True,
                     agent=self._agent,
                     zygote=self._means.zygote,
                     slots=self._means.slots,

@@ -47,7 +47,7 @@ class Growth:
         epoch = self._agent.epoch
         # The clock may have been set back since then; this epoch is no older than the change.
         since_s = max(time.time() - epoch.changed_unix_s, now_s - self._begin_s)
-        if len(epoch.members) >= self._planned.nodes or since_s < self._run.grow_after:
+        if len(epoch.members) >= self._planned.nodes or since_s < self._run.scale_up_after:
             return
         there = min(self._planned.nodes, len(epoch.members) + len(self._agent.spares()))
         larger = self._largest(len(epoch.members), there)

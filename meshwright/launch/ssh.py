@@ -1,7 +1,7 @@
 """`--hosts a,b[0-63]`: one launcher on each host over ssh, after all hosts were looked at together.
 
 Each host has the same folder, files and installation, at the same paths; what is wrong where is
-said before anything starts.  Hosts beyond the plan's nodes are spares under `--survive`, also in
+said before anything starts.  Hosts beyond the plan's nodes are spares under `--elastic`, also in
 the place of hosts that do not answer.  What hosts say on stderr has their name before it; the
 results come from the one that leads.  `meshwright.launch.ssh_remote` is the other side.
 """
@@ -163,7 +163,7 @@ def on_hosts(hosts: Sequence[str], command: HostCommand, *, dry_run: bool = Fals
     """
     ssh = shutil.which("ssh")
     if len(hosts) < command.nodes or (len(hosts) > command.nodes and not command.spares):
-        more = "; hosts beyond them are of use with --survive" if len(hosts) > command.nodes else ""
+        more = "; hosts beyond them are of use with --elastic" if len(hosts) > command.nodes else ""
         raise LaunchError(
             f"hosts: are {len(hosts)}, and the plan is for {command.nodes} nodes{more}"
         )

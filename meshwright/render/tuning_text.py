@@ -38,7 +38,7 @@ def write_page(found: Tuned, path: str) -> None:
     names = [one.prediction.layout for one in found.candidates]
     if found.small is not None:
         names += [
-            f"{one.candidate.prediction.layout}, {one.request.model.name} on {found.on}"
+            f"{one.candidate.prediction.layout}, {one.request.model.name} on {found.trial_cluster}"
             for one in found.small.stand_ins
         ]
     text = page(_title(found), list(_measured(found)), names, found.tuner, found.trials)
@@ -96,7 +96,7 @@ def _measured(found: Tuned) -> Iterator[Fact]:
         label="tried",
         text=f"{_distinct(found)} of {len(found.tried) - _answered(found)} plans"
         + (f" in {len(ended)} trials" if len(ended) > _distinct(found) else "")
-        + (f" in small on {found.on}" if found.on else "")
+        + (f" in small on {found.trial_cluster}" if found.trial_cluster else "")
         + (f" ({counts})" if counts else "")
         + f"; {found.stopped}",
     )
@@ -211,7 +211,7 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
         "step_time_s": found.step_s,
         "predicted_s": chosen.prediction.step_time_s,
         "believed_s": list(posterior.seconds(found.tuner.answer)),
-        "on": found.on,
+        "trial_cluster": found.trial_cluster,
         "proof": None if found.proof is None else asdict(found.proof),
         "unseen": list(found.small.unseen) if found.small else [],
         "first_step_time_s": found.first_s,

@@ -6,14 +6,16 @@
     ├── trials.jsonl      a line for each finished trial
     ├── constants.yaml    the cluster's constants as trials show them: a profile
     ├── cluster.yaml      the cluster with them, for `plan` and `whatif`
-    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with `--on` the
+    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with
+    `--trial-cluster` the
                           model with fewer layers
 
 The plan so far is written after every trial, so that whenever this ends it is one that ran.  With
 the same arguments it goes on behind the last finished trial.
 
-With `--on` trials are of plans in small on fewer devices (`planner.tuning.scaled_down_trials`);
-what is believed of the plans themselves follows from those, and the answer is not measured.
+With `--trial-cluster` trials are of plans in small on fewer devices
+(`planner.tuning.scaled_down_trials`); what is believed of the plans themselves follows from those,
+and the answer is not measured.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.slowdown import pace_of
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.profile import Calibration, Profile, Profiles
-from meshwright.planner.documents.stack import base_of
 from meshwright.planner.documents.units import duration_s, whole_number
 from meshwright.planner.errors import DocumentError, LaunchError, NoPlanFits
 from meshwright.planner.framework_configs.configuration import configuration
@@ -162,7 +164,7 @@ class Tuned:
     """What a dry run would try, as far as that is known before the first trial."""
     small: InSmall | None = None
     """What is tried instead of the candidates."""
-    on: str | None = None
+    trial_cluster: str | None = None
     """The smaller cluster on which it is."""
     proof: RenewedProof | None = None
 
@@ -202,14 +204,14 @@ def tune(
     model: str,
     cluster: str,
     *,
-    on: str | None = None,
+    trial_cluster: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
     profile: str | None = None,
     fix: Sequence[str] = (),
     allow: Sequence[str] = (),
-    backend: str = "native",
+    framework: str = "native",
     budget: str | None = None,
     run: str | None = None,
     data: str | None = None,
@@ -227,14 +229,14 @@ def tune(
     training settings are kept.
     Trials go on until no other plan is more than 2 % faster with 95 % probability, or `budget`
     (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
-    {plan}, {config} (the plan as its backend's configuration) and {output} (a folder): another
+    {plan}, {config} (the plan as its framework's configuration) and {output} (a folder): another
     framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
     Without a `profile` this machine is measured first where that tells more for each second than a
     trial.
-    `on` is a smaller cluster of the same devices: plans are tried there in small, with fewer stages
-    and layers, and the answer is believed and not measured.
-    `trials` names the folder of trials, by default beside the plan; a profile with the cluster's
-    constants as the trials show them lies in it.
+    `trial_cluster` is a smaller cluster of the same devices: plans are tried there in small, with
+    fewer stages and layers, and the answer is believed and not measured. `trials` names the folder
+    of trials, by default beside the plan; a profile with the cluster's constants as the trials show
+    them lies in it.
 
     Raises LaunchError where no plan of the space ran.
     """
@@ -255,7 +257,7 @@ def tune(
             precision=precision,
             pins=read_pins(fix, allow),
             profile=measured,
-            stack=backend,
+            framework=framework,
             called=cluster,
             fit_probability=SURE_TO_FIT,
         )
@@ -269,13 +271,13 @@ def tune(
             called=cluster,
             fit_probability=SURE_TO_FIT,
         )
-    if run is None and base_of(request.stack.name) != "native":
+    if run is None and base_of(request.framework.name) != "native":
         raise DocumentError(
             "run",
-            f"is missing; say how {request.stack.name} trains, as in --run 'torchrun ... "
+            f"is missing; say how {request.framework.name} trains, as in --run 'torchrun ... "
             "{config}'",
         )
-    fewer = None if on is None else machine_of(on, measured)
+    fewer = None if trial_cluster is None else machine_of(trial_cluster, measured)
     if fewer is not None:
         check_smaller(fewer, request.cluster)
     answer = answer_to(request, "simplest", progress=progress)
@@ -283,13 +285,19 @@ def tune(
         one if mine is None else _trained_as(one, mine)
         for one in _runnable(request, answer, run, progress)
     )
-    small = None if fewer is None or on is None else in_small(request, every, fewer, on)
+    small = (
+        None
+        if fewer is None or trial_cluster is None
+        else in_small(request, every, fewer, trial_cluster)
+    )
     tuning = Tuning(
         request=request,
         candidates=every if small is None else small.candidates,
         small=small,
         machine=machine_of(cluster, _without_pace(measured)),
-        on=None if on is None else machine_of(on, _without_pace(measured)),
+        trial_cluster=None
+        if trial_cluster is None
+        else machine_of(trial_cluster, _without_pace(measured)),
         folder=folder,
         output=output,
         budget=allowed,
@@ -309,13 +317,13 @@ def tune(
             return tune(
                 model,
                 cluster,
-                on=on,
+                trial_cluster=trial_cluster,
                 seq_len=seq_len,
                 global_batch=global_batch,
                 precision=precision,
                 fix=fix,
                 allow=allow,
-                backend=backend,
+                framework=framework,
                 budget=budget,
                 data=data,
                 tokenizer=tokenizer,
@@ -395,12 +403,12 @@ def _runnable(
     found = []
     for one in every:
         try:
-            configuration(one.plan, request.model, base_of(request.stack.name), request.cluster)
+            configuration(one.plan, request.model, base_of(request.framework.name), request.cluster)
         except DocumentError:
             continue
         found.append(one)
     if not found:
-        raise LaunchError(f"no plan can be written as a configuration of {request.stack.name}")
+        raise LaunchError(f"no plan can be written as a configuration of {request.framework.name}")
     return tuple(found)
 
 
@@ -413,7 +421,7 @@ class Tuning:
     small: InSmall | None
     machine: ClusterSpec
     """The request's cluster without a pace that an earlier profile has."""
-    on: ClusterSpec | None
+    trial_cluster: ClusterSpec | None
     """The smaller cluster on which those are tried in small, without pace too; None: they are tried
     themselves."""
     folder: Path
@@ -430,16 +438,16 @@ class Tuning:
         return Subject(
             model_digest=self.request.model.digest,
             cluster=self.request.cluster_name,
-            backend=self.request.stack.name,
+            framework=self.request.framework.name,
             seq_len=job.seq_len,
             global_batch=job.global_batch,
             precision=job.precision,
-            on=self._called_on,
+            trial_cluster=self._trial_cluster_name,
             run=self.run,
         )
 
     @property
-    def _called_on(self) -> str | None:
+    def _trial_cluster_name(self) -> str | None:
         return None if self.small is None else self.small.stand_ins[0].request.cluster_name
 
     @property
@@ -642,7 +650,7 @@ class Tuning:
         if self.run is None:
             words = launch_words(path, folder, self.options)
             return Trialled(words=words, folder=folder, ranks=plan.mesh.devices, work=work)
-        base = base_of(request.stack.name)
+        base = base_of(request.framework.name)
         config = folder / f"config{SUFFIXES.get(base, '')}"
         if "{config}" in self.run and base != "native":
             text = configuration(plan, request.model, base, request.cluster)
@@ -657,7 +665,7 @@ class Tuning:
         if base != "native":
             if base not in READERS:
                 raise DocumentError(
-                    "backend", f"is {base}, whose logs are not read; {', '.join(READERS)} are"
+                    "framework", f"is {base}, whose logs are not read; {', '.join(READERS)} are"
                 )
             reader = READERS[base]
         return Trialled(
@@ -679,11 +687,11 @@ class Tuning:
         told = calibration(
             self.machine,
             tuner.posterior,
-            request.stack.host,
+            request.framework.host,
             pace=pace_of(None if request.profile is None else request.only_profile),
             runs=len(tuner.ran),
             source=f"tune of {now}, {len(tuner.ran)} trials of {request.model.name}"[:200],
-            seen=self.on,
+            seen=self.trial_cluster,
         )
         runs = sorted(tuner.ran, key=lambda option: float(tuner.posterior.mean[option]))
         found = as_measured(
@@ -699,13 +707,15 @@ class Tuning:
         return predict(
             self._every[option].plan,
             request.model,
-            with_fitted_constants(self.machine if self.on is None else self.on, constants),
+            with_fitted_constants(
+                self.machine if self.trial_cluster is None else self.trial_cluster, constants
+            ),
             self._used(self._profile(constants)),
         ).step_time_s
 
     def _used(self, profile: Profile) -> Profile | None:
         """Return a profile as predictions of the request's framework use it."""
-        return None if base_of(self.request.stack.name) != "native" else profile
+        return None if base_of(self.request.framework.name) != "native" else profile
 
     def _request_of(self, option: int) -> Request:
         """Return what an option is a plan of: the request, or one in small."""
@@ -722,7 +732,7 @@ class Tuning:
             found,
             command=f"meshwright tune {request.model.name}",
             today=today,
-            ranks=(self.on or request.cluster).devices,
+            ranks=(self.trial_cluster or request.cluster).devices,
         )
 
     def _tuned(
@@ -736,14 +746,14 @@ class Tuning:
             candidates=self.candidates,
             trials=trials,
             tuner=tuner,
-            devices=(self.on or self.request.cluster).devices,
+            devices=(self.trial_cluster or self.request.cluster).devices,
             planned_s=self.planned_s,
             stopped=stopped,
             plan_file=None if queue else self.output,
             folder=self.folder,
             queue=queue,
             small=self.small,
-            on=self._called_on,
+            trial_cluster=self._trial_cluster_name,
         )
 
 

@@ -1,4 +1,4 @@
-"""The catalogue: accelerators, node types, models, stacks and rents by name; facilities.
+"""The catalogue: accelerators, node types, models, frameworks and rents by name; facilities.
 
 The figures stand in the YAML files beside this one, each with its source; this module only reads
 them.  Every function returns the same values each time and reads its file once.
@@ -25,8 +25,8 @@ from meshwright.planner.documents.cluster import (
     Precision,
 )
 from meshwright.planner.documents.document import Document, Part, nearest, plain
+from meshwright.planner.documents.framework import Framework, framework_of, with_options
 from meshwright.planner.documents.plugins import installed_entries
-from meshwright.planner.documents.stack import Stack, stack_of, with_options
 from meshwright.planner.documents.units import (
     Amount,
     Count,
@@ -357,24 +357,26 @@ def models() -> dict[str, ModelEntry]:
 
 
 @cache
-def stacks() -> dict[str, Stack]:
-    """Return every stack by name: one file each in `stacks/`, and those of installed packages."""
-    data = _data_of(resources.files(__package__).joinpath("stacks"))
-    stacks_of_catalogue = _stacks(data)
+def frameworks() -> dict[str, Framework]:
+    """Return every framework by name: one file each in `frameworks/`, and those of installed packages."""
+    data = _data_of(resources.files(__package__).joinpath("frameworks"))
+    frameworks_of_catalogue = _frameworks(data)
 
-    def build_stack(name: str, entry: dict[str, Any]) -> Stack:
+    def build_framework(name: str, entry: dict[str, Any]) -> Framework:
         if entry.get("name") != name:
             raise DocumentError(
                 "name", f"is not '{name}', as the entry point says; rename one of them"
             )
-        return stack_of(entry, data)
+        return framework_of(entry, data)
 
-    return stacks_of_catalogue | installed_entries("stacks", stacks_of_catalogue, build_stack)
+    return frameworks_of_catalogue | installed_entries(
+        "frameworks", frameworks_of_catalogue, build_framework
+    )
 
 
-def read_stacks(folder: Traversable) -> dict[str, Stack]:
-    """Return the stacks of a folder by name, each with what it extends filled in."""
-    return _stacks(_data_of(folder))
+def read_frameworks(folder: Traversable) -> dict[str, Framework]:
+    """Return the frameworks of a folder by name, each with what it extends filled in."""
+    return _frameworks(_data_of(folder))
 
 
 def _data_of(folder: Traversable) -> dict[str, dict[str, Any]]:
@@ -386,29 +388,29 @@ def _data_of(folder: Traversable) -> dict[str, dict[str, Any]]:
     return data
 
 
-def _stacks(data: dict[str, dict[str, Any]]) -> dict[str, Stack]:
+def _frameworks(data: dict[str, dict[str, Any]]) -> dict[str, Framework]:
     result = {}
     for name, entry in data.items():
         try:
-            result[name] = stack_of(entry, data)
+            result[name] = framework_of(entry, data)
         except DocumentError as error:
             raise error.in_file(f"{name}.yaml") from error
     return result
 
 
-def stack(text: str) -> Stack:
-    """Return the stack that a name or alias stands for; DocumentError with the nearest if none.
+def framework(text: str) -> Framework:
+    """Return the framework that a name or alias stands for; DocumentError with the nearest if none.
 
-    >>> stack("fsdp2+compiled").name, stack("fsdp2+compiled").kernels.norm
+    >>> framework("fsdp2+compiled").name, framework("fsdp2+compiled").kernels.norm
     ('fsdp+compiled', 'fused')
     """
     name, *options = text.split("+")
-    return with_options(stacks()[stack_name(name)], options)
+    return with_options(frameworks()[framework_name(name)], options)
 
 
-def native() -> Stack:
-    """Return the stack of this project's own runtime."""
-    return stacks()["native"]
+def native() -> Framework:
+    """Return the framework of this project's own runtime."""
+    return frameworks()["native"]
 
 
 @cache
@@ -485,13 +487,13 @@ def source_text(text: str) -> str:
     )
 
 
-def stack_name(text: str) -> str:
-    """Return the name that a stack's name or alias stands for, written in any of the usual ways.
+def framework_name(text: str) -> str:
+    """Return the name that a framework's name or alias stands for, written in any of the usual ways.
 
-    >>> stack_name("Megatron-LM"), stack_name("fsdp2"), stack_name("native")
+    >>> framework_name("Megatron-LM"), framework_name("fsdp2"), framework_name("native")
     ('megatron', 'fsdp', 'native')
     """
-    return _entry_name(re.sub(r"[\s_]+", "-", text.strip()), stacks(), what="stack")
+    return _entry_name(re.sub(r"[\s_]+", "-", text.strip()), frameworks(), what="framework")
 
 
 def carbon_of(country: str) -> float:

@@ -9,7 +9,7 @@ S their bytes, e bytes of an activation, L the host link's bytes per second, W m
                                           neighbour's                 in: max(0, B / L - backward)
     compress     B - S + n (1 + 4 / 128)  its own S, unpacked         (37 + e) n / W, (9 + e) n / W
 
-Offload: what a layer stores, or the share of it that a stack moves, leaves while the next layer
+Offload: what a layer stores, or the share of it that a framework moves, leaves while the next layer
 runs, and comes back while the next one's backward runs, so two layers' tensors are on the device at
 a time.  Before a layer that keeps its tensors, and at the end of a stage, all have left.  Copies
 run beside computation and beside the links between devices; at the ends of a row of offloaded
@@ -68,7 +68,7 @@ def activation_cost(
         case "keep":
             return ActivationCost(stored_bytes=stored + passed)
         case "offload":
-            moved = rates.stack.offload.activations_share * figures.own_share * stored
+            moved = rates.framework.offload.activations_share * figures.own_share * stored
             copy_s = rates.host_copy_s(moved)
             return ActivationCost(
                 stored_bytes=passed + stored - moved,

@@ -28,7 +28,7 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.operators.operator_table import Operator
 
 if TYPE_CHECKING:
-    from meshwright.planner.documents.stack import Recipe, Stack
+    from meshwright.planner.documents.framework import Framework, Recipe
 
 MATMUL_BACKWARD = 2.0
 """A product's backward is two products of its size: one for each factor's gradient."""
@@ -47,7 +47,7 @@ TRANSPOSED_BYTES = 1.0
 """Of an element that a cast writes in a second order, for the gradient of weights."""
 
 ROUTING = ("router", "shared_weight")
-"""Products that weigh experts, which no stack has in 8 bits."""
+"""Products that weigh experts, which no framework has in 8 bits."""
 
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
@@ -81,7 +81,7 @@ SAME_RATE: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """The rates of one device in one precision with one stack's kernels."""
+    """The rates of one device in one precision with one framework's kernels."""
 
     peak_flops: float
     memory_bytes_per_s: float
@@ -120,39 +120,39 @@ class DeviceRates:
 def device(
     accelerator: Accelerator,
     precision: str,
-    stack: Stack,
+    framework: Framework,
     *,
     seq_len: int = LONG_SEQUENCE,
     head_dim: int = 128,
     devices: int = ONE_NODE,
 ) -> DeviceRates:
-    """Return the rates of an accelerator in a precision, with a stack's kernels.
+    """Return the rates of an accelerator in a precision, with a framework's kernels.
 
     What products in 8 bits and fewer do not make, 16 bits make.  Attention's rate depends on the
     length of a sequence and the size of a head unless it is torch's own.  `devices` wait for each
     other in every step.
     """
-    eight, casts = precision in EIGHT_BITS, stack.eight_bit
+    eight, casts = precision in EIGHT_BITS, framework.eight_bit
     return DeviceRates(
         peak_flops=peak_flops(accelerator, "bf16" if eight else precision),
-        eight_bit_flops=_narrow_flops(accelerator, precision, stack) if eight else None,
+        eight_bit_flops=_narrow_flops(accelerator, precision, framework) if eight else None,
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
-        sustained=sustained_share(accelerator, stack),
+        sustained=sustained_share(accelerator, framework),
         slowest=1.0 if accelerator.kind == "cpu" else slowest(devices),
         attention=attention_share(
-            accelerator, stack.kernels.attention, seq_len=seq_len, head_dim=head_dim
+            accelerator, framework.kernels.attention, seq_len=seq_len, head_dim=head_dim
         )
-        if stack.kernels.attention != "module"
-        else sustained_share(accelerator, stack),
+        if framework.kernels.attention != "module"
+        else sustained_share(accelerator, framework),
         every_product=casts.products == "all",
-        every_launch=stack.kernels.launches == "every",
+        every_launch=framework.kernels.launches == "every",
         cast_bytes=casts.cast_bytes,
         cast_kernels=casts.cast_kernels,
         input_bytes=casts.input_bytes,
         gradient_bytes=casts.gradient_bytes,
         weight_bytes=casts.weight_bytes,
-        narrow_attention=narrow_attention(accelerator, precision, stack),
+        narrow_attention=narrow_attention(accelerator, precision, framework),
         architecture=accelerator.architecture,
     )
 
@@ -162,13 +162,13 @@ def compiled_rates(on: DeviceRates) -> DeviceRates:
     return replace(on, cast_bytes=0.0, cast_kernels=0) if on.cast_kernels else on
 
 
-def recipe_of(stack: Stack, precision: str, scales: str) -> Recipe | None:
-    """Return what is not as with a stack's usual scales, where a layout asks for others of them."""
-    return stack.eight_bit.recipes.get(scales if precision == "fp8" else precision)
+def recipe_of(framework: Framework, precision: str, scales: str) -> Recipe | None:
+    """Return what is not as with a framework's usual scales, where a layout asks for others of them."""
+    return framework.eight_bit.recipes.get(scales if precision == "fp8" else precision)
 
 
 def rates_with_scales(on: DeviceRates, recipe: Recipe) -> DeviceRates:
-    """Return a device whose products in 8 bits have other scales than the stack's usual ones."""
+    """Return a device whose products in 8 bits have other scales than the framework's usual ones."""
     if on.eight_bit_flops is None:
         return on
     rate = recipe.architecture_rates.get(on.architecture or "", recipe.rate)
@@ -182,17 +182,17 @@ def rates_with_scales(on: DeviceRates, recipe: Recipe) -> DeviceRates:
     )
 
 
-def with_narrow_weights(on: DeviceRates, stack: Stack) -> DeviceRates:
+def with_narrow_weights(on: DeviceRates, framework: Framework) -> DeviceRates:
     """Return a device whose weights come in 8 bits: they are brought into order, not rounded."""
-    return replace(on, narrow_weights=True, weight_bytes=stack.eight_bit.arrived_bytes)
+    return replace(on, narrow_weights=True, weight_bytes=framework.eight_bit.arrived_bytes)
 
 
-def sustained_share(accelerator: Accelerator, stack: Stack) -> float:
-    """Return the share of a single kernel's rate that products sustain in a stack's step.
+def sustained_share(accelerator: Accelerator, framework: Framework) -> float:
+    """Return the share of a single kernel's rate that products sustain in a framework's step.
 
     A curve measured on the machine itself contains it, and CPUs' curves are always of long runs.
     """
-    kernels, rule = accelerator.kernels, stack.kernels
+    kernels, rule = accelerator.kernels, framework.kernels
     if rule.tuned:
         generation = rule.architecture_products.get(accelerator.architecture or "", 1.0)
         share = min(kernels.sustained_tuned, power_share(accelerator))
@@ -274,28 +274,30 @@ def attention_share(
     return length * kernels.attention[generation] * head
 
 
-def narrow_attention(accelerator: Accelerator, precision: str, stack: Stack) -> tuple[float, float]:
-    """Return the rates of attention in 8 bits over those in 16, where a stack's is."""
-    if not stack.kernels.eight_bit_attention or precision not in EIGHT_BITS:
+def narrow_attention(
+    accelerator: Accelerator, precision: str, framework: Framework
+) -> tuple[float, float]:
+    """Return the rates of attention in 8 bits over those in 16, where a framework's is."""
+    if not framework.kernels.eight_bit_attention or precision not in EIGHT_BITS:
         return 1.0, 1.0
     by_precision = accelerator.kernels.eight_bit_attention
     kernel_rates = next((rates for name, rates in by_precision.items() if name == precision), None)
     if kernel_rates is None:
         raise DocumentError(
-            "backend",
-            f"is {stack.name}, and of attention in {precision} on {accelerator.name} no measured "
+            "framework",
+            f"is {framework.name}, and of attention in {precision} on {accelerator.name} no measured "
             "rate is known; leave fp8-attention out",
         )
     return kernel_rates
 
 
-def _narrow_flops(accelerator: Accelerator, precision: str, stack: Stack) -> float:
+def _narrow_flops(accelerator: Accelerator, precision: str, framework: Framework) -> float:
     """Return the rate of products in 8 or 4 bits, to be multiplied by the curve's fraction.
 
     Devices whose sheet has no rate in 8 bits multiply in 16, and those without 4 bits in 8.
     """
-    of_libraries = stack.eight_bit.architecture_rates.get(accelerator.architecture or "", 1.0)
-    if not stack.eight_bit.large_rate or "fp8" not in accelerator.peak_flops:
+    of_libraries = framework.eight_bit.architecture_rates.get(accelerator.architecture or "", 1.0)
+    if not framework.eight_bit.large_rate or "fp8" not in accelerator.peak_flops:
         return of_libraries * peak_flops(accelerator, "fp8")
     kernels = accelerator.kernels
     in_four = precision == "nvfp4" and kernels.four_bit is not None

@@ -1,8 +1,9 @@
 """Figures of layers that several searches have in common: on clusters that differ in size alone.
 
-Figures depend on a model, on the rates of devices and links under a stack, and on a setting whose
-groups lie on some tiers; how many nodes there are is not among it.  A store belongs to whoever
-searches many clusters; it says of no two requests that they are alike unless all of that is equal.
+Figures depend on a model, on the rates of devices and links under a framework, and on a setting
+whose groups lie on some tiers; how many nodes there are is not among it.  A store belongs to
+whoever searches many clusters; it says of no two requests that they are alike unless all of that is
+equal.
 """
 
 from __future__ import annotations

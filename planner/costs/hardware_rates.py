@@ -1,7 +1,7 @@
 """How fast a cluster does what is not a layer's computation, and where each figure comes from.
 
-A profile's measured collectives and overheads stand first; without them the figures of the stack
-hold (meshwright.planner.documents.stack), and `assumptions` names each one.
+A profile's measured collectives and overheads stand first; without them the figures of the
+framework hold (meshwright.planner.documents.framework), and `assumptions` names each one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from meshwright.planner.operators.operator_table import larger
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import ClusterSpec, Collective
+    from meshwright.planner.documents.framework import Framework
     from meshwright.planner.documents.plan import Job, Layout, Offload
     from meshwright.planner.documents.profile import Calibration, Overheads, Profile
-    from meshwright.planner.documents.stack import Stack
     from meshwright.planner.operators.expert_routing import Routing
 
 Hidden = Literal["units", "copies", "gather", "reduce"]
@@ -72,7 +72,7 @@ class Rates:
     curves: Curves
     overheads: Overheads | None
     on_cpu: bool
-    stack: Stack
+    framework: Framework
     calibration: Calibration | None = None
     host_link_bytes_per_s: float | None = None
     """Of one device while all devices of its node copy, one direction, as it is reached."""
@@ -86,11 +86,11 @@ class Rates:
         if self.overheads:
             return self.overheads.pipeline_action_s
         measured_s = self.calibration.action_s if self.calibration else None
-        return self.stack.host.action_s if measured_s is None else self._pace * measured_s
+        return self.framework.host.action_s if measured_s is None else self._pace * measured_s
 
     def action_share(self, virtual_stages: int) -> float:
         """Return the share of an action's seconds that each of a rank's stages takes."""
-        return 1 / virtual_stages if self.stack.host.action_of == "rank" else 1.0
+        return 1 / virtual_stages if self.framework.host.action_of == "rank" else 1.0
 
     @property
     def slack(self) -> float | None:
@@ -103,7 +103,7 @@ class Rates:
         if self.overheads:
             return self.overheads.step_s
         measured_s = self.calibration.step_s if self.calibration else None
-        return self.stack.host.step_s if measured_s is None else self._pace * measured_s
+        return self.framework.host.step_s if measured_s is None else self._pace * measured_s
 
     @property
     def _pace(self) -> float:
@@ -111,7 +111,7 @@ class Rates:
 
     def waits(self, layout: Layout) -> float:
         """Return the share of a transfer to the next stage for which its sender waits."""
-        rule = self.stack.pipeline
+        rule = self.framework.pipeline
         return 1 - (rule.interleaved_overlap if layout.virtual_stages > 1 else rule.overlap)
 
     def polled_s(self, layout: Layout) -> float:
@@ -127,7 +127,7 @@ class Rates:
         """
         ranks = layout.pipeline
         each = (0 if ranks == 1 else 2) if ranks <= 2 else 4
-        asleep = POLLED_MESSAGES * self.stack.pipeline.polled_s
+        asleep = POLLED_MESSAGES * self.framework.pipeline.polled_s
         return asleep * each * (layout.micro_batches + (ranks - 1) / 2)
 
     def link_s(self, operation: Collective, size_bytes: Amount, group: Levels) -> Amount:
@@ -139,7 +139,7 @@ class Rates:
 
         Kernels of their own reach another share of the links than the collective library.
         """
-        rate = self.stack.experts.links_rate
+        rate = self.framework.experts.links_rate
         if routing is None:
             return self.link_s("all_to_all", size_bytes, group) / rate
         return dispatch_s(size_bytes, group, routing) / rate
@@ -177,13 +177,13 @@ class Rates:
 
     def host_optimizer_s(self, parameters: float, types: StateTypes) -> float:
         """Seconds of clipping and AdamW by the host, for the parameters of a rank."""
-        return self.host_memory_s(updated_bytes(types, self.stack.optimizer) * parameters)
+        return self.host_memory_s(updated_bytes(types, self.framework.optimizer) * parameters)
 
     def optimizer_s(self, parameters: float, types: StateTypes) -> float:
         """Seconds of clipping and AdamW for the parameters of a rank."""
         if self.overheads:
             return self.overheads.optimizer_s_per_parameter * parameters
-        return self.memory_s(updated_bytes(types, self.stack.optimizer) * parameters)
+        return self.memory_s(updated_bytes(types, self.framework.optimizer) * parameters)
 
     def exposed_s(self, communication_s: float, window_s: float, hidden: Hidden = "units") -> float:
         """Seconds of a sharding collective that computation of `window_s` does not hide.
@@ -194,7 +194,7 @@ class Rates:
             return shown_s(communication_s, window_s, self.overheads.overlap)
         if self.on_cpu:
             return communication_s
-        rule, rate = self.stack.sharding, 1.0
+        rule, rate = self.framework.sharding, 1.0
         match hidden:
             case "units":
                 overlap, rate = rule.overlap, BESIDE_PRODUCTS
@@ -225,7 +225,7 @@ class Rates:
     @property
     def hooks_s(self) -> float:
         """Seconds of the host in each pass of a sharded unit; 0 where they were measured."""
-        return 0.0 if self.overheads else self.stack.sharding.unit_s
+        return 0.0 if self.overheads else self.framework.sharding.unit_s
 
     def adding_s(self, moved_bytes: float) -> float:
         """Seconds of adding gradients up; what was measured of a backward has it."""
@@ -251,23 +251,24 @@ def rates(
     cluster: ClusterSpec,
     job: Job,
     profile: Profile | None,
-    stack: Stack | None = None,
+    framework: Framework | None = None,
     *,
     head_dim: int = 128,
 ) -> Rates:
-    """Return the rates of a cluster's devices and links under a stack, by default `native`.
+    """Return the rates of a cluster's devices and links under a framework, by default `native`.
 
-    Attention's rate depends on the size of a head where the stack has kernels of its own for it.
+    Attention's rate depends on the size of a head where the framework has kernels of its own for
+    it.
     """
     group = cluster.groups[0]
     accelerator = group.accelerator
     link = group.host_link_bytes_per_s
-    stack = stack or native()
+    framework = framework or native()
     return Rates(
         device=compute.device(
             accelerator,
             job.precision,
-            stack,
+            framework,
             seq_len=job.seq_len,
             head_dim=head_dim,
             # What was measured on a machine is of its own devices.
@@ -277,7 +278,7 @@ def rates(
         overheads=profile.overheads if profile else None,
         calibration=profile.calibration if profile else None,
         on_cpu=accelerator.kind == "cpu",
-        stack=stack,
+        framework=framework,
         host_link_bytes_per_s=None
         if link is None
         else HOST_LINK_SHARE * link / min(group.host_link_devices, group.devices_per_node),
@@ -323,7 +324,7 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
         source=curve.source,
     )
     if used.device.eight_bit_flops is not None:
-        casts = used.stack.eight_bit
+        casts = used.framework.eight_bit
         fused = sorted({casts.input_bytes, casts.gradient_bytes})
         moved = " to ".join(f"{each:g}" for each in fused)
         if casts.cast_bytes:
@@ -374,5 +375,5 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
         "the optimizer reads and writes each of its states once; a pipeline action takes "
         f"{1e3 * used.action_s:g} ms of the host, a step {1e3 * used.step_s:g} ms beside layers",
         provenance="assumed",
-        source=f"stack {used.stack.name}",
+        source=f"framework {used.framework.name}",
     )

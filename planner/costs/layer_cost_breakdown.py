@@ -71,7 +71,7 @@ class LayerParts:
         self._recomputes = recomputes
         self._layers = {layer.kind: layer for layer in model.layers}
         self._scripted = trains_as_module(model.source or "")
-        gathered = rates.stack.eight_bit.gathered
+        gathered = rates.framework.eight_bit.gathered
         self._narrow = rates.device.eight_bit_flops is not None and "parameters" in gathered
         self._traffic: dict[tuple[object, ...], ShardingTraffic] = {}
         self._known_moved: dict[tuple[object, ...], Moved] = {}
@@ -154,7 +154,7 @@ class LayerParts:
         held, moving, sync_s = moved
         sharing = self._holding.sharing(layout)
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
-        last = last and self._rates.stack.pipeline.keeps_results
+        last = last and self._rates.framework.pipeline.keeps_results
         # A script's loss is part of its last stage, which hands on one number.
         last = last and not self._scripted
         optimizer_s = self._rates.optimizer_s(held.optimized, sharing.types)
@@ -163,7 +163,7 @@ class LayerParts:
             case "none":
                 pass
             case "optimizer":
-                match self._rates.stack.offload.updates:
+                match self._rates.framework.offload.updates:
                     case "streamed":
                         stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
                     case "on_host":
@@ -292,7 +292,7 @@ class LayerParts:
                 optimizer_s=optimizer_s,
                 left_bytes=left_bytes,
             )
-        if self._rates.stack.sharding.regathers and recompute == "full":
+        if self._rates.framework.sharding.regathers and recompute == "full":
             moving = replace(moving, backward_s=moving.backward_s + moving.forward_gather_s)
         (gather_s, forward_fetch_s), (backward_s, backward_fetch_s) = seen_in_passes(
             moving,
@@ -339,7 +339,7 @@ class LayerParts:
         where the layer's weights are frozen in a unit of their own (torch,
         distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook).
         """
-        keeps = self._rates.stack.recompute.reentrant and held.frozen and recompute == "full"
+        keeps = self._rates.framework.recompute.reentrant and held.frozen and recompute == "full"
         if not (keeps and sharing.is_wrapped and layer.kind not in self._holding.end_kinds):
             return 0.0
         return 2 * figures.stored_bytes
@@ -379,7 +379,7 @@ class LayerParts:
             group_steps(layout, ("data_replicate",)),
             group_steps(layout, ("pipeline",)),
             layout.devices,
-            layout.reshard,
+            layout.reshard_after_forward,
         )
         same = same_experts_steps(layout) if layout.expert > 1 else None
         key = (name, same)
@@ -401,10 +401,10 @@ class LayerParts:
 
 def _inner_steps(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return (ranks, stride) of those that divide parameters between forward and backward."""
-    if layout.reshard in (None, 1):
+    if layout.reshard_after_forward in (None, 1):
         return ()
     ((_, stride),) = group_steps(layout, ("data_shard",))
-    return ((layout.reshard, stride),)
+    return ((layout.reshard_after_forward, stride),)
 
 
 class Moved(NamedTuple):
@@ -450,10 +450,10 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.order,
         layout.micro_batches > 1,
         layout.offload,
-        layout.gradient_wire,
+        layout.gradient_compression,
         layout.prefetch,
-        layout.reshard,
-        layout.weight_wire,
+        layout.reshard_after_forward,
+        layout.weight_gather_dtype,
         loss_gradients(layout),
         weight_versions(layout),
     )

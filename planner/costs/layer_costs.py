@@ -81,10 +81,10 @@ class LayerFigures:
         self.profile = profile
         self._rates = rates
         self._recomputes = recomputes
-        stack = rates.stack
+        framework = rates.framework
         eight_bits = rates.device.eight_bit_flops is not None
         self._seen = [
-            link_rule(stack, sequence_parallel=divided, eight_bits=eight_bits)
+            link_rule(framework, sequence_parallel=divided, eight_bits=eight_bits)
             for divided in (False, True)
         ]
         self._devices_per_node = cluster.groups[0].devices_per_node
@@ -182,7 +182,7 @@ class LayerFigures:
         self, kinds: Sequence[str], each: Sequence[Setting], groups: Sequence[Groups]
     ) -> KindFigures:
         """Return figures that are arrays [setting], of groups that lie in these places."""
-        settings = ManySettings.stack(each)
+        settings = ManySettings.framework(each)
         link_s = self._links_s(groups)
         figures = {}
         for kind in kinds:
@@ -215,7 +215,7 @@ class LayerFigures:
         """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
         spread = layout.expert > 1
         experts = ((layout.expert, layout.expert_tensor),) if spread else ()
-        part, near = layout.expert_tensor, layout.relay
+        part, near = layout.expert_tensor, layout.hierarchical_all_to_all
         parts = ((part, 1),) if spread and part > 1 else ()
         across = ((layout.expert // near, near * part),) if near else ()
         inside = ((near, part),) if near else ()
@@ -291,11 +291,11 @@ class LayerFigures:
         more; how far the device is behind tells what else the host may do unseen.
         """
         again, on = table.recomputed_operators(recompute), self._rates.device
-        recipe = compute.recipe_of(self._rates.stack, setting.precision, setting.scales)
+        recipe = compute.recipe_of(self._rates.framework, setting.precision, setting.scales)
         if recipe is not None:
             on = compute.rates_with_scales(on, recipe)
         if setting.narrow_weights:
-            on = compute.with_narrow_weights(on, self._rates.stack)
+            on = compute.with_narrow_weights(on, self._rates.framework)
         if setting.compiled:
             on = compute.compiled_rates(on)
         kernel_s = layer_seconds.passes(table, recompute, on)
@@ -308,12 +308,12 @@ class LayerFigures:
         if setting.compiled:  # a graph waits for what an exchange brings as soon as it has begun it
             rule = replace(rule, shared=0.0)
         if setting.overlaps_tensors:
-            rule = replace(rule, beside=self._rates.stack.tensor.async_overlap)
+            rule = replace(rule, beside=self._rates.framework.tensor.async_overlap)
         forward_tensor_s, backward_tensor_s = layer_seconds.seen_links(
             layer_seconds.collectives(table, again, link_s, rule, on), kernel_s, rule
         )
-        window = self._rates.stack.host.window
-        counted = self._rates.stack.experts.counts == "host" and routes(layer.kind)
+        window = self._rates.framework.host.window
+        counted = self._rates.framework.experts.counts == "host" and routes(layer.kind)
         links_s = forward_tensor_s + backward_tensor_s
         seen = layer_seconds.with_host(kernel_s, host, links_s, window, counted=counted)
         forward_s, backward_s, recompute_s = (
@@ -413,9 +413,9 @@ class LayerFigures:
         """A CPU's own kernels run in the thread that starts them, and its curve contains it."""
         if self._rates.on_cpu:
             return HostPasses(forward_s=0.0, backward_s=0.0, recompute_s=0.0)
-        stack = self._rates.stack
+        framework = self._rates.framework
         return layer_seconds.host_passes(
-            stack,
+            framework,
             table,
             setting,
             kernel_s,

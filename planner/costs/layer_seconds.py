@@ -4,9 +4,9 @@
     collectives    each collective inside the layer, as much of it as computation does not hide
     host_passes    the least that Python and launches take, however small the work
 
-The one place where a stack's operators become seconds, whether one setting is asked or thousands
-(`meshwright.planner.operators.operator_table.ManySettings`).  What sharding of states adds is
-`meshwright.planner.costs.sharding`'s.
+The one place where a framework's operators become seconds, whether one setting is asked or
+thousands (`meshwright.planner.operators.operator_table.ManySettings`).  What sharding of states
+adds is `meshwright.planner.costs.sharding`'s.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshwright.planner.operators.operator_table import (
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.compute import DeviceRates
+    from meshwright.planner.documents.framework import Framework
     from meshwright.planner.documents.profile import Recompute
-    from meshwright.planner.documents.stack import Stack
     from meshwright.planner.operators.expert_routing import Routing
 
 ENDS = ("embedding", "head")
@@ -181,7 +181,7 @@ def _kernels(operator: Operator, on: DeviceRates, *, end: bool) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRule:
-    """Shares of a stack's collectives inside layers that are seen."""
+    """Shares of a framework's collectives inside layers that are seen."""
 
     tensor: float = 1.0
     """Of tensor-parallel blocks whose residual stream is divided along the sequence."""
@@ -200,16 +200,18 @@ class LinkRule:
     behind the experts that all tokens share."""
 
 
-def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False) -> LinkRule:
-    """Return what a stack hides of the collectives inside layers."""
-    narrow = eight_bits and "activations" in stack.eight_bit.gathered
+def link_rule(
+    framework: Framework, *, sequence_parallel: bool, eight_bits: bool = False
+) -> LinkRule:
+    """Return what a framework hides of the collectives inside layers."""
+    narrow = eight_bits and "activations" in framework.eight_bit.gathered
     return LinkRule(
-        tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
-        context=stack.context.overlap,
-        second_gather=stack.tensor.second_gather,
+        tensor=1 - (framework.tensor.overlap if sequence_parallel else 0.0),
+        context=framework.context.overlap,
+        second_gather=framework.tensor.second_gather,
         gathered=0.5 if narrow else 1.0,
-        experts=stack.experts.overlap,
-        shared=stack.experts.shared_overlap,
+        experts=framework.experts.overlap,
+        shared=framework.experts.shared_overlap,
     )
 
 
@@ -369,7 +371,7 @@ def _exposed_s(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
 
 
 def host_passes(
-    stack: Stack,
+    framework: Framework,
     table: OperatorTable,
     setting: Setting,
     kernel_s: KernelSeconds,
@@ -382,7 +384,7 @@ def host_passes(
     Each block has Python around it, each kernel a launch; tensor parallelism and experts add to
     both passes, and so do checks of the collectives of a divided block, and recomputation.
     """
-    host = stack.host
+    host = framework.host
     each = host.kernel_s
     there, back, again = (
         kernel_s.kernels * each.forward,

@@ -46,7 +46,7 @@ from meshwright.planner.costs.memory.resident_states import (
     loss_gradients,
 )
 from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
-from meshwright.planner.costs.slowdown import pace_of, slower_profile, slower_stack
+from meshwright.planner.costs.slowdown import pace_of, slower_framework, slower_profile
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
 from meshwright.planner.frameworks.native_limits import caveat, refusal
 from meshwright.planner.operators import layer_operators as arithmetic
@@ -152,26 +152,26 @@ class CostTables:
             cluster,
             job,
             profile,
-            slower_stack(request.stack, pace_of(profile)),
+            slower_framework(request.framework, pace_of(profile)),
             head_dim=a.head_dim if a else 128,
         )
-        self.prices_adapters = self._rates.stack.kernels.adapters != "none"
+        self.prices_adapters = self._rates.framework.kernels.adapters != "none"
         """Whether frozen weights take less time; else they take that of trained ones."""
         frozen = job.lora is not None and self.prices_adapters
         self._kernels = kernels_of(
-            self._rates.stack,
+            self._rates.framework,
             job.precision,
             frozen=frozen,
             quantised=job.lora is not None and job.lora.quantised,
         )
-        warning = caveat(model, cluster) if request.stack.name == "native" else None
+        warning = caveat(model, cluster) if request.framework.name == "native" else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
             *((warning,) if warning else ()),
         )
         self._layers = {layer.kind: layer for layer in model.layers}
         self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes, store)
-        self._holding = ResidentStates(model, job, self._rates.stack)
+        self._holding = ResidentStates(model, job, self._rates.framework)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
             model,
@@ -187,16 +187,16 @@ class CostTables:
         self._layouts: dict[tuple[object, ...], _ScheduleFreeCosts] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
-            rule = self._rates.stack.memory
+            rule = self._rates.framework.memory
             self.slack = self._rates.slack or rule.reserved
             self.tight = self.slack * rule.tight / rule.reserved
-        self.memory_spread = self._rates.stack.memory.spread
+        self.memory_spread = self._rates.framework.memory.spread
         """Standard deviation of the logarithm of needs over what is predicted of them."""
         if profile is not None:
             self.memory_spread = min(self.memory_spread, MEASURED_MEMORY_SPREAD)
         self.room_share = room_share(request.fit_probability, self.memory_spread)
         self._step_s = self._rates.step_s
-        spaces = self._rates.stack.memory.workspaces
+        spaces = self._rates.framework.memory.workspaces
         architecture = cluster.groups[0].accelerator.architecture or ""
         self._workspace_bytes = spaces.get(architecture, spaces.get("other", 0.0))
 
@@ -243,7 +243,7 @@ class CostTables:
             slack=self.slack,
             tight=self.tight,
             room_share=self.room_share,
-            keeps_sent=self._rates.stack.pipeline.keeps_sent,
+            keeps_sent=self._rates.framework.pipeline.keeps_sent,
             step_s=self.layout_step_s(layout),
             parts=shared.parts,
             transfer_s=shared.transfer_s,
@@ -257,7 +257,7 @@ class CostTables:
             flat_bytes_at_most=self._flat_bytes_at_most(layout),
             recorded_bytes=shared.recorded_bytes,
             workspace_bytes=self._workspace_bytes,
-            host_share=usable_share(self._rates.stack, layout.offload),
+            host_share=usable_share(self._rates.framework, layout.offload),
             assumptions=shared.assumptions,
             host_assumptions=shared.host_assumptions,
         )
@@ -355,7 +355,7 @@ class CostTables:
 
         None where a replay of its step does not tell.
         """
-        rule, a = self._rates.stack, self.model.architecture
+        rule, a = self._rates.framework, self.model.architecture
         kept = all(activations == "keep" for _, _, activations in placement)
         if not rule.memory.replayed or self._rates.on_cpu or layout.pipeline > 1 or not kept:
             return None
@@ -403,8 +403,8 @@ class CostTables:
             overlaps_tensors=layout.overlaps_tensors,
             scales=layout.scales,
             dispatch=layout.dispatch,
-            relay=layout.relay or 0,
-            narrow_weights=layout.weight_wire == "fp8",
+            hierarchical_all_to_all=layout.hierarchical_all_to_all or 0,
+            narrow_weights=layout.weight_gather_dtype == "fp8",
             gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,
         )
@@ -417,7 +417,7 @@ class CostTables:
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
-                divided = self._rates.stack.pipeline.divided_transfers
+                divided = self._rates.framework.pipeline.divided_transfers
                 if divided and not setting.sequence_parallel:
                     least_bytes /= layout.tensor
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
@@ -469,13 +469,13 @@ class CostTables:
 
     def _action_s(self, layout: Layout) -> float:
         """Return what each forward and each backward of a layout's stages takes beside layers."""
-        if layout.pipeline == 1 and self._rates.stack.host.actions == "pipeline":
+        if layout.pipeline == 1 and self._rates.framework.host.actions == "pipeline":
             return 0.0
         return self._rates.action_s * self._rates.action_share(layout.virtual_stages)
 
     def _recorded_bytes(self, layout: Layout, setting: Setting) -> float:
         """Return what stays allocated until the pass of all blocks ends; unknown of scripts."""
-        a, each = self.model.architecture, self._rates.stack.tensor.recorded
+        a, each = self.model.architecture, self._rates.framework.tensor.recorded
         divided = setting.divides_tensors and setting.sequence_parallel
         if a is None or not each or not divided or layout.pipeline > 1:
             return 0.0
@@ -485,12 +485,12 @@ class CostTables:
         """Bytes of a process beside its tensors."""
         if self._rates.on_cpu:
             return self._reduce_bytes(layout)
-        memory = self._rates.stack.memory
+        memory = self._rates.framework.memory
         communicators = memory.communicator_bytes if layout.devices > 1 else 0.0
         return memory.context_bytes + communicators + self._reduce_bytes(layout)
 
     def _flat_bytes_at_most(self, layout: Layout) -> float:
-        together = self._rates.stack.optimizer.flat_together
+        together = self._rates.framework.optimizer.flat_together
         if layout.zero != 3 or together is None:
             return math.inf
         gradient = self._holding.sharing(layout).types.gradient
@@ -498,7 +498,7 @@ class CostTables:
 
     def _reduce_bytes(self, layout: Layout) -> float:
         """Bytes of the buffers in which gradients are gathered for their reduction."""
-        each = self._rates.stack.sharding.bucket_gradients
+        each = self._rates.framework.sharding.bucket_gradients
         if not each or not layout.zero or layout.data * layout.context == 1:
             return 0.0
         return REDUCE_BUCKETS * each * self._holding.sharing(layout).types.working

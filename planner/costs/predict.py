@@ -345,7 +345,7 @@ def placement_prediction(
         layout,
         parts,
         max(stage.spread for stage in stages),
-        slow_host_s=passes * _slow_host_s(layers, home, tables.rates.stack.host.slowest),
+        slow_host_s=passes * _slow_host_s(layers, home, tables.rates.framework.host.slowest),
         measured=tables.profile is not None,
         assumed=assumed,
     )
@@ -557,7 +557,7 @@ def _compile_s(
     for rank, placement in zip(home, placements, strict=True):
         alike = {(kind, recompute) for kind, recompute, _ in placement if kind not in ENDS}
         graphs.setdefault(rank, set()).update(alike)
-    return max(map(len, graphs.values())) * tables.request.stack.host.graph_s
+    return max(map(len, graphs.values())) * tables.request.framework.host.graph_s
 
 
 def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Seconds of the collectives that divide a layer's states, and what computation hides of them.
 
 A unit is one layer.  Counts per step with M micro-batches, as measured on FSDP2; what a pipeline
-changes is torch's, and stacks that divide buffers do as without one:
+changes is torch's, and frameworks that divide buffers do as without one:
 
               no pipeline                   pipeline
     ZeRO-0    1 all-reduce                  1 all-reduce
@@ -41,7 +41,7 @@ from meshwright.planner.operators.operator_table import either, larger
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.hardware_rates import Hidden, Rates
-    from meshwright.planner.documents.stack import Accumulation
+    from meshwright.planner.documents.framework import Accumulation
 
 POWERSGD_RANK = 4
 """Columns of PowerSGD's factors."""
@@ -126,7 +126,7 @@ def traffic(
     it is a shard (torchao, enable_fsdp_float8_all_gather), but for `wide` of it; so may what
     a step updated in whole buffers (Megatron-LM, --fp8-param-gather).
     """
-    types, rule = sharing.types, rates.stack.sharding
+    types, rule = sharing.types, rates.framework.sharding
     trained = parameters - frozen
     added_s = 0.0
     if types.unit == "buffer" or (sharing.accumulated and not sharing.reduces_each_micro_batch):
@@ -149,7 +149,7 @@ def traffic(
             # The whole parameters of a replica in fp32 are those that its optimizer holds.
             copied = sharing.is_sharded or types.working != types.stored_bytes
             unpack_s = rates.gather_copy_s(working) if copied else 0.0
-            apart = rates.stack.eight_bit.cast_kernels > 0
+            apart = rates.framework.eight_bit.cast_kernels > 0
             if narrow and apart and sharing.gathers_again:
                 cast = NARROWING_TRAFFIC_BYTES * (parameters - wide) / sharing.shard
                 unpack_s += rates.memory_s(cast)
@@ -200,7 +200,7 @@ def _collectives_s(
     sides: float,
 ) -> tuple[float, float, float]:
     """Return the seconds of one gather, of one reduction, and of factoring gradients for it."""
-    rule, both = rates.stack.sharding, links.shard + links.replicate
+    rule, both = rates.framework.sharding, links.shard + links.replicate
     reduced, calls = sharing.wire_bytes * trained, rule.collectives_per_layer
     if sharing.is_sharded:
         listed_s = calls * rule.listed_s * ranks_of(links.shard)
@@ -325,9 +325,9 @@ def accumulated_bytes(types: StateTypes, accumulation: Accumulation) -> float:
 
     Sources: DeepSpeed, BF16_Optimizer.update_hp_grads; Megatron-LM, fused weight gradients.
 
-    >>> from meshwright.planner.catalog import stacks
+    >>> from meshwright.planner.catalog import frameworks
     >>> from meshwright.planner.costs.memory.state_bytes import state_types
-    >>> accumulated_bytes(state_types(stacks()["megatron-deepspeed"], "bf16"), "cast_then_add")
+    >>> accumulated_bytes(state_types(frameworks()["megatron-deepspeed"], "bf16"), "cast_then_add")
     18.0
     """
     e, g = types.working, types.gradient

@@ -2,14 +2,14 @@
 
 Runs tell the pace (`Calibration.pace`), whatever a prediction rests on.  Rates of a data sheet are
 divided by it in `planner.calibration.fitting.fitted_constants`; measured layers,
-collectives and seconds of the host under a stack are multiplied by it here.
+collectives and seconds of the host under a framework are multiplied by it here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.stack import PerPass, Stack
+from meshwright.planner.documents.framework import Framework, PerPass
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.profile import (
@@ -43,12 +43,12 @@ def slower_profile(profile: Profile | None) -> Profile | None:
     )
 
 
-def slower_stack(stack: Stack, pace: float) -> Stack:
-    """Return a stack whose host takes `pace` times as long."""
+def slower_framework(framework: Framework, pace: float) -> Framework:
+    """Return a framework whose host takes `pace` times as long."""
     if pace == 1:
-        return stack
-    host = stack.host
-    return stack.model_copy(
+        return framework
+    host = framework.host
+    return framework.model_copy(
         update={
             "host": host.model_copy(
                 update={
@@ -64,14 +64,14 @@ def slower_stack(stack: Stack, pace: float) -> Stack:
                     "step_s": pace * host.step_s,
                 }
             ),
-            "sharding": stack.sharding.model_copy(
+            "sharding": framework.sharding.model_copy(
                 update={
-                    "unit_s": pace * stack.sharding.unit_s,
-                    "listed_s": pace * stack.sharding.listed_s,
+                    "unit_s": pace * framework.sharding.unit_s,
+                    "listed_s": pace * framework.sharding.listed_s,
                 }
             ),
-            "pipeline": stack.pipeline.model_copy(
-                update={"polled_s": pace * stack.pipeline.polled_s}
+            "pipeline": framework.pipeline.model_copy(
+                update={"polled_s": pace * framework.pipeline.polled_s}
             ),
         }
     )

@@ -2,7 +2,7 @@
 
 On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
 rates of kernels come from other software and sheets, and a range grows with what is not known of a
-run: one law for all stacks, compared with runs of sources that were left out of the fit
+run: one law for all frameworks, compared with runs of sources that were left out of the fit
 (docs/results/accuracy.md).  Layouts of one model on one machine share those rates, so what tells
 them apart
 is the first range, not the second.
@@ -10,8 +10,8 @@ is the first range, not the second.
     below = 0.07 + more        above = 0.05 + 0.55 u + more
 
 u is the share of a step that does not compute, and `more` what is added for a run that is unlike
-all measured ones of its stack, and for each thing that is not known of it.  What a slow host would
-add to a step comes to its upper end as it is: steps of small kernels wait for the host on one
+all measured ones of its framework, and for each thing that is not known of it.  What a slow host
+would add to a step comes to its upper end as it is: steps of small kernels wait for the host on one
 machine and not on another.
 """
 
@@ -45,7 +45,7 @@ WAITING_ABOVE = 0.55
 """Logarithm: what a step adds above that only waits, for links, for other stages and for the host,
 whose seconds are known least.  Nothing is added below: what nobody knows of takes time."""
 OUTSIDE = 0.04
-"""Logarithm: what a run adds on both sides that is unlike all measured ones of its stack."""
+"""Logarithm: what a run adds on both sides that is unlike all measured ones of its framework."""
 UNKNOWN_BELOW, UNKNOWN_ABOVE = 0.1, 0.2
 """The same of a framework that nothing is known of."""
 PIPELINES_ABOVE = 0.15
@@ -76,7 +76,7 @@ BESIDE_BYTES = 0.25e9
 """Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 1.4 GB,
 buffers of communicators of 0.35 to 0.4, workspaces of products, the ends of segments of 20 MB."""
 BEYOND = 2.0
-"""Factor by which sizes may pass those of a stack's runs and still count as like them."""
+"""Factor by which sizes may pass those of a framework's runs and still count as like them."""
 
 
 class StepRange(NamedTuple):
@@ -137,14 +137,14 @@ def step_range(
         return StepRange(low * step_s, max(1 + miss, math.exp(fitted)) * step_s, None)
     outside = outside_of(request, layout)
     below, above = _widths(request, layout, parts, bool(outside), assumed=assumed)
-    reason = "runs like its stack's own"
+    reason = "runs like its framework's own"
     if outside:
-        reason = f"runs unlike its stack's own, which have no {', '.join(outside)}"
+        reason = f"runs unlike its framework's own, which have no {', '.join(outside)}"
     if slow_host_s > 0.01 * step_s:
-        reason += f", and of a host that takes {request.stack.host.slowest:g} times as long"
+        reason += f", and of a host that takes {request.framework.host.slowest:g} times as long"
     basis = Assumption(
         what=f"range of the step: that of {reason}",
-        provenance=f"stack {request.stack.name}",
+        provenance=f"framework {request.framework.name}",
         source="docs/results/accuracy.md",
     )
     return StepRange(step_s * math.exp(-below), step_s * math.exp(above) + slow_host_s, basis)
@@ -184,7 +184,7 @@ def _widths(
     more = OUTSIDE * outside
     below = KNOWN_BELOW + more
     above = KNOWN_ABOVE + more + WAITING_ABOVE * waiting_share(parts)
-    if request.stack.name.partition("+")[0] == "unknown":
+    if request.framework.name.partition("+")[0] == "unknown":
         below, above = below + UNKNOWN_BELOW, above + UNKNOWN_ABOVE
     if a is not None and a.experts is not None:
         below, above = max(below, EXPERTS_SPREAD), max(above, EXPERTS_SPREAD)
@@ -250,10 +250,10 @@ def memory_range(needed_bytes: float, spread: float) -> tuple[float, float]:
 
 
 def outside_of(request: Request, layout: Layout) -> tuple[str, ...]:
-    """Return what of a run is unlike the measured ones of its stack; empty: nothing."""
-    job, seen = request.job, request.stack.accuracy.seen
+    """Return what of a run is unlike the measured ones of its framework; empty: nothing."""
+    job, seen = request.job, request.framework.accuracy.seen
     if seen is None:
-        return (f"all of stack {request.stack.name}",)
+        return (f"all of framework {request.framework.name}",)
     accelerators = {group.accelerator.name for group in request.cluster.groups}
     parameters = float(request.model.parameters)
     task = "pretraining" if job.lora is None else "adapters"

@@ -1,8 +1,8 @@
 """The axes of a layout beside its degrees, sharding and schedule, one row each.
 
-A row says how an axis is named, what it can be, how a stack's space lists what it executes, and in
-which words others refuse it.  A layout's text, the fields that a plan writes, pins, allowances,
-facts of stacks, exports and plans made anew read the rows; no file repeats them.  The fields of
+A row says how an axis is named, what it can be, how a framework's space lists what it executes, and
+in which words others refuse it.  A layout's text, the fields that a plan writes, pins, allowances,
+facts of frameworks, exports and plans made anew read the rows; no file repeats them.  The fields of
 Layout, Plan and Pins are declared by hand for their types; `tests/planner/documents/test_axes.py`
 compares them with the rows.  What an axis costs, and how it runs, is code.
 """
@@ -26,9 +26,9 @@ class LayoutAxis:
     values: tuple[str, ...] = ()
     """The words that it can be; empty where it is no word."""
     space: str
-    """Field of a stack's space: the values it executes, or whether any but the usual one."""
+    """Field of a framework's space: the values it executes, or whether any but the usual one."""
     refused: str
-    """What a stack lacks that does not execute the value {}."""
+    """What a framework lacks that does not execute the value {}."""
     exported: str | None = None
     """What the file of another framework cannot say; None where it can, or says why not itself."""
     machinery: str | None = None
@@ -59,11 +59,11 @@ LAYOUT_AXES = (
         always_written=True,
     ),
     LayoutAxis(
-        name="gradient_wire",
+        name="gradient_compression",
         short="gradients",
         usual="full",
         values=("full", "bf16", "fp16", "powersgd"),
-        space="wires",
+        space="gradient_compressions",
         refused="gradients that travel as {}",
         exported="gradients travel as {}",
         machinery="{} gradients",
@@ -82,11 +82,11 @@ LAYOUT_AXES = (
         computes=True,
     ),
     LayoutAxis(
-        name="weight_wire",
+        name="weight_gather_dtype",
         short="weights",
         usual="full",
         values=("full", "fp8"),
-        space="weight_wires",
+        space="weight_gather_dtypes",
         refused="weights that travel as {}",
         exported="weights travel as {}",
     ),
@@ -101,10 +101,10 @@ LAYOUT_AXES = (
         computes=True,
     ),
     LayoutAxis(
-        name="relay",
-        short="relay",
+        name="hierarchical_all_to_all",
+        short="hierarchical_all_to_all",
         usual=None,
-        space="relay",
+        space="hierarchical_all_to_all",
         refused="tokens handed on among {} ranks",  # exported: it changes no value
         computes=True,
     ),
@@ -116,10 +116,10 @@ LAYOUT_AXES = (
         refused="prefetch {}",
     ),
     LayoutAxis(
-        name="reshard",
-        short="reshard",
+        name="reshard_after_forward",
+        short="reshard_after_forward",
         usual=None,
-        space="reshard",
+        space="reshard_after_forward",
         refused="parameters resharded over {} ranks after forward",
         exported="parameters stay divided over {} ranks from forward to backward",
         machinery="parameters resharded within groups",

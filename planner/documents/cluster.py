@@ -97,7 +97,7 @@ class Accelerator(Part):
     curve: DeviceCurve
     kernels: KernelRates = KernelRates()
     architecture: Name | None = None
-    """Generation, which figures of stacks may depend on: ampere, hopper."""
+    """Generation, which figures of frameworks may depend on: ampere, hopper."""
     tdp_w: Amount | None = None
     multiprocessors: Positive | None = None
     """Units that kernels divide: streaming multiprocessors, or compute units of AMD."""

@@ -59,14 +59,14 @@ Activations = Literal["keep", "offload", "compress"]
 host memory, or packed into 8 bits."""
 Offload = Literal["none", "optimizer", "parameters"]
 """What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
-GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
+GradientCompression = Literal["full", "bf16", "fp16", "powersgd"]
 """How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
 Scales = Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 """Of operands of products in fp8: one for all of an operand, from its own largest value or from
 those of earlier steps (`delayed`); one for each of its rows, or for rows with gradients of weights
 in 16 bits (torchao's `rowwise_with_gw_hp`); one for each 128 neighbours, and of weights for each
 block of 128 x 128."""
-WeightWire = Literal["full", "fp8"]
+WeightGatherDtype = Literal["full", "fp8"]
 """How weights of Linears travel to the ranks that divide them: in 16 bits, or in 8."""
 Dispatch = Literal["alltoall", "allgather"]
 """How tokens come to experts on other ranks: each to its own, the host knowing how many; or all to
@@ -143,15 +143,15 @@ class Layout:
     virtual_stages: int = 1
     """Pipeline stages on each rank."""
     offload: Offload = "none"
-    gradient_wire: GradientWire = "full"
+    gradient_compression: GradientCompression = "full"
     prefetch: Prefetch = 0
-    reshard: int | None = None
+    reshard_after_forward: int | None = None
     """Ranks over which ZeRO-3 keeps a layer's parameters divided between its forward and its
     backward; None: all that divide its states."""
     scales: Scales = "tensorwise"
-    weight_wire: WeightWire = "full"
+    weight_gather_dtype: WeightGatherDtype = "full"
     dispatch: Dispatch = "alltoall"
-    relay: int | None = None
+    hierarchical_all_to_all: int | None = None
     """Neighbours of an expert group to which a token is sent once, and which hand it on among
     themselves: those of a node.  None: a token is sent to each of its experts."""
     loss: ChunkedLoss | None = None
@@ -371,8 +371,8 @@ class Plan(Document):
 
     model: PlannedModel
     cluster: Line
-    backend: Text = "native"
-    """The stack that trains it (planner/catalog/stacks); `planner.catalog.stack` finds it."""
+    framework: Text = "native"
+    """The framework that trains it (planner/catalog/frameworks); `planner.catalog.framework` finds it."""
     seq_len: SampleTokens = 1
     """Tokens of a sample; left out where `batch` says what a sample is."""
     document_len: SampleTokens | None = None
@@ -394,18 +394,18 @@ class Plan(Document):
     Where `shares` differ it is the most that one takes.
     """
     offload: Offload = "none"
-    gradient_wire: GradientWire = "full"
+    gradient_compression: GradientCompression = "full"
     prefetch: Prefetch = 0
     """Written only where a depth is asked for."""
-    reshard: Devices | None = None
+    reshard_after_forward: Devices | None = None
     """Written only where it is not all ranks that divide states."""
     scales: Scales = "tensorwise"
     """With precision fp8; written only where they are not tensorwise."""
-    weight_wire: WeightWire = "full"
+    weight_gather_dtype: WeightGatherDtype = "full"
     """With precision fp8 and ZeRO-3; written only where it is not full."""
     dispatch: Dispatch = "alltoall"
     """With experts on ranks of their own; written only where it is not alltoall."""
-    relay: Devices | None = None
+    hierarchical_all_to_all: Devices | None = None
     """With experts on ranks of several nodes: how many of these hand on among themselves the tokens
     that are sent to them once; written only there."""
     loss: ChunkedLoss | None = None

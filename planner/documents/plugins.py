@@ -1,9 +1,9 @@
-"""Stacks, accelerators, exporters and loggers of other packages, by their entry points.
+"""Frameworks, accelerators, exporters and loggers of other packages, by their entry points.
 
 A package names them in its `pyproject.toml`; `docs/how-to/extend.md` says what each is:
 
-    [project.entry-points."meshwright.stacks"]
-    ours = "our_package:STACK"
+    [project.entry-points."meshwright.frameworks"]
+    ours = "our_package:FRAMEWORK"
 
 They are used by name, as the catalogue's own are; no document makes one load that is not installed,
 and none takes the place of something that is there already.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from meshwright.planner.documents.document import nearest, plain
 from meshwright.planner.errors import DocumentError
 
-GROUPS = ("stacks", "accelerators", "exporters", "loggers")
+GROUPS = ("frameworks", "accelerators", "exporters", "loggers")
 OFF = "MESHWRIGHT_PLUGINS"
 """Set to 0, this environment variable leaves out all plugins."""
 
@@ -51,7 +51,7 @@ def plugins(kind: str) -> Mapping[str, Plugin]:
 
     DocumentError where two packages add the same name.
 
-    >>> plugins("stacks").keys() & {"native"}
+    >>> plugins("frameworks").keys() & {"native"}
     set()
     """
     if os.environ.get(OFF) == "0":

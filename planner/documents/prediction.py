@@ -20,7 +20,7 @@ from meshwright.planner.errors.shown import html_table
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 """The variable, and its value, under which torch's allocator leaves the least memory unused; ranks
-of the native backend have it."""
+of the native framework have it."""
 
 
 class StagePrediction(Part):

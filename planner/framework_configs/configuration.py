@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.plugins import load_plugin, plugins
-from meshwright.planner.documents.stack import base_of
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs import (
     megatron,
@@ -88,18 +88,18 @@ def obstacles(
 
 
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Say why the backend of a plan does not run it: by its configuration, or by its space.
+    """Say why the framework of a plan does not run it: by its configuration, or by its space.
 
-    A plan has figures all the same: those of the backend, were it to run the plan.
+    A plan has figures all the same: those of the framework, were it to run the plan.
     """
-    backend, layout = base_of(plan.backend), plan.layout
+    framework, layout = base_of(plan.framework), plan.layout
     request = Request.of_plan(plan, model, cluster)
-    reason = rules_of(request.stack)(model, cluster, plan.job, layout)
-    reasons = [] if reason is None else [reason.removeprefix(f"{request.stack.name}: ")]
-    if is_written(backend):
-        reasons += obstacles(plan, model, backend, cluster)
+    reason = rules_of(request.framework)(model, cluster, plan.job, layout)
+    reasons = [] if reason is None else [reason.removeprefix(f"{request.framework.name}: ")]
+    if is_written(framework):
+        reasons += obstacles(plan, model, framework, cluster)
     text = "; ".join(dict.fromkeys(reasons))
-    return (f"{plan.backend} cannot run this plan: {text}",) if text else ()
+    return (f"{plan.framework} cannot run this plan: {text}",) if text else ()
 
 
 def with_environment(text: str, environment: Mapping[str, str]) -> str:
@@ -149,7 +149,7 @@ FRAMEWORKS = {
         megatron.deepspeed_obstacles, megatron.deepspeed_text, megatron.outside
     ),
 }
-"""By the name of their stack; torchtitan@0.2 is its last release that reads TOML."""
+"""By the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
 
 NEED_NODES = ("accelerate",)
 """Frameworks whose configuration counts nodes."""

@@ -105,7 +105,7 @@ def compile_text(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 _WRITTEN = {
-    *("format", "model", "cluster", "backend", "seq_len", "global_batch", "precision", "mesh"),
+    *("format", "model", "cluster", "framework", "seq_len", "global_batch", "precision", "mesh"),
     *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches"),
     *("training", "timeout_s", "groups", "shares", "stages"),
     *(axis.name for axis in LAYOUT_AXES if axis.exported is None),

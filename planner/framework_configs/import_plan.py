@@ -104,7 +104,7 @@ READERS: dict[str, Callable[[str], ParsedConfig]] = {
     "slurm": read_batch_script,
 }
 """By the framework, or the kind of file, that is imported from."""
-_STACKS = {"megatron-bridge": "megatron"}
+_FRAMEWORKS = {"megatron-bridge": "megatron"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +161,12 @@ def import_plan(
     if pipelined and reason:
         raise DocumentError(reason[0], reason[1])
     training = _training(config)
-    stack = "+".join([_STACKS.get(config.framework, config.framework), *config.options])
+    framework = "+".join([_FRAMEWORKS.get(config.framework, config.framework), *config.options])
     try:
         plan = Plan(
             model=PlannedModel.of(graph),
             cluster=called or cluster.name,
-            backend=stack,
+            framework=framework,
             seq_len=request.job.seq_len,
             global_batch=micro_batch * micro_batches * data,
             precision=request.job.precision,

@@ -172,7 +172,7 @@ READERS: dict[str, Reader] = {
     "accelerate": accelerate,
     "fsdp": accelerate,
 }
-"""By the base of a plan's backend."""
+"""By the base of a plan's framework."""
 
 
 def out_of_memory(text: str) -> bool:

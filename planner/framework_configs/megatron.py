@@ -96,9 +96,9 @@ def _eight_bits(wanted: FrameworkPlan) -> Iterator[str]:
     # One format where each block has a scale, else a wider one for gradients.
     yield f"--fp8-format {'e4m3' if blocks or plan.scales == 'blockwise' else 'hybrid'}"
     yield f"--fp8-recipe {'mxfp8' if blocks else plan.scales}"
-    if "fp8-attention" in plan.backend.split("+"):
+    if "fp8-attention" in plan.framework.split("+"):
         yield "--fp8-dot-product-attention"
-    if plan.zero and "16-bit-gathers" not in plan.backend.split("+"):
+    if plan.zero and "16-bit-gathers" not in plan.framework.split("+"):
         yield "--fp8-param-gather"
         if blocks:
             yield "--reuse-grad-buf-for-mxfp8-param-ag"
@@ -167,7 +167,7 @@ def recompute_flags(wanted: FrameworkPlan) -> Iterator[str]:
 def _cheap_modules(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield the modules of what is cheap to make again, those that the model has."""
     a = wanted.model.architecture
-    if "cheap-recompute" in wanted.plan.backend.split("+"):
+    if "cheap-recompute" in wanted.plan.framework.split("+"):
         yield "layernorm"
         if a is not None and a.latent is not None:
             yield "mla_up_proj"
@@ -184,7 +184,7 @@ _OPTIONS = {
     "tp-overlap": ("--tp-comm-overlap",),
     "narrow-gradients": ("--grad-reduce-in-bf16",),
 }
-"""Flags of what a plan's backend says of kernels and exchanges, where the plan has those."""
+"""Flags of what a plan's framework says of kernels and exchanges, where the plan has those."""
 _OPTIONS_OF: dict[str, Axis | None] = {
     "ulysses": "context",
     "gathered-context": "context",
@@ -195,11 +195,13 @@ _OPTIONS_OF: dict[str, Axis | None] = {
 
 
 def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
-    for option in wanted.plan.backend.split("+")[1:]:
+    for option in wanted.plan.framework.split("+")[1:]:
         axis = _OPTIONS_OF.get(option, "expert")
         if axis is None or getattr(wanted.plan.mesh, axis) > 1:
             yield from _OPTIONS.get(option, ())
-    if wanted.plan.relay is not None:  # what its kernels do that send a token once to a node
+    if (
+        wanted.plan.hierarchical_all_to_all is not None
+    ):  # what its kernels do that send a token once to a node
         yield from _OPTIONS["deepep"]
 
 

@@ -80,7 +80,7 @@ def _model(wanted: FrameworkPlan) -> dict[str, Any]:
         "expert_model_parallel_size": mesh.expert,
         "sequence_parallel": mesh.tensor > 1 and mesh.sequence_parallel,
     }
-    if "fp8-attention" in plan.backend.split("+"):
+    if "fp8-attention" in plan.framework.split("+"):
         config["fp8_dot_product_attention"] = True
     if mesh.expert > 1:
         config["expert_tensor_parallel_size"] = mesh.expert_tensor

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.stack import base_of
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.framework_configs.exportable_plan import (
     FrameworkPlan,
     mixed_recompute,
@@ -69,7 +69,7 @@ def sharded_by_context(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def other_narrow(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield products in 8 bits that neither release makes, or other stacks do."""
+    """Yield products in 8 bits that neither release makes, or other frameworks do."""
     plan = wanted.plan
     uses_own_operators = own_operators(wanted) and plan.precision in ("fp8", "mxfp8")
     if plan.precision not in ("bf16", "fp32") and not uses_own_operators:
@@ -85,22 +85,22 @@ def other_narrow(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def options_of(wanted: FrameworkPlan) -> list[str]:
-    """Return the options of a plan's stack."""
-    return wanted.plan.backend.split("+")[1:]
+    """Return the options of a plan's framework."""
+    return wanted.plan.framework.split("+")[1:]
 
 
 def own_operators(wanted: FrameworkPlan) -> bool:
     """Whether a plan speaks of torchtitan's own operators: its float8, its selective recompute."""
-    return base_of(wanted.plan.backend) == "torchtitan"
+    return base_of(wanted.plan.framework) == "torchtitan"
 
 
 def other_selective(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield selective recompute of another stack."""
+    """Yield selective recompute of another framework."""
     if "selective" in wanted.recomputes and not own_operators(wanted):
         yield "selective recompute, which are other operators there"
 
 
-SAYS = frozenset({"tensor_overlap", "scales", "weight_wire"})
+SAYS = frozenset({"tensor_overlap", "scales", "weight_gather_dtype"})
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
 """Scales that both releases name a recipe after, as torchao does."""
 _POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}

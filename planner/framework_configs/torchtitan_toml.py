@@ -115,7 +115,7 @@ def _converters(wanted: FrameworkPlan) -> Iterator[str]:
         yield 'recipe_name = "mxfp8_cublas"'
         yield 'mxfp8_dim1_cast_kernel_choice = "cuda"'
     elif plan.scales == "tensorwise":
-        narrow = str(plan.weight_wire == "fp8").lower()
+        narrow = str(plan.weight_gather_dtype == "fp8").lower()
         yield f"enable_fsdp_float8_all_gather = {narrow}"
         yield f"precompute_float8_dynamic_scale_for_fsdp = {narrow}"
     else:

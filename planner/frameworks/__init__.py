@@ -1,1 +1,1 @@
-"""What a stack executes: the runtime's own list, the rules of other frameworks."""
+"""What a framework executes: the runtime's own list, the rules of other frameworks."""

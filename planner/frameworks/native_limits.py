@@ -1,12 +1,13 @@
-"""What the native backend, our runtime, cannot execute.
+"""What the native framework, our runtime, cannot execute.
 
 Which fields are executed at all stands in planner.frameworks.native_limits.  What goes with what
-stands in the data of its space (planner/catalog/stacks/native.yaml), as that of every stack does;
-here is what depends on more than a few facts: on what divides what, on devices.  Each obstacle has
-its place in a plan, as `mesh.tensor`, and a text with the value seen and the way out.  The search
-asks `refusal` for every layout; `runtime.engine.unsupported` asks `obstacle` about a plan's layout
-and adds what only a plan's stages and files tell.  Something stands here as possible only after it
-has trained like one process in tests/runtime/test_matrix.py, whose rows it then joins.
+stands in the data of its space (planner/catalog/frameworks/native.yaml), as that of every framework
+does; here is what depends on more than a few facts: on what divides what, on devices.  Each
+obstacle has its place in a plan, as `mesh.tensor`, and a text with the value seen and the way out.
+The search asks `refusal` for every layout; `runtime.engine.unsupported` asks `obstacle` about a
+plan's layout and adds what only a plan's stages and files tell.  Something stands here as possible
+only after it has trained like one process in tests/runtime/test_matrix.py, whose rows it then
+joins.
 
 A model without an adapter cannot be launched, but its plans can be studied, with a `caveat`; what
 the runtime cannot execute is refused of every model alike.
@@ -31,11 +32,11 @@ from typing import NamedTuple
 
 from meshwright.planner.catalog import native
 from meshwright.planner.documents.cluster import EIGHT_BITS, ClusterSpec
+from meshwright.planner.documents.framework_space import EVERYTHING, Facts, Space, conflicts
 from meshwright.planner.documents.model import Architecture, ModelGraph, is_own
 from meshwright.planner.documents.plan import Activations, Job, Layout, Mesh
 from meshwright.planner.documents.prediction import Assumption
 from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
 from meshwright.planner.schedules import SCHEDULES, schedule, schedule_of
 
 
@@ -78,13 +79,13 @@ LAUNCH: Mapping[str, Claim] = {
             "order",
             "virtual_stages",
             "offload",
-            "gradient_wire",
+            "gradient_compression",
             "prefetch",
-            "reshard",
+            "reshard_after_forward",
             "scales",
-            "weight_wire",
+            "weight_gather_dtype",
             "dispatch",
-            "relay",
+            "hierarchical_all_to_all",
             "loss",
             "compile",
             "tensor_overlap",
@@ -216,8 +217,10 @@ def script_obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | N
             _conflicts(model, job, layout),
             _unit_obstacles(layout),
             _place_obstacles(layout),
-            _relay_obstacles(layout, layout.relay) if layout.relay is not None else (),
-            _wire_limits(job, layout) if layout.gradient_wire != "full" else (),
+            _relay_obstacles(layout, layout.hierarchical_all_to_all)
+            if layout.hierarchical_all_to_all is not None
+            else (),
+            _wire_limits(job, layout) if layout.gradient_compression != "full" else (),
         ),
         None,
     )
@@ -241,7 +244,7 @@ def limit(
     layout: Layout,
     space: Space = EVERYTHING,
 ) -> str | None:
-    """Return why no backend could run a layout as the planner describes it, or None.
+    """Return why no framework could run a layout as the planner describes it, or None.
 
     A `space` says whether its framework pads vocabularies and shares heads of keys.
     """
@@ -401,8 +404,8 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     yield from (Obstacle(*reason) for reason in unexecuted_fields(claims, layout))
     yield from _conflicts(model, job, layout)
     yield from _unit_obstacles(layout)
-    if layout.relay is not None:
-        yield from _relay_obstacles(layout, layout.relay)
+    if layout.hierarchical_all_to_all is not None:
+        yield from _relay_obstacles(layout, layout.hierarchical_all_to_all)
     if layout.context > 1:
         yield from _context_obstacles(a, model.positions or job.seq_len, layout)
     yield from _limits(model, job, layout, native().space or EVERYTHING)
@@ -425,7 +428,10 @@ def _conflicts(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
 
 def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
     """Yield what keeps a layout from saying when parameters of ZeRO-3 are gathered and freed."""
-    asked = {"prefetch": layout.prefetch or None, "reshard": layout.reshard}
+    asked = {
+        "prefetch": layout.prefetch or None,
+        "reshard_after_forward": layout.reshard_after_forward,
+    }
     for place, value in asked.items():
         if value is None:
             continue
@@ -441,34 +447,47 @@ def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
             )
         if layout.offload == "parameters":
             yield Obstacle(place, f"is {value}, and parameters are offloaded to the host")
-    if layout.reshard is not None:
-        yield from _reshard_obstacles(layout, layout.reshard)
+    if layout.reshard_after_forward is not None:
+        yield from _reshard_obstacles(layout, layout.reshard_after_forward)
 
 
 def _relay_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
     """Yield what keeps ranks from handing on among themselves what is sent to them once."""
     if layout.expert == 1:
-        yield Obstacle("relay", f"is {ranks}, and experts have no ranks of their own; leave it out")
+        yield Obstacle(
+            "hierarchical_all_to_all",
+            f"is {ranks}, and experts have no ranks of their own; leave it out",
+        )
     elif layout.dispatch != "alltoall":
-        yield Obstacle("relay", f"is {ranks}, and {layout.dispatch} brings all tokens to all ranks")
+        yield Obstacle(
+            "hierarchical_all_to_all",
+            f"is {ranks}, and {layout.dispatch} brings all tokens to all ranks",
+        )
     elif layout.expert % ranks or not 1 < ranks < layout.expert:
         yield Obstacle(
-            "relay",
+            "hierarchical_all_to_all",
             f"is {ranks}; it divides the {layout.expert} ranks of experts, and is more than 1 and "
             "less than they are",
         )
 
 
 def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
-    if layout.weight_wire != "full":
-        yield Obstacle("reshard", f"is {ranks}, and weights are gathered as {layout.weight_wire}")
+    if layout.weight_gather_dtype != "full":
+        yield Obstacle(
+            "reshard_after_forward",
+            f"is {ranks}, and weights are gathered as {layout.weight_gather_dtype}",
+        )
     if layout.context > 1:
-        yield Obstacle("reshard", f"is {ranks}, and context-parallel ranks shard states too")
+        yield Obstacle(
+            "reshard_after_forward", f"is {ranks}, and context-parallel ranks shard states too"
+        )
     if layout.tensor > 1 and ranks > 1:  # NotImplementedError of FSDP2
-        yield Obstacle("reshard", f"is {ranks}, and the tensor axis divides parameters too")
+        yield Obstacle(
+            "reshard_after_forward", f"is {ranks}, and the tensor axis divides parameters too"
+        )
     if layout.data_shard % ranks or ranks >= layout.data_shard:
         yield Obstacle(
-            "reshard",
+            "reshard_after_forward",
             f"is {ranks}; it divides the {layout.data_shard} ranks of data_shard, and is less",
         )
 
@@ -518,8 +537,8 @@ def _context_obstacles(a: Architecture | None, length: int, layout: Layout) -> I
 
 
 def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterator[Obstacle]:
-    """Yield what no backend can do as the planner describes it."""
-    if layout.gradient_wire != "full":
+    """Yield what no framework can do as the planner describes it."""
+    if layout.gradient_compression != "full":
         yield from _wire_limits(job, layout)
     if layout.loss is not None:
         if layout.pipeline > 1 and layout.executed_schedule.stale:
@@ -568,7 +587,7 @@ def _foreign_choices(job: Job) -> Iterator[Obstacle]:
 
 
 def _wire_limits(job: Job, layout: Layout) -> Iterator[Obstacle]:
-    place, wire = "gradient_wire", layout.gradient_wire
+    place, wire = "gradient_compression", layout.gradient_compression
     if layout.data * layout.context == 1:
         yield Obstacle(
             place, f"is {wire}, and without data parallelism no gradients are sent; use full"

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from meshwright.planner.architectures.architecture import block_kinds
+from meshwright.planner.documents.framework_space import StageRule
 from meshwright.planner.documents.model import Architecture, ModelGraph
-from meshwright.planner.documents.stack_space import StageRule
 from meshwright.planner.documents.tolerances import SLACK
 
 Rows = tuple[tuple[tuple[int, int], ...], ...]
@@ -64,7 +64,7 @@ def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int)
                 or None
             )
         case "by_products":
-            assert model.architecture is not None, "stacks train language models"
+            assert model.architecture is not None, "frameworks train language models"
             sizes = by_products(model.architecture, ranks)
             return (_fixed_bounds(sizes, before, behind),) if min(sizes) else None
         case _:

@@ -344,7 +344,7 @@ def chunked_loss(
 
 
 def _one_loss(setting: Setting, size: float, whole: float) -> Operator:
-    """A loss that needs a stack's bytes for each logit at its peak, those of `size` included.
+    """A loss that needs a framework's bytes for each logit at its peak, those of `size` included.
 
     Where tensor parallelism does not divide it, it works on the `whole` vocabulary's logits.
     """

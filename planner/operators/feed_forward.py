@@ -283,7 +283,7 @@ def _hierarchical_dispatch(
     experts, kernels = a.experts, setting.kernels
     assert experts is not None
     skew = kernels.expert_skew
-    nodes, ranks = routing_of(experts).hops(setting.expert, setting.relay)
+    nodes, ranks = routing_of(experts).hops(setting.expert, setting.hierarchical_all_to_all)
     choices = full / (a.hidden_size * setting.element_bytes) * experts.per_token
     across, inside, each = nodes * full * skew, ranks * full * skew, experts.per_token * full * skew
 
@@ -327,7 +327,7 @@ def _hierarchical_dispatch(
     there = [
         copy_of("dispatch", whole, "leaving", across, 18),
         all_to_all("leaving", "at_nodes", across, "experts_across", nodes),
-        copy_of("relay", "at_nodes", "handed_on", inside, 18),
+        copy_of("hierarchical_all_to_all", "at_nodes", "handed_on", inside, 18),
         all_to_all("handed_on", "at_ranks", inside, "experts_inside", ranks),
         copy_of("by_expert", "at_ranks", "arrived", each, 8),
     ]

@@ -1,8 +1,8 @@
-"""Kernels: which kernels a layer is made of under a stack, and which tensors they keep.
+"""Kernels: which kernels a layer is made of under a framework, and which tensors they keep.
 
-A value of plain attributes, made once from a stack's document and a job, since tables of operators
-read it for every layer and setting.  Its defaults are the modules of `transformers` as PyTorch runs
-them one by one, with `meshwright.runtime.parallel.tensor_parallel` around them.
+A value of plain attributes, made once from a framework's document and a job, since tables of
+operators read it for every layer and setting.  Its defaults are the modules of `transformers` as
+PyTorch runs them one by one, with `meshwright.runtime.parallel.tensor_parallel` around them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.planner.documents.cluster import EIGHT_BITS
 
 if TYPE_CHECKING:
-    from meshwright.planner.documents.stack import Loss, SelectiveRecompute, Stack
+    from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -59,7 +59,7 @@ class KernelSettings:
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
     context: Literal["gather", "ring", "heads"] = "gather"
-    """How attention over a divided sequence gets its keys (planner.documents.stack.ContextRule)."""
+    """How attention over a divided sequence gets its keys (planner.documents.framework.ContextRule)."""
     balanced: bool = True
     """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
@@ -107,15 +107,15 @@ def compiled_kernels(kernels: KernelSettings) -> KernelSettings:
 
 
 def kernels_of(
-    stack: Stack,
+    framework: Framework,
     precision: str,
     *,
     flash_attention: bool | None = None,
     frozen: bool = False,
     quantised: bool = False,
 ) -> KernelSettings:
-    """Return a stack's kernels in a job; what a job does not say is as the stack has it."""
-    rule = stack.kernels
+    """Return a framework's kernels in a job; what a job does not say is as the framework has it."""
+    rule = framework.kernels
     flash = rule.flash_attention if flash_attention is None else flash_attention
     scores: Scores = "module" if rule.attention == "module" else "fused"
     settings = KernelSettings(
@@ -127,27 +127,27 @@ def kernels_of(
         fused_softmax=rule.softmax == "fused",
         pads_values=rule.pads_values and flash,
         dropout=rule.dropout and not flash,
-        keeps_gathered=stack.tensor.keeps_gathered,
-        reorders=stack.tensor.copies,
-        narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
-        large_only=precision in EIGHT_BITS and stack.eight_bit.eligible == "large",
-        peak_logit_bytes=_peak_logit_bytes(stack.loss),
-        divided_logit_bytes=stack.loss.divided_bytes,
-        divided_loss=stack.loss.divided,
+        keeps_gathered=framework.tensor.keeps_gathered,
+        reorders=framework.tensor.copies,
+        narrow=precision in EIGHT_BITS and framework.eight_bit.narrow_states,
+        large_only=precision in EIGHT_BITS and framework.eight_bit.eligible == "large",
+        peak_logit_bytes=_peak_logit_bytes(framework.loss),
+        divided_logit_bytes=framework.loss.divided_bytes,
+        divided_loss=framework.loss.divided,
         backward_traffic=rule.backward_traffic,
         narrow_core=precision in EIGHT_BITS and rule.eight_bit_attention,
         core_traffic=rule.core_traffic,
-        context=stack.context.kind,
-        balanced=stack.context.balanced,
-        selective=stack.recompute.selective,
-        early_stop=stack.recompute.early_stop,
-        expert_moves=stack.experts.moves,
-        expert_share=stack.experts.grouped_share,
-        expert_tile=float(stack.experts.tile_rows),
-        expert_skew=stack.experts.skew,
-        expert_once=stack.experts.sends == "once",
-        expert_narrow=precision in EIGHT_BITS and stack.experts.narrow_sends,
-        shared_divided=stack.experts.shared == "divided",
+        context=framework.context.kind,
+        balanced=framework.context.balanced,
+        selective=framework.recompute.selective,
+        early_stop=framework.recompute.early_stop,
+        expert_moves=framework.experts.moves,
+        expert_share=framework.experts.grouped_share,
+        expert_tile=float(framework.experts.tile_rows),
+        expert_skew=framework.experts.skew,
+        expert_once=framework.experts.sends == "once",
+        expert_narrow=precision in EIGHT_BITS and framework.experts.narrow_sends,
+        shared_divided=framework.experts.shared == "divided",
         frozen=rule.adapters if frozen and rule.adapters != "none" else None,
         adapters_drop=frozen and rule.adapter_dropout,
         restored_bytes=rule.restored_bytes if quantised else 0.0,

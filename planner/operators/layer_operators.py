@@ -3,8 +3,8 @@
 Symbols: b micro-batch, s sequence, h hidden, a heads, k key-value heads, d head dim, f FFN,
 V vocabulary, E experts, t tensor degree, c context degree, e bytes per element.
 
-Which kernels run, and what they keep, a stack says (`planner.operators.kernels`).  Its defaults are
-eager PyTorch modules as `transformers` writes them, with tensor and sequence parallelism as in
+Which kernels run, and what they keep, a framework says (`planner.operators.kernels`).  Its defaults
+are eager PyTorch modules as `transformers` writes them, with tensor and sequence parallelism as in
 `runtime.parallel.tensor_parallel`: a linear layer keeps its gathered input, an RMS norm works in
 fp32 out of separate kernels, softmax and loss are in fp32.  With them, a GPT block (LayerNorm,
 GELU, f = 4h, t = 1, bf16) keeps the 34 s b h bytes of Korthikanti et al., 2022,
@@ -456,7 +456,9 @@ def _to_experts(
         out, home = (collective(way, sent, "expert", stores=False) for way in ("sent", "returned"))
         return [out], [home]
     routing = Routing(experts.count, experts.per_token)
-    nodes, ranks = (copies * tokens for copies in routing.hops(setting.expert, setting.relay))
+    nodes, ranks = (
+        copies * tokens for copies in routing.hops(setting.expert, setting.hierarchical_all_to_all)
+    )
     there = (
         collective("at_nodes", nodes, "experts_across"),
         collective("at_ranks", ranks, "experts_inside"),

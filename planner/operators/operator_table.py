@@ -23,9 +23,9 @@ from meshwright.planner.operators.kernels import MODULES, KernelSettings
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import Collective, Precision
+    from meshwright.planner.documents.framework import SelectiveRecompute
     from meshwright.planner.documents.plan import Dispatch, Scales
     from meshwright.planner.documents.profile import ChunkedLoss, Recompute
-    from meshwright.planner.documents.stack import SelectiveRecompute
     from meshwright.planner.operators.expert_routing import Routing
 
 OperatorKind = Literal[
@@ -64,7 +64,7 @@ FP32 = 4
 class Setting:
     """How a layer is divided, what one micro-batch is, and which kernels run.
 
-    Kernels are those of one stack wherever settings are compared, and not looked at there.
+    Kernels are those of one framework wherever settings are compared, and not looked at there.
     """
 
     micro_batch: float
@@ -92,7 +92,7 @@ class Setting:
     """Of operands of products in 8 bits."""
     dispatch: Dispatch = "alltoall"
     """How tokens come to experts on other ranks."""
-    relay: int = 0
+    hierarchical_all_to_all: int = 0
     """Ranks that hand on tokens sent to them once; 0: each token is sent to each of its experts."""
     narrow_weights: bool = False
     """Weights of Linears come in 8 bits."""
@@ -162,7 +162,7 @@ class Setting:
     @property
     def relays(self) -> bool:
         """Whether tokens are sent once to ranks that hand them on."""
-        return self.relay > 0
+        return self.hierarchical_all_to_all > 0
 
     @property
     def is_batched(self) -> bool:
@@ -181,7 +181,7 @@ class ManySettings(Setting):
     taken: tuple[bool | str, ...]
 
     @classmethod
-    def stack(cls, settings: Sequence[Setting]) -> ManySettings:
+    def framework(cls, settings: Sequence[Setting]) -> ManySettings:
         """Return settings of one sequence, one precision and the same branches as one."""
         some = settings[0]
         assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
@@ -206,7 +206,7 @@ class ManySettings(Setting):
             scales=some.scales,
             narrow_weights=some.narrow_weights,
             dispatch=some.dispatch,
-            relay=column("relay"),
+            hierarchical_all_to_all=column("hierarchical_all_to_all"),
             kernels=some.kernels,
             taken=some.branches,
         )
@@ -283,7 +283,7 @@ class Operator:
     """Of an exchange in which each token is sent once to every node and rank that has some of its
     experts: `moved_bytes` are those of one copy of each token."""
     beside_shared: bool = False
-    """Whether a stack can compute the experts that all tokens share during an exchange."""
+    """Whether a framework can compute the experts that all tokens share during an exchange."""
     only: Pass | None = None
     """The one pass that has a collective, where the other has none."""
     ring: bool = False
@@ -315,7 +315,7 @@ class OperatorTable:
     outside: int = 0
     """How many trailing operators are not the layer's own and never recomputed: the loss."""
     selective: SelectiveRecompute = "outputs"
-    """What selective recompute drops: see `meshwright.planner.documents.stack.RecomputeRule`."""
+    """What selective recompute drops: see `meshwright.planner.documents.framework.RecomputeRule`."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False

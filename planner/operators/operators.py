@@ -180,7 +180,7 @@ def _is_aligned(sides: tuple[float, ...]) -> bool:
 def of_whole(setting: Setting, product: Operator, rows: float, columns: float) -> Operator:
     """Return a product by a matrix of these sides, which tensor parallelism may have divided.
 
-    A stack may leave small matrices in 16 bits: for tensors with one scale those of up to 4,096
+    A framework may leave small matrices in 16 bits: for tensors with one scale those of up to 4,096
     rows and 1,024 columns, with a scale for each row those of up to 2,048 columns, 1,024 rows, or
     4,096 columns and 2,048 rows.  Source: torchao, float8/float8_linear_utils.py
     (_auto_filter_for_tensorwise, _auto_filter_for_rowwise), which looks at whole matrices.
@@ -207,11 +207,12 @@ def linear(
     size: float = 0.0,
     adapted: bool = True,
 ) -> list[Operator]:
-    """A product by weights with what a stack has around it.
+    """A product by weights with what a framework has around it.
 
-    Its input of `size` bytes was gathered from `source`, if that is given.  A stack may keep only
-    the shard that was gathered, keep the input in 8 bits as the operator before wrote it, bring
-    weights back from 4 bits, or train none of them; then only an `adapted` product keeps its input.
+    Its input of `size` bytes was gathered from `source`, if that is given.  A framework may keep
+    only the shard that was gathered, keep the input in 8 bits as the operator before wrote it,
+    bring weights back from 4 bits, or train none of them; then only an `adapted` product keeps its
+    input.
     """
     kernels = setting.kernels
     if kernels is MODULES:

@@ -31,7 +31,7 @@ class RunReading:
     facts: tuple[Fact, ...]
     tables: tuple[RunTable, ...] = ()
     texts: tuple[tuple[str, str], ...] = ()
-    """Headings with what stands below them as it was written: stacks, ends of logs."""
+    """Headings with what stands below them as it was written: frameworks, ends of logs."""
     curve: tuple[tuple[int, float, float], ...] = ()
     """Steps, losses and seconds."""
 

@@ -155,7 +155,7 @@ def candidate_text(result: Result, rank: Rank) -> Summary:
     """Return all that is known of an outcome that fits."""
     outcome = rank.outcome
     facts = [
-        ("plan", f"{outcome.stack}: {outcome.layout}"),
+        ("plan", f"{outcome.framework}: {outcome.layout}"),
         ("step", ", ".join(_speed_texts(outcome))),
         ("time", ", ".join(_time(result, outcome))),
         ("cost", ", ".join([*_money(outcome), *_tie(rank)])),
@@ -187,7 +187,7 @@ def _speed_texts(outcome: CandidateOutcome) -> Iterator[str]:
             yield f"{seconds_text(step.value)} ({low} to {high})"
         yield f"{count_text(rate.value)} ({count_text(rate.low)}-{count_text(rate.high)}) tokens/s"
         yield f"MFU {100 * mfu.value:.0f} ({100 * mfu.low:.0f}-{100 * mfu.high:.0f}) %"
-    if outcome.native_step_s is not None and outcome.stack != "native":
+    if outcome.native_step_s is not None and outcome.framework != "native":
         yield f"our own runtime {seconds_text(outcome.native_step_s)}"
 
 

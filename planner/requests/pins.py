@@ -8,23 +8,23 @@ from typing import Any, Literal, get_args
 
 from meshwright.planner.documents.axes import LAYOUT_AXES, LayoutAxis
 from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.framework_space import Space
 from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
     Compile,
     Dispatch,
-    GradientWire,
+    GradientCompression,
     Layout,
     Offload,
     Prefetch,
     Scales,
     TensorOverlap,
-    WeightWire,
+    WeightGatherDtype,
     loss_text,
 )
 from meshwright.planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients, Recompute
-from meshwright.planner.documents.stack_space import Space
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS, whole_number
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules import SCHEDULES, schedule_of
@@ -90,17 +90,17 @@ class Pins:
     recompute: Recompute | None = None
     activations: Activations | None = None
     offload: Offload | None = None
-    gradient_wire: GradientWire | None = None
+    gradient_compression: GradientCompression | None = None
     prefetch: Prefetch | None = None
-    reshard: int | None = None
+    reshard_after_forward: int | None = None
     """Ranks over which ZeRO-3 divides parameters from forward to backward."""
-    loss: ChunkedLoss | Literal["plain"] | None = None
+    loss: ChunkedLoss | Literal["full"] | None = None
     """In chunks, or of all logits."""
     scales: Scales | None = None
-    weight_wire: WeightWire | None = None
+    weight_gather_dtype: WeightGatherDtype | None = None
     dispatch: Dispatch | None = None
-    """Pinned to `alltoall` without a `relay`, each token is sent to each of its experts."""
-    relay: int | None = None
+    """Pinned to `alltoall` without a `hierarchical_all_to_all`, each token is sent to each of its experts."""
+    hierarchical_all_to_all: int | None = None
     """Neighbours that hand on among themselves what is sent to them once."""
     compile: Compile | None = None
     tensor_overlap: TensorOverlap | None = None
@@ -115,7 +115,7 @@ class Pins:
     @property
     def chunks(self) -> ChunkedLoss | None:
         """What is pinned of a loss in chunks."""
-        return None if self.loss == "plain" else self.loss
+        return None if self.loss == "full" else self.loss
 
     def allow(self, layout: Layout) -> bool:
         """Whether a layout keeps every pin; recomputation and activations are not the layout's."""
@@ -130,7 +130,7 @@ class Pins:
             (self.micro_batch, layout.micro_batch),
             (self.schedule, layout.schedule),
             (self.virtual_stages, layout.virtual_stages),
-            (self.loss, layout.loss or "plain"),
+            (self.loss, layout.loss or "full"),
             (self.order, layout.order),
         )
         several = all(getattr(layout, axis) > 1 for axis in self.divided)
@@ -237,7 +237,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         if pinned is not None and word is not None and pinned not in word:
             yield f"{short[field]}={pinned}", f"has {' or '.join(map(str, word))}"
     if pins.chunks is not None and not space.chunked_loss:
-        yield f"loss={loss_text(pins.chunks)}", "has plain"
+        yield f"loss={loss_text(pins.chunks)}", "has full"
     if (pins.virtual_stages or 1) > space.virtual_stages:
         yield f"v={pins.virtual_stages}", f"has at most {space.virtual_stages} stages on a rank"
 
@@ -300,15 +300,15 @@ def _pin_value(field: str, value: str, item: str) -> PinValue:
 
 
 def _loss(value: str, item: str) -> ChunkedLoss | str:
-    """Read `plain`, `precomputed` or `recomputed/512`: how many rows of logits exist at once."""
+    """Read `full`, `chunked` or `chunked-recompute/512`: how many rows of logits exist at once."""
     gradients, slash, text = value.partition("/")
-    if value == "plain":
+    if value == "full":
         return value
     rows = whole_number(text) if slash else CHUNK_ROWS
     if gradients not in get_args(LossGradients) or rows is None or not 1 <= rows <= MOST_TOKENS:
         raise DocumentError(
             "fix",
-            f"'{item:.60}': write loss=plain, precomputed/ROWS or recomputed/ROWS, of 1 to "
+            f"'{item:.60}': write loss=full, chunked/ROWS or chunked-recompute/ROWS, of 1 to "
             f"{MOST_TOKENS:,} rows",
         )
     return ChunkedLoss.model_validate({"rows": rows, "gradients": gradients})

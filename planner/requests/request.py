@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import native
-from meshwright.planner.catalog import stack as stack_called
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
 from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.framework import Framework
+from meshwright.planner.documents.framework_space import EVERYTHING, Space
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.stack import Stack
-from meshwright.planner.documents.stack_space import EVERYTHING, Space
 from meshwright.planner.documents.training import Training
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS
 from meshwright.planner.errors import DocumentError
@@ -53,7 +53,7 @@ class Request:
     pins: Pins = field(default_factory=Pins)
     profile: Profiles = None
     """What was measured of the model there, of each device group where devices differ."""
-    stack: Stack = field(default_factory=native)
+    framework: Framework = field(default_factory=native)
     """How the framework trains that the plan is for."""
     called: str | None = None
     """The cluster as a plan names it: an expression or a file; its own name if None."""
@@ -80,24 +80,24 @@ class Request:
         lora: Sequence[str] = (),
         pins: Pins | None = None,
         profile: Profiles = None,
-        stack: str = "native",
+        framework: str = "native",
         called: str | None = None,
         fit_probability: float = AS_PREDICTED,
     ) -> Request:
         """Return a request; what is None takes the default that suits the model and the devices.
 
-        `lora` are settings of adapters, as `rank=16`; `stack` is a name or an alias.  Layers are
-        measured in our runtime, so that a `profile` is of no other stack.  Of a script's module a
-        sample is what its batch says, and it trains in fp32 unless a precision is named.
+        `lora` are settings of adapters, as `rank=16`; `framework` is a name or an alias.  Layers
+        are measured in our runtime, so that a `profile` is of no other framework.  Of a script's
+        module a sample is what its batch says, and it trains in fp32 unless a precision is named.
         """
         if is_script(model.source or ""):
             if seq_len not in (None, 1):
                 raise DocumentError(
                     "seq-len", "is given by the shapes of the example batch; leave it out"
                 )
-            if stack != "native":
+            if framework != "native":
                 raise DocumentError(
-                    "backend", f"is {stack}; a module of your own is trained natively"
+                    "framework", f"is {framework}; a module of your own is trained natively"
                 )
             seq_len, precision = 1, precision or "fp32"
         for name, value, most in (
@@ -121,18 +121,20 @@ class Request:
             lora=Training().with_settings([f"lora.{setting}" for setting in lora]).lora,
             document_len=document_len,
         )
-        stack_ = stack_called(stack)
-        measured = profile if stack_.name == "native" else None
-        return cls(model, cluster, job, pins or Pins(), measured, stack_, called, fit_probability)
+        framework_ = framework_called(framework)
+        measured = profile if framework_.name == "native" else None
+        return cls(
+            model, cluster, job, pins or Pins(), measured, framework_, called, fit_probability
+        )
 
     @classmethod
     def of_plan(
         cls, plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
     ) -> Request:
-        """Return what a plan answers; layers measured in our runtime are no other stack's."""
-        stack_ = stack_called(plan.backend)
-        measured = profile if stack_.name == "native" else None
-        return cls(model, cluster, plan.job, profile=measured, stack=stack_)
+        """Return what a plan answers; layers measured in our runtime are no other framework's."""
+        framework_ = framework_called(plan.framework)
+        measured = profile if framework_.name == "native" else None
+        return cls(model, cluster, plan.job, profile=measured, framework=framework_)
 
     @property
     def cluster_name(self) -> str:
@@ -174,19 +176,19 @@ class Request:
 
     @property
     def space(self) -> Space:
-        """What the stack executes; DocumentError if its layouts are priced and not searched."""
-        if self.stack.space is None:
+        """What the framework executes; DocumentError if its layouts are priced and not searched."""
+        if self.framework.space is None:
             raise DocumentError(
-                "backend",
-                f"is {self.stack.name}, whose runs are priced and whose layouts are not searched; "
-                "name another --backend; `meshwright catalog stacks` lists them",
+                "framework",
+                f"is {self.framework.name}, whose runs are priced and whose layouts are not searched; "
+                "name another --framework; `meshwright catalog frameworks` lists them",
             )
-        return self.stack.space
+        return self.framework.space
 
     @property
     def scales(self) -> Scales:
-        """The scales of operands in fp8 that are asked for, or those of the stack."""
-        space = self.stack.space or EVERYTHING
+        """The scales of operands in fp8 that are asked for, or those of the framework."""
+        space = self.framework.space or EVERYTHING
         return self.pins.scales or space.usual_scales(self.job.precision)
 
     def on_groups(self, groups: tuple[DeviceGroup, ...]) -> Request:
@@ -217,7 +219,7 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
     micro_batch, schedule = pins.micro_batch or 1, pins.schedule or PLAIN
     zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
     shard = (pins.data_shard or data) if zero else 1
-    beside = context if (request.stack.space or EVERYTHING).shards_context else 1
+    beside = context if (request.framework.space or EVERYTHING).shards_context else 1
     if job.global_batch % (data * micro_batch):
         raise DocumentError(
             "layout",

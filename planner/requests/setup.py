@@ -21,7 +21,7 @@ class Setup:
     """One training run: everything that its step time and memory follow from."""
 
     request: Request
-    """Model, cluster, job and stack."""
+    """Model, cluster, job and framework."""
     layout: Layout
     recompute: Recomputed | None = "none"
     """None where nobody says: nothing if that fits, else everything."""
@@ -31,7 +31,7 @@ class Setup:
     offloaded_blocks: int | None = None
     """The first blocks of each stage, of which alone `activations` speaks; None: all."""
     known: bool = True
-    """Whether its stack is the framework's own, and not the closest one."""
+    """Whether it is priced as its own framework, and not as the closest one."""
     assumed: tuple[str, ...] = ()
 
     @property

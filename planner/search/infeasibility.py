@@ -74,7 +74,7 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
     if not refused:
         return f"no layout of {model.name} {divides}"
     return (
-        f"the {request.stack.name} backend can run none of {sum(refused.values())} layouts: "
+        f"the {request.framework.name} framework can run none of {sum(refused.values())} layouts: "
         f"{_commonest_reasons(refused)}. Nothing else {divides}"
     )
 
@@ -146,7 +146,7 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     named = closest.plan.stages[index].group
     group = next(group for group in request.cluster.groups if named in (None, group.name))
     needs, host = group.devices_per_node * stage.host_bytes, group.host_memory_bytes or 0
-    share = usable_share(request.stack, closest.plan.offload)
+    share = usable_share(request.framework, closest.plan.offload)
     return (
         f"The closest, {closest.prediction.layout}, fits the devices with {bytes_text(needs)} in "
         f"each node's host memory, of which {bytes_text(share * host)} of {bytes_text(host)} may "
@@ -224,7 +224,7 @@ def _memory_needed(
     """
     names = [field.name for field in fields(Pins) if hasattr(layout, field.name)]
     pinned = {name: getattr(layout, name) for name in names}
-    pins = replace(request.pins, **(pinned | {"loss": layout.loss or "plain"}))
+    pins = replace(request.pins, **(pinned | {"loss": layout.loss or "full"}))
 
     def solution_with(factor: float) -> tuple[SearchSpace, Any] | None:
         groups = []

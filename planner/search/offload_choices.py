@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
-from meshwright.planner.documents.stack_space import EVERYTHING, Space
+from meshwright.planner.documents.framework_space import EVERYTHING, Space
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.hardware_rates import Rates
     from meshwright.planner.costs.memory.state_bytes import StateTypes
     from meshwright.planner.documents.cluster import ClusterSpec
-    from meshwright.planner.documents.plan import Activations, GradientWire, Layout, Offload
+    from meshwright.planner.documents.plan import Activations, GradientCompression, Layout, Offload
     from meshwright.planner.requests.pins import Pins
     from meshwright.planner.requests.request import Request
 
@@ -26,7 +26,7 @@ class Saving(NamedTuple):
     """States on the host, and how gradients travel."""
 
     offload: Offload = "none"
-    gradient_wire: GradientWire = "full"
+    gradient_compression: GradientCompression = "full"
 
     def applied_to(self, layout: Layout) -> Layout:
         """Return a layout that saves this."""
@@ -35,12 +35,16 @@ class Saving(NamedTuple):
     @classmethod
     def of_layout(cls, layout: Layout) -> Saving:
         """Return what a layout saves."""
-        return cls(layout.offload, layout.gradient_wire)
+        return cls(layout.offload, layout.gradient_compression)
 
 
 def in_bf16(layout: Layout) -> Layout | None:
     """Return a layout whose gradients are bf16 where those of this one are fp16."""
-    return replace(layout, gradient_wire="bf16") if layout.gradient_wire == "fp16" else None
+    return (
+        replace(layout, gradient_compression="bf16")
+        if layout.gradient_compression == "fp16"
+        else None
+    )
 
 
 def reaches_host(cluster: ClusterSpec) -> bool:
@@ -69,22 +73,22 @@ def savings(
     *,
     space: Space = EVERYTHING,
 ) -> tuple[Saving, ...]:
-    """Return those to choose among, the simplest first; `runs` tells what a backend executes."""
+    """Return those to choose among, the simplest first; `runs` tells what a framework executes."""
     offloads: tuple[Offload, ...] = ("none",)
     if pins.offload is not None:
         offloads = (pins.offload,)
     elif "offload" in pins.allowed and reaches_host(cluster):
         offloads = ("none", "optimizer", "parameters")
-    wires: tuple[GradientWire, ...] = ("full",)
-    if pins.gradient_wire is not None:
-        wires = (pins.gradient_wire,)
+    wires: tuple[GradientCompression, ...] = ("full",)
+    if pins.gradient_compression is not None:
+        wires = (pins.gradient_compression,)
     elif "compress" in pins.allowed:
         wires = ("full", "bf16", "fp16", "powersgd")
     offloads = tuple(offload for offload in offloads if offload in space.offload)
-    wires = tuple(wire for wire in wires if wire in space.wires)
+    wires = tuple(wire for wire in wires if wire in space.gradient_compressions)
     every = tuple(Saving(offload, wire) for wire in wires for offload in offloads)
     # What is pinned stays, so that its refusal is shown.
-    pinned = pins.offload is not None or pins.gradient_wire is not None
+    pinned = pins.offload is not None or pins.gradient_compression is not None
     return tuple(saving for saving in every if pinned or saving == Saving() or runs(saving))
 
 

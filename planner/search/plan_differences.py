@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import balanced_cuts, predict
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, Stage
 from meshwright.planner.documents.profile import ChunkedLoss
-from meshwright.planner.documents.stack import base_of
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import Request
 
@@ -132,8 +132,8 @@ def _plain_differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     cuts = [[len(stage.layers) for stage in plan.stages] for plan in (mine, best)]
     if len(cuts[0]) == len(cuts[1]) and cuts[0] != cuts[1]:
         yield "stages", f"layers a stage {cuts[0]} -> {cuts[1]}"
-    if base_of(mine.backend) != base_of(best.backend) or mine.backend != best.backend:
-        yield "backend", f"{mine.backend} -> {best.backend}"
+    if base_of(mine.framework) != base_of(best.framework) or mine.framework != best.framework:
+        yield "framework", f"{mine.framework} -> {best.framework}"
 
 
 _OF_MESH = ("sequence_parallel", "expert_tensor", "order")
@@ -141,7 +141,7 @@ _KEPT = (
     *("format", "model", "cluster", "seq_len", "document_len", "batch", "global_batch"),
     *("precision", "training", "timeout_s", "groups", "shares"),
 )
-_SET = ("backend", "mesh", "zero", "schedule", "virtual_stages", "micro_batch", "micro_batches")
+_SET = ("framework", "mesh", "zero", "schedule", "virtual_stages", "micro_batch", "micro_batches")
 _PLAIN = (
     *_OF_MESH,
     *(name for name in Plan.model_fields if name not in (*_KEPT, *_SET, "stages")),
@@ -226,7 +226,7 @@ def _between(
             {
                 **{name: getattr(mine, name) for name in _KEPT},
                 **{name: getattr(side_of(name), name) for name in _PLAIN if name not in _OF_MESH},
-                "backend": side_of("backend").backend,
+                "framework": side_of("framework").framework,
                 "mesh": Mesh(
                     **axes,
                     data_shard=shard if zero else 1,
@@ -245,8 +245,8 @@ def _between(
         )
     except (ValidationError, DocumentError):
         return None
-    stack = Request.of_plan(plan, model, cluster).stack
-    if stack.name == "native" and refusal(model, cluster, plan.job, plan.layout) is not None:
+    framework = Request.of_plan(plan, model, cluster).framework
+    if framework.name == "native" and refusal(model, cluster, plan.job, plan.layout) is not None:
         return None
     return plan
 

@@ -125,7 +125,7 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
     """Yield a note where the same plan is about as fast, or faster, with products in 16 bits."""
     if plan.precision not in EIGHT_BITS:
         return
-    plain = {"precision": "bf16", "scales": "tensorwise", "weight_wire": "full"}
+    plain = {"precision": "bf16", "scales": "tensorwise", "weight_gather_dtype": "full"}
     wide_plan = plan.model_copy(update=plain)
     wide = predict(wide_plan, request.model, request.cluster, request.profile)
     step_s, wide_s = prediction.step_time_s, wide.step_time_s
@@ -237,14 +237,16 @@ def _row(request: Request, what: str, plan: Ranked | None, fastest: Ranked) -> A
 
 
 def _division_obstacle(request: Request) -> str | None:
-    """Return why the stack divides no layers of the model among two ranks, or None if it does."""
-    stack = request.stack
-    layout = Layout(tensor=2, sequence_parallel=stack.tensor.sequence_parallel)
-    reason = rules_of(stack, of_degrees=True)(request.model, request.cluster, request.job, layout)
+    """Return why the framework divides no layers of the model among two ranks, or None if it does."""
+    framework = request.framework
+    layout = Layout(tensor=2, sequence_parallel=framework.tensor.sequence_parallel)
+    reason = rules_of(framework, of_degrees=True)(
+        request.model, request.cluster, request.job, layout
+    )
     if reason is None:
         return None
     cause = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
-    return f"{stack.name} cannot: {cause}; other stacks may (--backend)"
+    return f"{framework.name} cannot: {cause}; other frameworks may (--framework)"
 
 
 def alternative_row(

@@ -18,14 +18,14 @@ from meshwright.planner.documents.units import percent_text
 from meshwright.planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
 
 if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework
     from meshwright.planner.documents.plan import Layout
-    from meshwright.planner.documents.stack import Stack
 
 RUNNERS_UP = 5
 PROVEN = 2e-6
 """The gap up to which a plan counts as optimal: integer programs are solved to half of it."""
 
-REFUSED = "refused by the backend"
+REFUSED = "refused by the framework"
 DOMINATED = "dominated"
 OUT_OF_MEMORY = "out of memory"
 UNKEPT = "violates a requirement"
@@ -71,7 +71,7 @@ UNSEARCHED = (
     "tokens handed on among other ranks than links are fastest for",
 )
 LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
-"""What `meshwright predict` prices and no search of the native backend looks at unasked."""
+"""What `meshwright predict` prices and no search of the native framework looks at unasked."""
 
 
 @dataclass(slots=True)
@@ -79,12 +79,12 @@ class PruningStatistics:
     """What became of configurations, by outcome."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
-    backend: str = "native"
+    framework: str = "native"
 
     def count_refused(self, reason: str, count: int = 1) -> None:
-        """Count what the backend does not run; what the data of its space say, by reason."""
-        stack, separator, why = reason.partition(": ")
-        outcome = f"{REFUSED}: {why}" if separator and stack == self.backend else REFUSED
+        """Count what the framework does not run; what the data of its space say, by reason."""
+        framework, separator, why = reason.partition(": ")
+        outcome = f"{REFUSED}: {why}" if separator and framework == self.framework else REFUSED
         self.count_settled(outcome, count)
 
     def count_settled(self, outcome: str, count: int) -> None:
@@ -92,24 +92,24 @@ class PruningStatistics:
         self.counts[outcome] = self.counts.get(outcome, 0) + count
 
 
-def space_text(stack: Stack) -> str:
-    """Return what splits and recompute choices a stack's plans have; nothing where they have any.
+def space_text(framework: Framework) -> str:
+    """Return what splits and recompute choices a framework's plans have; nothing where they have any.
 
-    >>> from meshwright.planner.catalog import stacks
-    >>> space_text(stacks()["megatron"])
+    >>> from meshwright.planner.catalog import frameworks
+    >>> space_text(frameworks()["megatron"])
     '; of megatron, whose stages have blocks even_but_ends and whose blocks all recompute alike'
     """
     texts = []
-    if stack.pipeline.stages != "any":
-        texts.append(f"whose stages have blocks {stack.pipeline.stages}")
-    if stack.space is not None and not stack.space.recompute_by_layer:
+    if framework.pipeline.stages != "any":
+        texts.append(f"whose stages have blocks {framework.pipeline.stages}")
+    if framework.space is not None and not framework.space.recompute_by_layer:
         texts.append("whose blocks all recompute alike")
-    return f"; of {stack.name}, {' and '.join(texts)}" if texts else ""
+    return f"; of {framework.name}, {' and '.join(texts)}" if texts else ""
 
 
 def certificate_of(
     account: PruningStatistics,
-    stack: Stack,
+    framework: Framework,
     *,
     solver: str,
     finalists: Sequence[Finalist],
@@ -125,7 +125,7 @@ def certificate_of(
     return Certificate(
         statement=_statement(step_s, bound_s, total),
         model=f"the simulated step of plans in which {EXACT}; memory less the process's own, over "
-        f"the stack's memory.tight, is for tensors{space_text(stack)}",
+        f"the framework's memory.tight, is for tensors{space_text(framework)}",
         solver=solver,
         optimal=bound_s >= step_s * (1 - PROVEN),
         objective_s=step_s,

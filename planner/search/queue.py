@@ -236,7 +236,7 @@ class Queue:
         self.goal = goal
         self.account = account or PruningStatistics()
         self.refused: Counter[str] = Counter()
-        """Reasons why the backend runs no plan of a layout, and of how many layouts."""
+        """Reasons why the framework runs no plan of a layout, and of how many layouts."""
         self.misses: list[str] = []
         """Why layouts were seen not to fit, where somebody said."""
         self._progress = progress

@@ -104,7 +104,7 @@ def written_pin(layout: Layout | Pins, field: str) -> str | None:
     """Return a layout's or a pin's value as `--fix` takes it; None if it has none there."""
     value = getattr(layout, field)
     if field == "loss":
-        return value if value == "plain" else loss_text(value)
+        return value if value == "full" else loss_text(value)
     if value is None:
         return None
     if field != "order":

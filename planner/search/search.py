@@ -82,7 +82,7 @@ def search(
     `candidates` are those of an answer to the same request under other pins: what was worked out
     there is not worked out again.
     `top` plans of different kinds are found, if there are as many (see planner.search.space.kind).
-    `rules` say which layouts are refused, by default those of the request's stack.
+    `rules` say which layouts are refused, by default those of the request's framework.
     `store` has what layers take on other clusters, and gets what is worked out here.
     `effort` is what the proof may take; `gap_progress` hears the gap that is left.
     """
@@ -194,7 +194,7 @@ class _Proof:
         ]
         return certificate_of(
             account,
-            self._request.stack,
+            self._request.framework,
             solver=solver,
             finalists=finalists,
             lower_bound_s=lower_bound_s,
@@ -213,7 +213,7 @@ def _prove(
 ) -> _Proof:
     """Bound the simulated steps of all layouts, beginning with some plans, the fastest first."""
     goal = SimulatedStepGoal(_fastest(start), effort, gap_progress)
-    queue = Queue(goal, account=PruningStatistics(backend=request.stack.name))
+    queue = Queue(goal, account=PruningStatistics(framework=request.framework.name))
     proof = _Proof(request, goal, queue, start)
     bound_s = closed_form.bound_s()
     if all(isinstance(space, ChainSpace) for space in spaces):
@@ -275,7 +275,7 @@ def _check_asked(request: Request, solver: str) -> None:
     """Refuse what is searched for our own runtime alone, and pins that the space does not have."""
     if solver not in SOLVERS:
         raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")
-    model, cluster, name = request.model, request.cluster, request.stack.name
+    model, cluster, name = request.model, request.cluster, request.framework.name
     stages, schedule = request.pins.virtual_stages or 1, request.pins.schedule
     several = schedule is not None and schedule_of(schedule).several_stages
     if (stages > 1 or several) and (model.edges or run_of(model) is None):
@@ -293,7 +293,7 @@ def _check_asked(request: Request, solver: str) -> None:
     a = model.architecture
     if a is None or a.patches or a.classes or model.edges:
         raise DocumentError(
-            "backend", f"{name} trains language models; {model.name} is none: use native"
+            "framework", f"{name} trains language models; {model.name} is none: use native"
         )
     if cluster.is_mixed:
         raise DocumentError("cluster", f"has devices that differ; {name} takes one kind")

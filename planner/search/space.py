@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 from meshwright.planner.costs.collectives import fastest_relay
 from meshwright.planner.costs.layer_seconds import ENDS
 from meshwright.planner.documents.axes import computed_by
+from meshwright.planner.documents.framework_space import EVERYTHING, Facts, Space, conflicts
 from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Axis,
     Compile,
     Dispatch,
-    GradientWire,
+    GradientCompression,
     Job,
     Layout,
     Offload,
     Prefetch,
     Scales,
     TensorOverlap,
-    WeightWire,
+    WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
-from meshwright.planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
 from meshwright.planner.operators.expert_routing import routing_of
 from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from meshwright.planner.schedules.schedule import obstacle, too_long
@@ -95,7 +95,7 @@ class ShardingChoice:
     replicate: int
     order: tuple[Axis, ...]
     prefetch: Prefetch = 0
-    reshard: int | None = None
+    reshard_after_forward: int | None = None
 
 
 class Sharings(tuple[ShardingChoice, ...]):
@@ -131,10 +131,10 @@ class LayoutFamily:
     compile: Compile = "none"
     tensor_overlap: TensorOverlap = "none"
     scales: Scales = "tensorwise"
-    weight_wire: WeightWire = "full"
+    weight_gather_dtype: WeightGatherDtype = "full"
     """Of layouts that gather weights in each pass."""
     dispatch: Dispatch = "alltoall"
-    relay: int | None = None
+    hierarchical_all_to_all: int | None = None
 
     @property
     def computation_key(self) -> tuple[object, ...]:
@@ -147,7 +147,7 @@ class LayoutFamily:
             self.micro_batch,
             self.place,
             *computed_by(self),
-            self.weight_wire,
+            self.weight_gather_dtype,
             self.losses,
         )
 
@@ -206,12 +206,12 @@ class LayoutFamily:
             micro_batches=self.micro_batches,
             order=sharing.order,
             prefetch=sharing.prefetch,
-            reshard=sharing.reshard,
+            reshard_after_forward=sharing.reshard_after_forward,
             **saving._asdict(),
             scales=self.scales,
             dispatch=self.dispatch,
-            relay=self.relay,
-            weight_wire=self.weight_wire if sharing.zero == 3 and here else "full",
+            hierarchical_all_to_all=self.hierarchical_all_to_all,
+            weight_gather_dtype=self.weight_gather_dtype if sharing.zero == 3 and here else "full",
             sequence_parallel=self.sequence_parallel,
             loss=self.losses[place],
             compile=self.compile,
@@ -258,9 +258,9 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(request: Request) -> Iterator[Layout]:
-    """Yield every layout of the stack's space that uses all devices and divides the batch.
+    """Yield every layout of the framework's space that uses all devices and divides the batch.
 
-    What a backend cannot execute is not left out here: the search asks the backend and counts it.
+    What a framework cannot execute is not left out here: the search asks it and counts that.
     """
     for degrees in every_degrees(request):
         for family in families(request, degrees):
@@ -392,7 +392,7 @@ def families(
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     model, job, pins, space = request.model, request.job, request.pins, request.space
     tiers = tiers_of(request.cluster)
-    divided = request.stack.tensor.sequence_parallel or degrees.tensor == 1
+    divided = request.framework.tensor.sequence_parallel or degrees.tensor == 1
     by_place: dict[axis_orders.Spans, list[ShardingChoice]] = {}
     if space.axis_order == "fixed":
         pins = replace(pins, order=pins.order or INSIDE_OUT)
@@ -402,11 +402,13 @@ def families(
         orders = _orders(tiers, degrees, shard, replicate, pins) if ways_to_gather else {}
         for spans, order in orders.items():
             inner = by_place.setdefault(spans[:2], [])  # of tensor and context
-            for prefetch, reshard in ways_to_gather:
-                inner.append(ShardingChoice(zero, shard, replicate, order, prefetch, reshard))
+            for prefetch, reshard_after_forward in ways_to_gather:
+                inner.append(
+                    ShardingChoice(zero, shard, replicate, order, prefetch, reshard_after_forward)
+                )
     shared = {place: Sharings(sharings) for place, sharings in by_place.items()}
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
-    relay = relay_of(request, degrees)
+    hierarchical_all_to_all = relay_of(request, degrees)
     words = tuple(choice.tensor_overlap for choice in overlaps) or ("none",)
     for size, count in micro_batches(job, degrees, pins):
         every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
@@ -438,9 +440,9 @@ def families(
                     compile=blocks,
                     tensor_overlap=overlap,
                     scales=request.scales,
-                    weight_wire=weight_wire(request),
+                    weight_gather_dtype=weight_gather_dtype(request),
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
-                    relay=relay,
+                    hierarchical_all_to_all=hierarchical_all_to_all,
                 )
 
 
@@ -453,9 +455,9 @@ def relay_of(request: Request, degrees: Degrees | Layout) -> int | None:
     pins, a = request.pins, request.model.architecture
     if degrees.expert == 1 or not request.model.expert_count:
         return None
-    pinned = pins.relay is not None or pins.dispatch is not None
-    if pinned or not request.space.relay or a is None or a.experts is None:
-        return pins.relay
+    pinned = pins.hierarchical_all_to_all is not None or pins.dispatch is not None
+    if pinned or not request.space.hierarchical_all_to_all or a is None or a.experts is None:
+        return pins.hierarchical_all_to_all
     tokens = request.job.seq_len / (degrees.tensor * degrees.context)
     return fastest_relay(
         request.cluster.tiers,
@@ -484,7 +486,7 @@ def plainest(request: Request, degrees: Degrees) -> Layout:
         scales=request.scales,
         compile=pins.compile or ("none" if overlap == "none" else "block"),
         tensor_overlap=overlap,
-        sequence_parallel=request.stack.tensor.sequence_parallel or degrees.tensor == 1,
+        sequence_parallel=request.framework.tensor.sequence_parallel or degrees.tensor == 1,
     )
 
 
@@ -506,9 +508,9 @@ def gathers(
     if asks and group.accelerator.kind in ("cuda", "rocm"):
         depths += [1] if 1 in space.prefetch else []
         node = group.devices_per_node // degrees.tensor
-        wide = weight_wire(request) == "full"
+        wide = weight_gather_dtype(request) == "full"
         if (
-            space.reshard
+            space.reshard_after_forward
             and wide
             and degrees.context == 1
             and 1 < node < shard
@@ -517,9 +519,11 @@ def gathers(
             within.append(node)
     if pins.prefetch is not None:
         depths = [pins.prefetch] if asks or not pins.prefetch else []
-    if pins.reshard is not None:
-        fits = asks and degrees.context == 1 and pins.reshard < shard
-        within = [pins.reshard] if fits and shard % pins.reshard == 0 else []
+    if pins.reshard_after_forward is not None:
+        fits = asks and degrees.context == 1 and pins.reshard_after_forward < shard
+        within = (
+            [pins.reshard_after_forward] if fits and shard % pins.reshard_after_forward == 0 else []
+        )
     yield from itertools.product(depths, within)
 
 
@@ -555,7 +559,7 @@ def waits_for_host(request: Request, degrees: Degrees, micro_batch: int) -> bool
     least what the products of a block's weights take at its peak; the host guards in Python and
     some launches.
     """
-    job, host = request.job, request.stack.host
+    job, host = request.job, request.framework.host
     tokens = micro_batch * job.seq_len / (degrees.tensor * degrees.context)
     blocks = (layer for layer in request.model.layers if layer.kind not in ENDS)
     parameters = max((layer.parameters for layer in blocks), default=0.0)
@@ -603,9 +607,9 @@ def tensor_overlaps(
     return (plain,) if refusal(overlapped) else (plain, overlapped)
 
 
-def weight_wire(request: Request) -> WeightWire:
+def weight_gather_dtype(request: Request) -> WeightGatherDtype:
     """Return how weights travel that ranks gather in each pass."""
-    return request.pins.weight_wire or request.space.usual_wire(
+    return request.pins.weight_gather_dtype or request.space.usual_gather_dtype(
         request.job.precision, request.scales
     )
 
@@ -677,7 +681,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.virtual_stages,
         *(_PLACES[choice] for choice in Saving.of_layout(layout)),
         layout.prefetch,
-        layout.reshard or 0,
+        layout.reshard_after_forward or 0,
         _loss_rank(layout.loss),
         layout.compile != "none",
         layout.tensor_overlap != "none",
@@ -703,7 +707,7 @@ def _place(schedule: str) -> int:
 
 _PLACES = {
     name: place
-    for names in (get_args(Offload), get_args(GradientWire))
+    for names in (get_args(Offload), get_args(GradientCompression))
     for place, name in enumerate(names)
 }
 """Where each choice stands among its like."""

@@ -112,7 +112,7 @@ def _variants(pins: Pins, plan: Plan) -> Iterator[Pins]:
 
 def trial_candidate(request: Request, plan: Plan, prediction: Prediction) -> TrialCandidate:
     """Return a plan of a request as one that may be tried."""
-    spread = request.stack.memory.spread
+    spread = request.framework.memory.spread
     if request.profile is not None:
         spread = min(spread, MEASURED_MEMORY_SPREAD)
     option = TrialOption.of_plan(

@@ -17,8 +17,8 @@ from meshwright.planner.calibration.fitting.fitted_constants import (
     constants_of,
 )
 from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.framework import Host
 from meshwright.planner.documents.profile import Calibration
-from meshwright.planner.documents.stack import Host
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.tuning.posterior import ConstantBelief, Posterior
 from meshwright.planner.tuning.trial_options import CONSTANTS

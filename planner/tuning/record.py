@@ -63,11 +63,11 @@ class Subject(Document):
 
     model_digest: Line
     cluster: Line
-    backend: Line
+    framework: Line
     seq_len: Positive
     global_batch: Positive
     precision: Line
-    on: Line | None = None
+    trial_cluster: Line | None = None
     """The smaller cluster on which trials run; None: the cluster itself."""
     run: Text | None = None
     """The template of the command that runs a trial; None: `meshwright launch`."""

@@ -62,13 +62,18 @@ class InSmall:
 def check_smaller(small: ClusterSpec, large: ClusterSpec) -> None:
     """Refuse a cluster whose devices tell nothing of another's, or that is no smaller."""
     if small.is_mixed or large.is_mixed:
-        raise DocumentError("on", "has devices that differ; trials in small need devices alike")
+        raise DocumentError(
+            "trial-cluster", "has devices that differ; trials in small need devices alike"
+        )
     mine, theirs = (cluster.groups[0].accelerator.name for cluster in (small, large))
     if mine != theirs:
-        raise DocumentError("on", f"has {mine}, and the cluster {theirs}; trials need the same")
+        raise DocumentError(
+            "trial-cluster", f"has {mine}, and the cluster {theirs}; trials need the same"
+        )
     if small.devices >= large.devices:
         raise DocumentError(
-            "on", f"has {small.devices} devices, the cluster {large.devices}; name a smaller one"
+            "trial-cluster",
+            f"has {small.devices} devices, the cluster {large.devices}; name a smaller one",
         )
 
 
@@ -84,7 +89,7 @@ def in_small(
             trials.setdefault(stand_in.candidate.plan.digest, stand_in)
     if not trials:
         raise DocumentError(
-            "on",
+            "trial-cluster",
             f"has {small.devices} devices, on which no plan of {large.name} can be tried in small; "
             "give more, or a smaller model by --model",
         )
@@ -192,7 +197,9 @@ def _fewer(layout: Layout, devices: int) -> Iterator[Layout]:
             schedule=layout.schedule if pipeline > 1 else PLAIN,
             virtual_stages=layout.virtual_stages if pipeline > 1 else 1,
             micro_batches=-(-count // pipeline) * pipeline,
-            reshard=None if (layout.reshard or shard) >= shard else layout.reshard,
+            reshard_after_forward=None
+            if (layout.reshard_after_forward or shard) >= shard
+            else layout.reshard_after_forward,
         )
 
 
@@ -286,7 +293,7 @@ def _pins(plan: Plan, layout: Layout) -> Pins:
         virtual_stages=layout.virtual_stages if layout.pipeline > 1 else None,
         recompute=recompute,
         activations=activations,
-        loss=layout.loss or "plain",
+        loss=layout.loss or "full",
         order=layout.order,
         allowed=frozenset(("stale", "compress", "offload", "async-tensor")),
         **axes,

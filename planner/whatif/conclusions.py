@@ -69,10 +69,10 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     best = result.best_of(model)
     if best is None:
         return _none(result, model, ranks)
-    sentence = f"{best.candidate} for {model}: {_costs(best)}, under {best.stack}"
+    sentence = f"{best.candidate} for {model}: {_costs(best)}, under {best.framework}"
     if result.study.work.precision == "auto" and best.plan is not None:
         sentence += f" in {best.plan.precision}"
-    if best.native_step_s is not None and best.stack != "native":
+    if best.native_step_s is not None and best.framework != "native":
         sentence += f" (our own runtime: step {seconds_text(best.native_step_s)})"
     if best.capital_usd is not None:
         sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
@@ -109,7 +109,7 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
     for (first_name, best_name), models in texts.items():
         yield (
             f"Ranked by the fastest public framework on each cluster; under our own runtime "
-            f"(--backend native) {first_name} ranks before {best_name} for {names_text(models)} "
+            f"(--framework native) {first_name} ranks before {best_name} for {names_text(models)} "
             "a step."
         )
 
@@ -155,7 +155,7 @@ def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     best = result.best_of(model)
     if best is None:
         return _none(result, model, ranks)
-    return f"{model}: {best.candidate}, {_costs(best)}, under {best.stack}{_goals_text(best)}."
+    return f"{model}: {best.candidate}, {_costs(best)}, under {best.framework}{_goals_text(best)}."
 
 
 def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:

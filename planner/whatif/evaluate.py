@@ -174,7 +174,7 @@ def evaluate(
         blank,
         parameters=planned_run.parameters,
         fits=True,
-        stack=planned_run.stack,
+        framework=planned_run.framework,
         layout=prediction.layout
         + (f" ({idle} of {candidate.devices} devices idle)" if idle else ""),
         idle=idle,

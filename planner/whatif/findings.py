@@ -446,10 +446,10 @@ def _mixtures(result: Result) -> Iterator[_Mixed]:
 def _side_by_side(result: Result) -> Iterator[str]:
     """Compare one run on unequal devices with a run on each kind of them."""
     for mixed in _mixtures(result):
-        rates = [_rate_under(mixed.whole.stack, part) for part in mixed.parts]
+        rates = [_rate_under(mixed.whole.framework, part) for part in mixed.parts]
         assert mixed.whole.tokens_per_s is not None  # it fits
         together, apart = mixed.whole.tokens_per_s.value, sum(rates)
-        fastest = max(mixed.parts, key=lambda part: _rate_under(mixed.whole.stack, part))
+        fastest = max(mixed.parts, key=lambda part: _rate_under(mixed.whole.framework, part))
         gain = together / max(rates) - 1
         yield (
             f"{mixed.whole.candidate} trains {together:,.0f} tokens/s, "
@@ -463,10 +463,10 @@ def _side_by_side(result: Result) -> Iterator[str]:
         )
 
 
-def _rate_under(stack: str, part: CandidateOutcome) -> float:
+def _rate_under(framework: str, part: CandidateOutcome) -> float:
     """Return tokens a second, of our own runtime where that trains the whole, if it is known."""
     assert part.tokens_per_s is not None and part.step_s is not None  # it fits
-    if stack != "native" or part.native_step_s is None:
+    if framework != "native" or part.native_step_s is None:
         return part.tokens_per_s.value
     return part.tokens_per_s.value * part.step_s.value / part.native_step_s
 

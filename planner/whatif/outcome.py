@@ -32,7 +32,7 @@ class CandidateOutcome:
     binding: str
     """What limits it, in words; the reason why nothing fits if nothing does."""
     layout: str = ""
-    stack: str = ""
+    framework: str = ""
     """Who trains."""
     native_step_s: float | None = None
     """Of our own runtime's best plan there, where it was planned too."""

@@ -209,7 +209,7 @@ def _plan(outcome: CandidateOutcome) -> dict[str, Any]:
         "idle": outcome.idle,
         "link_share": outcome.link_share,
         "mfu": outcome.mfu,
-        "stack": outcome.stack,
+        "framework": outcome.framework,
         "layout": outcome.layout,
         "binding": outcome.binding,
         "native_step_s": outcome.native_step_s,

@@ -1,12 +1,12 @@
-"""The best plan of a model on a candidate, under the public stack that is fastest there.
+"""The best plan of a model on a candidate, under the public framework that is fastest there.
 
-A public stack trains a model on devices of one kind; where none does, our own runtime is priced.
-Each stack is searched below the best that others found, so that slower ones end early.
+A public framework trains a model on devices of one kind; where none does, our own runtime is
+priced. Each framework is searched below the best that others found, so that slower ones end early.
 
 Fine-tuning with adapters (LoRA, QLoRA): the fastest plan of public fine-tuners.
 
-Each fine-tuner is a stack with a space of its own, searched like any other.  Frozen weights may lie
-in host memory where the cluster says how much there is and how it is reached.
+Each fine-tuner is a framework with a space of its own, searched like any other.  Frozen weights may
+lie in host memory where the cluster says how much there is and how it is reached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.training import Lora
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from meshwright.planner.whatif.candidates import Candidate
 
 TUNERS = ("transformers", "megatron")
-"""Stacks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""
+"""Frameworks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""
 RANK = 16
 """Of adapters, where nobody says."""
 
@@ -61,7 +61,8 @@ def fastest_fine_tuner(request: Request, *, quantised: bool, below_s: float = ma
     for name in TUNERS:
         try:
             answer = search(
-                replace(request, job=adapters, stack=stacks()[name], pins=pins), below_s=below_s
+                replace(request, job=adapters, framework=frameworks()[name], pins=pins),
+                below_s=below_s,
             )
         except NoPlanFits as error:
             reasons.append(f"{name}: {error}")
@@ -94,7 +95,7 @@ class Planned:
     prediction: Prediction | None = None
     plan: Plan | None = None
     optimal: bool = False
-    stack: str = ""
+    framework: str = ""
     """Who trains."""
     reason: str = ""
     """Why nothing fits."""
@@ -122,7 +123,7 @@ def plan_candidate(
     study: Study,
     model_name: str,
     candidate: Candidate,
-    backend: str | None = None,
+    framework: str | None = None,
     likely: str | None = None,
     store: FigureStore | None = None,
 ) -> Planned:
@@ -130,13 +131,13 @@ def plan_candidate(
 
     `store` has what layers take on other candidates.
 
-    `backend` instead of the study's own.  A `likely` stack, which wins on fewer devices and on
-    more, is the only one that is searched if it fits.
+    `framework` instead of the study's own.  A `likely` framework, which wins on fewer devices and
+    on more, is the only one that is searched if it fits.
     """
     if model_name == YEAR:
-        return _year(study, candidate, backend, store or FigureStore())
+        return _year(study, candidate, framework, store or FigureStore())
     model = resolve_model(model_name)
-    ways = list(_ways(study, model, candidate, backend or study.work.backend))
+    ways = list(_ways(study, model, candidate, framework or study.work.framework))
     likely_ways = [way for way in ways if way[0] == likely]
     among = _Among(study=study, model=model, store=store or FigureStore())
     best = among.fastest(candidate, likely_ways) or among.fastest(candidate, ways)
@@ -146,7 +147,7 @@ def plan_candidate(
     return best or Planned(reason=among.reason(candidate, ways))
 
 
-def _year(study: Study, candidate: Candidate, backend: str | None, store: FigureStore) -> Planned:
+def _year(study: Study, candidate: Candidate, framework: str | None, store: FigureStore) -> Planned:
     """Return a year of jobs as one step: the seconds that all of them train."""
     runs = []
     for job in study.jobs:
@@ -155,7 +156,7 @@ def _year(study: Study, candidate: Candidate, backend: str | None, store: Figure
         work = study.work.model_copy(update=update)
         tuned = replace(candidate, tuning=job.tuning)
         job_study = study.model_copy(update={"work": work})
-        run_plan = plan_candidate(job_study, job.model, tuned, backend, None, store)
+        run_plan = plan_candidate(job_study, job.model, tuned, framework, None, store)
         if run_plan.prediction is None:
             return Planned(reason=f"{job.name}: {run_plan.reason}")
         runs.append((job, run_plan))
@@ -196,7 +197,7 @@ def year_of(runs: Sequence[tuple[StudyJob, Planned]]) -> Planned:
         longest,
         prediction=year,
         optimal=all(run_plan.optimal for _, run_plan in runs),
-        stack="+".join(dict.fromkeys(run_plan.stack for _, run_plan in runs)),
+        framework="+".join(dict.fromkeys(run_plan.framework for _, run_plan in runs)),
         parameters=max(run_plan.parameters for _, run_plan in runs),
         runs=tuple(runs),
     )
@@ -208,7 +209,7 @@ def _steps_a_year(job: StudyJob, plan: Planned) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Among:
-    """Stacks that are searched for one model of a study."""
+    """Frameworks that are searched for one model of a study."""
 
     study: Study
     model: ModelGraph
@@ -220,12 +221,12 @@ class _Among:
         ways: Sequence[tuple[str, Precision | None]],
         below_s: float = ANY_S,
     ) -> Planned | None:
-        """Return the fastest plan of any stack that takes less than `below_s`."""
+        """Return the fastest plan of any framework that takes less than `below_s`."""
         best: Planned | None = None
-        for stack, precision in ways:
+        for framework, precision in ways:
             below_s = below_s if best is None else best.step_s
             try:
-                request = request_of(self.study, self.model, candidate, stack, precision)
+                request = request_of(self.study, self.model, candidate, framework, precision)
                 answer = self._best(request, candidate, below_s)
             except (NoPlanFits, DocumentError):
                 continue
@@ -235,23 +236,23 @@ class _Among:
                     prediction=answer.prediction,
                     plan=answer.plan,
                     optimal=answer.certificate.optimal,
-                    stack=answer.plan.backend,
+                    framework=answer.plan.framework,
                     parameters=self.model.parameters,
                 )
         return best
 
     def reason(self, candidate: Candidate, ways: Sequence[tuple[str, Precision | None]]) -> str:
-        """Say why nothing fits: by the last stack, of the smallest space, that names a miss."""
+        """Say why nothing fits: by the last framework, of the smallest space, that names a miss."""
         refused = ""
-        for stack, precision in reversed(ways):
+        for framework, precision in reversed(ways):
             try:
-                request = request_of(self.study, self.model, candidate, stack, precision)
+                request = request_of(self.study, self.model, candidate, framework, precision)
                 if candidate.tuning in ("lora", "qlora"):
                     fastest_fine_tuner(request, quantised=candidate.tuning == "qlora")
                 else:
                     search(request, store=self.store)
             except NoPlanFits as error:
-                return str(error) if len(ways) == 1 else f"{stack}: {error}"
+                return str(error) if len(ways) == 1 else f"{framework}: {error}"
             except DocumentError as error:
                 refused = str(error)
         return refused or "nothing trains it there"
@@ -290,10 +291,10 @@ def request_of(
     study: Study,
     model: ModelGraph,
     candidate: Candidate,
-    stack: str,
+    framework: str,
     precision: Precision | None = None,
 ) -> Request:
-    """Return what a study asks of one candidate under one stack."""
+    """Return what a study asks of one candidate under one framework."""
     return Request.create(
         model,
         candidate.limited_cluster,
@@ -301,42 +302,42 @@ def request_of(
         global_batch=study.work.global_batch,
         precision=precision,
         pins=read_pins(candidate.fix, candidate.allow),
-        stack=stack,
+        framework=framework,
         called=candidate.name,
     )
 
 
 def _ways(
-    study: Study, model: ModelGraph, candidate: Candidate, backend: str
+    study: Study, model: ModelGraph, candidate: Candidate, framework: str
 ) -> Iterator[tuple[str, Precision | None]]:
-    """Yield stacks with the precisions that are tried under them."""
+    """Yield frameworks with the precisions that are tried under them."""
     groups = candidate.cluster.groups
-    stacks: tuple[str, ...] = (backend,)
+    frameworks: tuple[str, ...] = (framework,)
     if candidate.tuning in ("lora", "qlora"):
-        stacks = (NATIVE,)  # the fine-tuners are searched in its place
-    elif backend == PUBLIC:
+        frameworks = (NATIVE,)  # the fine-tuners are searched in its place
+    elif framework == PUBLIC:
         routed = model.architecture is not None and model.architecture.experts is not None
         kind = groups[0].accelerator.kind
-        stacks = public_stacks(kind, routed=routed) if len(groups) == 1 else (NATIVE,)
+        frameworks = public_frameworks(kind, routed=routed) if len(groups) == 1 else (NATIVE,)
     precision = study.work.precision
-    for stack in stacks:
+    for name in frameworks:
         if precision == "auto":
-            yield stack, None
-            yield from ((stack, bits) for bits in EIGHT_BITS if _supports(groups, bits))
+            yield name, None
+            yield from ((name, bits) for bits in EIGHT_BITS if _supports(groups, bits))
         else:
-            yield stack, precision
+            yield name, precision
 
 
 def _supports(groups: Sequence[DeviceGroup], precision: str) -> bool:
     return all(precision in group.accelerator.peak_flops for group in groups)
 
 
-def public_stacks(kind: AcceleratorKind, *, routed: bool = False) -> tuple[str, ...]:
-    """Return the public stacks that are priced on devices of a kind, the usual first.
+def public_frameworks(kind: AcceleratorKind, *, routed: bool = False) -> tuple[str, ...]:
+    """Return the public frameworks that are priced on devices of a kind, the usual first.
 
     Those of `routed` models have the options of their recipes for experts.
 
-    >>> public_stacks("cuda")[0]
+    >>> public_frameworks("cuda")[0]
     'megatron'
     """
     match kind:

@@ -36,7 +36,7 @@ ADVICE: dict[Cause, str] = {
     "crash": "Look at the kernel's log of the node for oom-kill and Xid.",
     "device": "Have the device replaced.",
     "node": "Have the node looked at; the same command on it makes it a spare.",
-    "hang": "If it comes again on this rank, its node is bad; else look at its stack.",
+    "hang": "If it comes again on this rank, its node is bad; else look at its framework.",
     "out_of_memory": "Plan with less memory per device; compare what was held with its prediction.",
     "not_a_number": "Lower the learning rate, or look at the data of the step.",
     "corruption": "Have the device of the rank replaced; its memory or arithmetic is damaged.",

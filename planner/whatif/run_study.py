@@ -149,7 +149,7 @@ def _in_process(what: Callable[[A, FigureStore], B], task: A) -> B:
 
 Progress = Callable[[int, int], None]
 SIZES_FIRST = 3
-"""Of many sizes of a cluster, this number is planned under every stack."""
+"""Of many sizes of a cluster, this number is planned under every framework."""
 NATIVE_TOO = 5
 """Of each model, this number of the first candidates are planned for our own runtime too."""
 
@@ -228,10 +228,10 @@ class _Task:
     study: Study
     model: str
     candidate: Candidate
-    backend: str | None = None
+    framework: str | None = None
     """Instead of the study's own."""
     likely: str | None = None
-    """The stack that is faster than others on fewer devices and on more."""
+    """The framework that is faster than others on fewer devices and on more."""
 
 
 def run(
@@ -299,9 +299,9 @@ def _natives(
 ) -> Iterator[tuple[int, CandidateOutcome]]:
     """Yield the first outcomes of each model with what our own runtime would take there.
 
-    None where the study names the stack that it asks of.
+    None where the study names the framework that it asks of.
     """
-    if tasks[0].study.work.backend != PUBLIC or tasks[0].study.jobs:
+    if tasks[0].study.work.framework != PUBLIC or tasks[0].study.jobs:
         return
     places = {(done[at].model, done[at].candidate): at for at in done}
     wanted: dict[tuple[str, ...], list[int]] = {}
@@ -309,13 +309,13 @@ def _natives(
         for rank in ranks[:NATIVE_TOO]:
             at = places[model, rank.outcome.candidate]
             task = tasks[at]
-            if rank.outcome.stack == NATIVE:
+            if rank.outcome.framework == NATIVE:
                 yield at, _with_native(done[at], done[at].step_s)
             elif task.candidate.tuning not in ("lora", "qlora"):
                 key = same_plan(task.study, model, task.candidate)
                 wanted.setdefault(key, []).append(at)
     groups = list(wanted.values())
-    native_tasks = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
+    native_tasks = [replace(tasks[group[0]], framework=NATIVE) for group in groups]
     for group, plan in workers.results_of(_plan, native_tasks):
         if plan.prediction is not None:
             step = exact(plan.prediction.step_time_s)
@@ -470,7 +470,7 @@ def _evaluate_tasks(
 def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple[int, Planned]]:
     """Yield plans; where sizes alone differ, the least, a middle and the most are planned first.
 
-    Between two sizes on which the same stack is fastest, only that one is searched.
+    Between two sizes on which the same framework is fastest, only that one is searched.
     """
     rows = [row for row in _rows_of_sizes(tasks) if len(row) > SIZES_FIRST + 1]
     ends = {at for row in rows for at in (row[0], row[len(row) // 2], row[-1])}
@@ -488,14 +488,14 @@ def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple
                 above = min((k for k in row[row.index(at) :] if k in ends), key=row.index)
                 rest.append((at, _between(plans[below], plans[above])))
     rest.sort()
-    task_variants = [replace(tasks[at], likely=stack) for at, stack in rest]
+    task_variants = [replace(tasks[at], likely=framework) for at, framework in rest]
     for place, planned_run in workers.results_of(_plan, task_variants):
         yield order[place], planned_run
 
 
 def _between(fewer: Planned, more: Planned) -> str | None:
-    """Return the stack that wins on fewer and on more devices, or on more where none fits fewer."""
-    return more.stack if fewer.stack in ("", more.stack) and more.stack else None
+    """Return the framework that wins on fewer and on more devices, or on more where none fits fewer."""
+    return more.framework if fewer.framework in ("", more.framework) and more.framework else None
 
 
 def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
@@ -503,7 +503,7 @@ def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
     rows: dict[tuple[object, ...], list[int]] = {}
     for index, task in enumerate(tasks):
         candidate = task.candidate
-        if task.backend is not None or len(candidate.cluster.groups) > 1:
+        if task.framework is not None or len(candidate.cluster.groups) > 1:
             continue
         group = candidate.limited_cluster.groups[0]
         accelerator, per_node = group.accelerator.model_dump_json(), group.devices_per_node
@@ -514,7 +514,9 @@ def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
 
 
 def _plan(task: _Task, store: FigureStore) -> Planned:
-    return plan_candidate(task.study, task.model, task.candidate, task.backend, task.likely, store)
+    return plan_candidate(
+        task.study, task.model, task.candidate, task.framework, task.likely, store
+    )
 
 
 def result_json(result: Result) -> dict[str, Any]:

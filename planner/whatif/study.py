@@ -86,7 +86,7 @@ Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
 YEAR = "a year of jobs"
 PUBLIC = "public"
-"""As a backend: the public stack that is fastest there."""
+"""As a framework: the public one that is fastest there."""
 
 
 class Work(Part):
@@ -98,10 +98,10 @@ class Work(Part):
     """Sequences; as `plan` has it where it is not given: about 4 million tokens."""
     precision: Precision | Literal["auto"] | None = None
     """What each cluster has units for, bf16 or fp16, where it is not given; auto tries fewer bits
-    where device and stack have them."""
+    where device and framework have them."""
     tuning: Tuning = "pretrain"
-    backend: Text = PUBLIC
-    """The stack that trains, where the whole model is: a name, or the fastest public one."""
+    framework: Text = PUBLIC
+    """The framework that trains, where the whole model is: a name, or the fastest public one."""
 
 
 class Goal(Part):

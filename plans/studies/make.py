@@ -60,7 +60,7 @@ def page_of(sections: dict[str, str]) -> str:
         f"Written on {today} by `python plans/studies/make.py`; each is one command, "
         "`meshwright whatif plans/studies/NAME.yaml`, and `--html` makes a page of it. Prices are "
         "as old as they say and only of offers that can make the cluster. Each candidate is priced "
-        "with the fastest public stack there, and the first ones with our own runtime too; "
+        "with the fastest public framework there, and the first ones with our own runtime too; "
         "adapters are those of public fine-tuners. The paragraph after each answer is a reader's."
         "\n\n" + "\n".join(sections[name] for name in sorted(sections))
     )

@@ -55,7 +55,7 @@ class Place:
     mesh: DeviceMesh | None
     sharded: bool = False
     """Whether ZeRO divides anything."""
-    reshard: int | None = None
+    reshard_after_forward: int | None = None
     """The plan's own: ranks that have all parameters together between passes."""
 
     def along(self, axis: Axis) -> int:
@@ -156,7 +156,7 @@ class Place:
 
         FSDP would make such groups anew for each module.
         """
-        ranks, mesh = self.reshard, self.mesh
+        ranks, mesh = self.reshard_after_forward, self.mesh
         if mesh is None or ranks is None or ranks == 1:
             return None
         names = ("apart", "near")
@@ -285,12 +285,17 @@ def place_of(plan: Plan, device: torch.device) -> Place:
         lambda: init_device_mesh(device.type, sizes, mesh_dim_names=outermost_first),
     )
     sharded = plan.zero > 0 and degrees.data_shard * degrees.context > 1
-    place = Place(degrees=degrees, mesh=mesh, sharded=sharded, reshard=plan.reshard)
+    place = Place(
+        degrees=degrees,
+        mesh=mesh,
+        sharded=sharded,
+        reshard_after_forward=plan.reshard_after_forward,
+    )
     _ = place.data  # by all ranks together, as what experts have
     if degrees.expert > 1:
         _ = place.expert_data  # by all ranks together, also those whose stage has no experts
-        if plan.relay is not None:
-            place.relays(plan.relay)
+        if plan.hierarchical_all_to_all is not None:
+            place.relays(plan.hierarchical_all_to_all)
     return place
 
 

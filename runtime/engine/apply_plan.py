@@ -254,7 +254,7 @@ def transformed(staged: Staged) -> Staged:
         (spreads or staged.routes, _experts),  # before tensor, which leaves alone what they hold
         (spreads or plan.mesh.tensor > 1, _tensor),
         (plan.loss is not None, _loss),  # over the divided vocabulary
-        (plan.weight_wire == "fp8", _narrow_weights),
+        (plan.weight_gather_dtype == "fp8", _narrow_weights),
     ):
         if asked:
             technique(staged)
@@ -327,8 +327,8 @@ def _experts(staged: Staged) -> None:
     mix: Callable[..., Tensor] = experts.mixed
     if plan.dispatch == "allgather":
         mix = gathered_experts.mixed
-    elif plan.relay is not None:
-        across, inside = place.relays(plan.relay)
+    elif plan.hierarchical_all_to_all is not None:
+        across, inside = place.relays(plan.hierarchical_all_to_all)
         mix = functools.partial(relayed_experts.mixed, across=across, inside=inside)
     for name in staged.module.called_units:
         for path, module in experts.modules_of(staged.module.part(name)).items():

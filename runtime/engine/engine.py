@@ -309,13 +309,13 @@ class Engine:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
             return None
         group = self._place.data.replicating.get_group()
-        match self.plan.gradient_wire:
+        match self.plan.gradient_compression:
             case "powersgd":
                 return PowerSGD(group)
             case "full" | "bf16" | "fp16":
                 return Mean(group)
             case _:
-                assert_never(self.plan.gradient_wire)
+                assert_never(self.plan.gradient_compression)
 
     # --- where this rank stands -------------------------------------------------------------
 

@@ -27,10 +27,10 @@ def supported(plan: Plan, model: ModelGraph) -> str | None:
 
 def foreign(plan: Plan) -> str | None:
     """Return why a plan for another framework is not executed here, and what does; None if ours."""
-    if plan.backend == "native":
+    if plan.framework == "native":
         return None
     return (
-        f"backend: is {plan.backend}, and this runtime executes native plans; write its "
+        f"framework: is {plan.framework}, and this runtime executes native plans; write its "
         "configuration with 'meshwright export' and start it there"
     )
 

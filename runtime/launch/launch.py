@@ -66,7 +66,7 @@ def launch(asked: Launch) -> RunReport | None:
 
     A run resumed at step 30 with steps=50 does 20 more.  Without data, Python's own sources are the
     text; without a tokenizer, that of the model's folder or else bytes.
-    Nodes other than the one with rank 0 return nothing.  With `survive` RanksHang names a rank that
+    Nodes other than the one with rank 0 return nothing.  With `elastic` RanksHang names a rank that
     hangs.
     """
     started_unix_s, started_s = time.time(), time.monotonic()
@@ -111,7 +111,7 @@ def launch(asked: Launch) -> RunReport | None:
         try:
             orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
             if asked.expect is not None and ready.ranks.leads:
-                _expect(ready, asked.expect, say, told=asked.survive)
+                _expect(ready, asked.expect, say, told=asked.elastic)
             if asked.before is not None:
                 happened(ready, asked.before)
             happened(ready, _attempt(ready, orders))
@@ -155,8 +155,8 @@ def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
         return
     for warning in ready.warnings:
         say.print(f"warning: {warning}")
-    survives = asked.survive and not asked.dry_run
-    if survives and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
+    elastic = asked.elastic and not asked.dry_run
+    if elastic and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
         say.print(
             "warning: no two ranks hold the same parameters, so flipped bits in them are not "
             "found; data_replicate of 2 and more compares them"
@@ -218,7 +218,7 @@ def _supervise(
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     shown = looks.shown
     with contextlib.ExitStack() as held:
-        if asked.survive:
+        if asked.elastic:
             seen = looks.seen = held.enter_context(beacons(len(ready.ranks.devices)))
             shared[BEACONS] = str(seen.file)
             devices, start_s = ready.ranks.devices, ready.plan.timeout_s

@@ -44,7 +44,7 @@ class Launch:
     saves: SaveFigures | None = None
     """From these the steps between checkpoints are computed again, as saves are measured."""
 
-    survive: bool = False
+    elastic: bool = False
     """Ranks tell where they are; one that hangs ends the run, and slower ones are named."""
     agent: NodeAgent | None = None
     """Says whether other nodes live; by its epochs no other launch is in our folders."""

@@ -69,7 +69,7 @@ class Looks:
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
-        tells = asked.survive and ready.ranks.leads
+        tells = asked.elastic and ready.ranks.leads
         self._events = run.AddedLines(run.events_file(ready.output)) if tells else None
 
     @property

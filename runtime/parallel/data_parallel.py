@@ -77,7 +77,7 @@ def over_data(
             param_dtype=_HALVES[plan.precision], reduce_dtype=torch.float32
         )
     others = {*besides, *(_of_no_replica(module) if plan.mesh.expert > 1 else ())}
-    plain = plan.offload != "parameters" and plan.gradient_wire == "full"
+    plain = plan.offload != "parameters" and plan.gradient_compression == "full"
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)
         return
@@ -91,16 +91,16 @@ def over_data(
     with staying_near(ranks.near):
         fully_shard(
             module,
-            mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
+            mesh=ranks.division if plan.gradient_compression == "full" else ranks.sharding,
             mp_policy=policy,
             reshard_after_forward=_reshards(plan, ranks, root=root),
             shard_placement_fn=_divided_dims(module, ranks.sharding.size()).get,
             offload_policy=offload,
             ignored_params=others,
         )
-    if plan.gradient_wire in ("bf16", "fp16"):
+    if plan.gradient_compression in ("bf16", "fp16"):
         assert isinstance(module, FSDPModule)
-        narrow(module, plan.gradient_wire, ranks.replicating.get_group())
+        narrow(module, plan.gradient_compression, ranks.replicating.get_group())
     if plan.offload == "parameters":
         for parameter in (one for one in module.parameters() if one not in others):
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
@@ -119,13 +119,13 @@ def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
         return False
     if root:  # its own parameters are needed again at once; None lets FSDP keep them
         return None
-    match plan.reshard:
+    match plan.reshard_after_forward:
         case None:
             return True
         case 1:
             return False
         case _:
-            return plan.reshard
+            return plan.reshard_after_forward
 
 
 def prefetch(layers: Sequence[nn.Module], depth: int) -> None:
@@ -165,7 +165,7 @@ def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:
 def reduces_in_step(plan: Plan) -> bool:
     """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
     stale = schedule_of(plan.schedule).stale and plan.mesh.pipeline > 1
-    return stale or plan.gradient_wire == "powersgd"
+    return stale or plan.gradient_compression == "powersgd"
 
 
 def reduces_apart(plan: Plan, place: Place) -> bool:
@@ -173,7 +173,7 @@ def reduces_apart(plan: Plan, place: Place) -> bool:
 
     FSDP would hold a second copy of the parameters, and does what else there is to do.
     """
-    plain = plan.precision in ("fp32", "tf32") and plan.gradient_wire == "full"
+    plain = plan.precision in ("fp32", "tf32") and plan.gradient_compression == "full"
     plain = plain and plan.offload != "parameters" and not reduces_in_step(plan)
     return plain and not place.sharded and place.replicas > 1
 

@@ -1,11 +1,11 @@
-"""Experts on ranks of several nodes, to each of which a token is sent once: `relay`.
+"""Experts on ranks of several nodes, to each of which a token is sent once: `hierarchical_all_to_all`.
 
-An expert group of n ranks is cut into neighbours, `relay` of them each, which lie on one node.  A
-token goes to every node that has some of its experts, to the rank there that stands where its own
-does, and from there to every rank that has some of them.  On the way back a rank adds up what its
-experts made of a token, weighed, and the one that handed the token on adds up what came of it, so
-that one row for each node goes back.  Of a token with c experts on D nodes the slow links carry D
-copies for c, and D sums for c outputs.  No token is dropped.
+An expert group of n ranks is cut into neighbours, `hierarchical_all_to_all` of them each, which lie
+on one node.  A token goes to every node that has some of its experts, to the rank there that stands
+where its own does, and from there to every rank that has some of them.  On the way back a rank adds
+up what its experts made of a token, weighed, and the one that handed the token on adds up what came
+of it, so that one row for each node goes back.  Of a token with c experts on D nodes the slow links
+carry D copies for c, and D sums for c outputs.  No token is dropped.
 
 Where tokens go is sent ahead of them, so that the host knows how many will be handed on while the
 first are on the way: with what the experts that all tokens share compute, it waits for no tokens.

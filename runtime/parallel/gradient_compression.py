@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.planner.documents.plan import GradientWire
+from meshwright.planner.documents.plan import GradientCompression
 from meshwright.runtime.core.torch_internals import ReduceScatter, reduce_scatter
 from meshwright.runtime.models.initialize import seed_of
 
@@ -33,7 +33,7 @@ LEAST_SAVING = 2
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def narrow(module: FSDPModule, wire: GradientWire, replicas: dist.ProcessGroup) -> None:
+def narrow(module: FSDPModule, wire: GradientCompression, replicas: dist.ProcessGroup) -> None:
     """Let FSDP reduce a module's gradients in 16 bits: over its shards, then over `replicas`.
 
     The module is sharded along one axis, since FSDP's own sum over replicas cannot be changed.

@@ -33,7 +33,7 @@ last ones."""
 
 COPY_OVER_CALLS = 1.7
 """CPU seconds of a copy over those of its calls: the work behind it finds caches and pages changed
-(`benchmarks/survive_cost.py` measured 1.63, 1.67 and 1.82)."""
+(`benchmarks/elastic_cost.py` measured 1.63, 1.67 and 1.82)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

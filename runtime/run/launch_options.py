@@ -67,9 +67,9 @@ class LaunchRun(Part):
         default=None, description="Send figures to this OTLP endpoint (http://...)"
     )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
-    grow_after: Amount = Field(
+    scale_up_after: Amount = Field(
         default=1800.0,
-        description="With --survive: seconds until a run that lost nodes grows again",
+        description="With --elastic: seconds until a run that lost nodes grows again",
     )
 
     @model_validator(mode="after")

@@ -50,13 +50,13 @@ def in_chunks(head: nn.Module, how: ChunkedLoss, group: dist.ProcessGroup | None
     if not isinstance(head, Head):
         raise LaunchError(
             "loss: is in chunks, and the model's last layer is no output projection; "
-            "plan with --fix loss=plain"
+            "plan with --fix loss=full"
         )
     output = head.output
     if lora.is_adapted(output):
         raise LaunchError(
             "loss: is in chunks, and the output projection has an adapter; "
-            "plan with --fix loss=plain, or leave the projection out of training.lora.targets"
+            "plan with --fix loss=full, or leave the projection out of training.lora.targets"
         )
 
     def forward(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights that ranks divide under ZeRO-3, gathered in 8 bits: `weight_wire: fp8`.
+"""Weights that ranks divide under ZeRO-3, gathered in 8 bits: `weight_gather_dtype: fp8`.
 
 Each rank rounds its shard of a Linear's weight with the scale of the whole, and FSDP gathers the
 result, through the two methods that it asks a parameter for (`fsdp_pre_all_gather` and
@@ -39,7 +39,7 @@ class NarrowWeights:
         """The group divides them."""
         if not hasattr(Tensor, "grad_dtype"):
             raise LaunchError(
-                f"weight_wire: is fp8, and torch {torch.__version__} has no gradients of another "
+                f"weight_gather_dtype: is fp8, and torch {torch.__version__} has no gradients of another "
                 "type than their parameter's (Tensor.grad_dtype); use full"
             )
         self._group = group

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.public_facts import ratios_text, trainings_text
-from benchmarks.whole_trainings import Outcome, model_flops, outcome, stack_words
+from benchmarks.whole_trainings import Outcome, framework_words, model_flops, outcome
 from meshwright.planner.catalog.expressions import resolve_model
 
 ROW = {
@@ -55,14 +55,14 @@ def test_megatron_counts_half_of_attention() -> None:
     assert model_flops(model, 8192, 1, causal=False) / 8192 > 1.06 * causal
 
 
-def test_stacks_of_their_day() -> None:
-    """A name, a source or a layout tells the stack; a column does so before them."""
-    assert stack_words(ROW)[0] == "torchtitan"
+def test_frameworks_of_their_day() -> None:
+    """A name, a source or a layout tells the framework; a column does so before them."""
+    assert framework_words(ROW)[0] == "torchtitan"
     old = {"name": "gpt3-zero3", "source": "Narayanan et al. (SC21)", "layout": "zero=3"}
-    assert stack_words(old)[0].startswith("deepspeed")
-    assert stack_words({**old, "name": "gpt3-ptdp"})[0] == "megatron"
-    assert stack_words({**old, "framework": "nanotron"})[0] == "nanotron"
-    assert stack_words({"name": "x", "source": "a paper", "layout": ""})[0] == ""
+    assert framework_words(old)[0].startswith("deepspeed")
+    assert framework_words({**old, "name": "gpt3-ptdp"})[0] == "megatron"
+    assert framework_words({**old, "framework": "nanotron"})[0] == "nanotron"
+    assert framework_words({"name": "x", "source": "a paper", "layout": ""})[0] == ""
 
 
 def test_what_is_told_is_kept_and_what_is_open_is_tuned(held: Outcome) -> None:

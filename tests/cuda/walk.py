@@ -46,7 +46,7 @@ FIGURES = {
     "ffn_size": 96,
     "layers": 2,
 }
-CHOICES = ("loss", "compile", "prefetch", "reshard", "tensor_overlap")
+CHOICES = ("loss", "compile", "prefetch", "reshard_after_forward", "tensor_overlap")
 Path = Callable[[], None]
 
 
@@ -228,13 +228,17 @@ PATHS: dict[str, Path] = {
     "zero 1": stepped(data_shard=2, zero=1, recompute="selective"),
     "zero 3": stepped(data_shard=4, zero=3, precision="bf16", recompute="full", steps=2),
     "zero 3, two ahead": stepped(data_shard=4, zero=3, precision="bf16", prefetch=2, steps=2),
-    "zero 3, within groups": stepped(data_shard=4, zero=3, precision="bf16", reshard=2),
-    "zero 3, kept": stepped(data_shard=4, zero=3, precision="bf16", reshard=1, prefetch=1),
+    "zero 3, within groups": stepped(
+        data_shard=4, zero=3, precision="bf16", reshard_after_forward=2
+    ),
+    "zero 3, kept": stepped(
+        data_shard=4, zero=3, precision="bf16", reshard_after_forward=1, prefetch=1
+    ),
     "replicas": stepped(data_replicate=2),
     "narrow gradients": stepped(
-        data_replicate=2, data_shard=2, zero=2, gradient_wire="bf16", steps=2
+        data_replicate=2, data_shard=2, zero=2, gradient_compression="bf16", steps=2
     ),
-    "powersgd": stepped(data_replicate=2, gradient_wire="powersgd", steps=2),
+    "powersgd": stepped(data_replicate=2, gradient_compression="powersgd", steps=2),
     "tensor": stepped(tensor=2),
     "loss in chunks": stepped(tensor=2, loss=ChunkedLoss(rows=100)),
     "loss in chunks, last stage": stepped(1, pipeline=2, loss=ChunkedLoss(rows=100)),
@@ -272,9 +276,11 @@ PATHS: dict[str, Path] = {
         expert=4,
         zero=1,
         precision="bf16",
-        relay=2,
+        hierarchical_all_to_all=2,
     ),
-    "8-bit weights": stepped(data_shard=2, zero=3, precision="fp8", weight_wire="fp8", steps=2),
+    "8-bit weights": stepped(
+        data_shard=2, zero=3, precision="fp8", weight_gather_dtype="fp8", steps=2
+    ),
     "first stage": stepped(pipeline=2, precision="bf16"),
     "last stage": stepped(1, pipeline=2),
     "zero bubble": stepped(1, pipeline=2, schedule="zbv", virtual_stages=2, steps=2),

@@ -29,7 +29,7 @@ EIGHT = "--cluster 8xh100-sxm-80gb"
 COMMANDS: dict[str, str] = {
     "plan": f"plan llama-3.1-8b {EIGHT} --global-batch 128 -o plan.yaml",
     "plan-torchtitan": (
-        f"plan llama-3.1-8b {EIGHT} --backend torchtitan --seq-len 8192 --global-batch 64 "
+        f"plan llama-3.1-8b {EIGHT} --framework torchtitan --seq-len 8192 --global-batch 64 "
         "-o titan.yaml"
     ),
     "plan-does-not-fit": "plan llama-3.1-8b --cluster rtx-4090",

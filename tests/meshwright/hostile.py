@@ -205,7 +205,7 @@ def _study() -> Any:
     return {
         "name": "s",
         "models": ["gpt2"],
-        "work": {"seq_len": 1024, "global_batch": 64, "tuning": "pretrain", "backend": "deepspeed"},
+        "work": {"seq_len": 1024, "global_batch": 64, "tuning": "pretrain", "framework": "deepspeed"},
         "goal": {"tokens": 1e9, "deadline_days": 30.0, "budget_usd": 1e6, "by": "cost"},
         "offers": [
             {"cluster": "{n}x8xh100-sxm-80gb", "n": [1, 2], "change": {"memory": 1.5}},
@@ -306,7 +306,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "tune": (
         ("@model", "--cluster", "@cluster", "--dry-run"),
         ("plan.yaml", "--cluster", "local:2", "--dry-run"),
-        ("@model", "--cluster", "local:4", "--on", "@cluster", "--dry-run"),
+        ("@model", "--cluster", "local:4", "--trial-cluster", "@cluster", "--dry-run"),
     ),
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
     "show": (("plan.yaml",), ("large.yaml",)),
@@ -549,7 +549,7 @@ def _word(rng: random.Random, name: str) -> str:
         "job": lambda: f"{rng.choice(JOBS)}={rng.choice((number, junk))}",
         "require": lambda: rng.choice(REQUIRED),
         "allow": lambda: rng.choice(("offload", "stale", "compress", "stale,compress", junk)),
-        "backend": lambda: rng.choice(
+        "framework": lambda: rng.choice(
             ("native", "megatron", "torchtitan", "nanotron", "fsdp", junk)
         ),
         "profile": lambda: rng.choice(("profile.yaml", "a=profile.yaml,b=profile.yaml", *files)),

@@ -20,7 +20,7 @@ from meshwright.api.defaults import Defaults
 from meshwright.launch import watch as watching
 from meshwright.planner import catalog
 from meshwright.planner.documents import document
-from meshwright.planner.documents.stack import Stack
+from meshwright.planner.documents.framework import Framework
 from meshwright.planner.errors import MeshwrightError
 from meshwright.planner.report.run_page import page
 from meshwright.runtime.checkpoint import checkpoint, tensor_index
@@ -35,8 +35,8 @@ from meshwright.runtime.run import run_folder as run
 TOKENS = np.arange(8, dtype=np.uint16).tobytes()
 
 
-def _stack() -> Any:
-    path = Path(catalog.__file__).parent / "stacks" / "native.yaml"
+def _framework() -> Any:
+    path = Path(catalog.__file__).parent / "frameworks" / "native.yaml"
     return {"format": 1, **yaml.safe_load(path.read_text())}
 
 
@@ -168,7 +168,7 @@ def _own_state() -> bytes:
 PENDING = ".step-000003.run"
 """A checkpoint whose ranks died before it counted."""
 BASES: dict[str, Callable[[], Any]] = {
-    "stack.yaml": _stack,
+    "framework.yaml": _framework,
     "meta.json": _progress,
     "tensors.json": _index,
     "ranks/rank-00000.failure.json": _failure,
@@ -249,7 +249,7 @@ def _rows() -> object:
 
 
 READERS: dict[str, Callable[[], object]] = {
-    "stack.yaml": lambda: document.read(Stack, "stack.yaml"),
+    "framework.yaml": lambda: document.read(Framework, "framework.yaml"),
     "meta.json": lambda: (checkpoint.problem(Path()), checkpoint.progress(Path())),
     "tensors.json": _index,
     "ranks/rank-00000.failure.json": lambda: run.read_failures(Path(), 1),

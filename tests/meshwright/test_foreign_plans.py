@@ -1,4 +1,4 @@
-"""A plan says which stack trains it: that stack prices it, and our runtime leaves it alone."""
+"""A plan says which framework trains it, is priced as that trains, and our runtime leaves it alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.planner.documents.plan import Plan
 PLAN = Path(__file__).parents[2] / "plans" / "llama-3.1-8b-on-8xh100" / "plan.yaml"
 
 
-def plan_of(backend: str, folder: Path) -> str:
-    path = folder / f"{backend}.yaml"
+def plan_of(framework: str, folder: Path) -> str:
+    path = folder / f"{framework}.yaml"
     wanted = document.read(Plan, PLAN)
-    document.write(wanted.model_copy(update={"backend": backend}), path)
+    document.write(wanted.model_copy(update={"framework": framework}), path)
     return str(path)
 
 
-def test_a_plan_is_priced_by_its_own_stack(tmp_path: Path) -> None:
+def test_a_plan_is_priced_by_its_own_framework(tmp_path: Path) -> None:
     ours = commands.predict(str(PLAN))
     theirs = commands.predict(plan_of("megatron", tmp_path))
 
@@ -37,16 +37,16 @@ def test_a_plan_for_another_framework_is_not_launched(
     assert main(["launch", plan_of("torchtitan", tmp_path), *options, "--dry-run"]) == 1
 
     said = " ".join(capsys.readouterr().err.split())
-    assert "backend: is torchtitan" in said
+    assert "framework: is torchtitan" in said
     assert "meshwright export" in said
 
 
 @pytest.mark.parametrize("command", ["predict", "show", "launch"])
-def test_a_plan_for_a_stack_that_nobody_knows_is_refused(
+def test_a_plan_for_a_framework_that_nobody_knows_is_refused(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, plan_of("megatrom", tmp_path)]) == 1
 
-    assert "backend: is 'megatrom'; did you mean 'megatron'" in " ".join(
+    assert "framework: is 'megatrom'; did you mean 'megatron'" in " ".join(
         capsys.readouterr().err.split()
     )

@@ -153,8 +153,8 @@ CASES = {
         call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1"),
         "global batch",
     ),
-    "a batch that no backend's layout divides": (
-        call("plan", "gpt2", *H100, "--global-batch", "11", "--backend", "fsdp"),
+    "a batch that no framework's layout divides": (
+        call("plan", "gpt2", *H100, "--global-batch", "11", "--framework", "fsdp"),
         "ask for a global batch that the devices divide, such as 8 or 16, or fix less",
     ),
     "no tokens in a sample": (

@@ -1,4 +1,4 @@
-"""Installed packages add stacks, accelerators, exporters and loggers, and take no other's place."""
+"""Installed packages add frameworks, accelerators, exporters and loggers, and take no other's place."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from meshwright.planner.documents import plugins
-from meshwright.planner.documents.stack import Stack, stack_of
+from meshwright.planner.documents.framework import Framework, framework_of
 from meshwright.planner.errors import DocumentError
 from tests.limits import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "plugin"
-STACK = "format: 1\nname: {}\nextends: base\nsummary: 's'\n"
+FRAMEWORK = "format: 1\nname: {}\nextends: base\nsummary: 's'\n"
 BASE: dict[str, Any] = {"format": 1, "name": "base", "summary": "s"}
 
 Installing = Callable[..., None]
@@ -44,7 +44,7 @@ def test_the_example_plans_exports_and_logs(tmp_path: Path) -> None:
         "def run(words):\n"
         "    assert main(words.split()) == 0, words\n"
         "run('catalog --plugins')\n"
-        "run('plan llama-3.1-8b --cluster 8xexample-one --backend example-trainer -o p.yaml')\n"
+        "run('plan llama-3.1-8b --cluster 8xexample-one --framework example-trainer -o p.yaml')\n"
         "run('export p.yaml -o trainer.yaml')\n"
         f"run('launch {plan} --dry-run --logger table')\n"
         f"assert main('launch {plan} --dry-run --logger tabel'.split()) == 1\n"
@@ -83,11 +83,11 @@ def test_what_the_example_logs_is_a_line_a_step(
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installing]:
-    """Return what installs a package of one stack: its entry point's name, and its module."""
+    """Return what installs a package of one framework: its entry point's name, and its module."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def installed(package: str, name: str, module: str) -> None:
-        put(tmp_path, package, {"meshwright.stacks": {name: f"{package}:STACK"}})
+        put(tmp_path, package, {"meshwright.frameworks": {name: f"{package}:FRAMEWORK"}})
         (tmp_path / f"{package}.py").write_text(module)
         plugins.plugins.cache_clear()
 
@@ -95,10 +95,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     plugins.plugins.cache_clear()
 
 
-def stacks_with_plugins() -> dict[str, Stack]:
-    own = {"base": Stack.of(BASE | {"aliases": ["basis"]})}
+def frameworks_with_plugins() -> dict[str, Framework]:
+    own = {"base": Framework.of(BASE | {"aliases": ["basis"]})}
     return plugins.installed_entries(
-        "stacks", own, lambda name, data: stack_of(data, {"base": BASE})
+        "frameworks", own, lambda name, data: framework_of(data, {"base": BASE})
     )
 
 
@@ -107,26 +107,26 @@ def module_of(text: str) -> str:
         "class File:\n"
         "    def read_text(self, encoding):\n"
         f"        return {text!r}\n"
-        "STACK = File()\n"
+        "FRAMEWORK = File()\n"
     )
 
 
 @pytest.mark.parametrize(
     ("name", "module", "said"),
     [
-        ("base", module_of(STACK.format("base")), "there is 'base' already"),
+        ("base", module_of(FRAMEWORK.format("base")), "there is 'base' already"),
         (
             "mine",
-            module_of(STACK.format("mine") + "aliases: [Basis]\n"),
+            module_of(FRAMEWORK.format("mine") + "aliases: [Basis]\n"),
             "there is 'Basis' already",
         ),
         ("mine", "import no_such_module", "No module named 'no_such_module'"),
         ("mine", "raise SystemError('broken')", "SystemError: broken"),
-        ("mine", "STACK = 7", "is no file"),
+        ("mine", "FRAMEWORK = 7", "is no file"),
         ("mine", module_of("- 1"), "no mapping"),
         ("mine", module_of("format: ["), "cannot be used"),
         ("mine", module_of("format: 1\nname: !!python/name:os.system x\n"), "cannot be used"),
-        ("mine", module_of(STACK.format("mine") + "host: {step_s: -1}\n"), "host.step_s"),
+        ("mine", module_of(FRAMEWORK.format("mine") + "host: {step_s: -1}\n"), "host.step_s"),
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_named_with_its_package(
@@ -136,22 +136,22 @@ def test_a_plugin_that_cannot_be_used_is_named_with_its_package(
     monkeypatch.delitem(sys.modules, "broken_package", raising=False)
 
     with pytest.raises(DocumentError, match=r"of package broken_package 0\.1\.0") as caught:
-        stacks_with_plugins()
+        frameworks_with_plugins()
 
     assert said in str(caught.value)
     assert "MESHWRIGHT_PLUGINS=0" in str(caught.value)
     monkeypatch.setenv("MESHWRIGHT_PLUGINS", "0")
     plugins.plugins.cache_clear()
-    assert stacks_with_plugins() == {}
+    assert frameworks_with_plugins() == {}
 
 
 def test_two_packages_do_not_add_the_same_name(install: Installing) -> None:
-    install("one_package", "mine", module_of(STACK.format("mine")))
-    assert [*stacks_with_plugins()] == ["mine"]
-    install("other_package", "mine", module_of(STACK.format("mine")))
+    install("one_package", "mine", module_of(FRAMEWORK.format("mine")))
+    assert [*frameworks_with_plugins()] == ["mine"]
+    install("other_package", "mine", module_of(FRAMEWORK.format("mine")))
 
     with pytest.raises(DocumentError, match=r"(one|other)_package and (one|other)_package both"):
-        stacks_with_plugins()
+        frameworks_with_plugins()
 
 
 @pytest.mark.matrix
@@ -168,7 +168,7 @@ def test_the_example_installs_beside_a_wheel(tmp_path: Path) -> None:
         [*command, "catalog", "--plugins"], capture_output=True, text=True, check=True
     )
     planned = subprocess.run(
-        [*command, "plan", "gpt2", "--cluster", "8xexample-one", "--backend", "example-trainer"],
+        [*command, "plan", "gpt2", "--cluster", "8xexample-one", "--framework", "example-trainer"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""What a command recommends fits, or is said not to; and its backend runs it, or is said not to."""
+"""What a command recommends fits, or is said not to; and its framework runs it, or is said not to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from benchmarks.attack_plans import Drafts
 from meshwright.api import commands
 from meshwright.cli import app
-from meshwright.planner.calibration.tables.predictions import backend_plan
-from meshwright.planner.catalog import stacks
+from meshwright.planner.calibration.tables.predictions import framework_plan
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import layout_prediction
 from meshwright.planner.documents import document
@@ -30,26 +30,26 @@ FULL = {
     "transformers": "qwen3-8b 8xa100-sxm-80gb 4096 64",
     "megatron": "gpt-neox-20b 8xa100-sxm-80gb 2048 64",
 }
-"""Requests by backend: model, cluster, sequence and batch."""
+"""Requests by framework: model, cluster, sequence and batch."""
 
 
-def request(backend: str) -> Request:
-    model, cluster, seq_len, batch = FULL[backend].split()
+def request(framework: str) -> Request:
+    model, cluster, seq_len, batch = FULL[framework].split()
     return Request.create(
         resolve_model(model),
         resolve_cluster(cluster),
         seq_len=int(seq_len),
         global_batch=int(batch),
-        stack=backend,
+        framework=framework,
         called=cluster,
     )
 
 
-@pytest.mark.parametrize("backend", FULL)
+@pytest.mark.parametrize("framework", FULL)
 @pytest.mark.long("transformers")
-def test_a_plan_above_its_devices_memory_fits_on_terms_that_are_said(backend: str) -> None:
+def test_a_plan_above_its_devices_memory_fits_on_terms_that_are_said(framework: str) -> None:
     """Of any layout, as its devices are made smaller and smaller."""
-    asked = request(backend)
+    asked = request(framework)
     layout = Layout(data_shard=8, zero=3, micro_batch=1, micro_batches=8)
     group = asked.cluster.groups[0]
     seen = set()
@@ -66,8 +66,9 @@ def test_a_plan_above_its_devices_memory_fits_on_terms_that_are_said(backend: st
         assert bool(said) == above
         assert all("% likely to fit" in note for note in said)
         seen.add((found.fits, above))
-    # The allocator of Hugging Face's stack is replayed: it reserves what a device has, never more.
-    replayed = backend == "transformers"
+    # The allocator of Hugging Face's framework is replayed: it reserves what a device has, never
+    # more.
+    replayed = framework == "transformers"
     assert seen == {(True, False), (False, False)} | (set() if replayed else {(True, True)})
 
 
@@ -81,7 +82,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cluster,
         seq_len=int(seq_len),
         global_batch=int(batch),
-        backend="deepspeed",
+        framework="deepspeed",
         fit_probability=0.5,
         output=str(path),
     )
@@ -109,7 +110,7 @@ def test_every_command_says_what_a_full_device_takes(crowded: Path, command: lis
     name, *options = [str(crowded) if word == "PLAN" else word for word in command]
     if name == "plan":
         model, cluster, seq_len, batch = FULL["deepspeed"].split()
-        asked = ["--seq-len", seq_len, "--global-batch", batch, "--backend", "deepspeed"]
+        asked = ["--seq-len", seq_len, "--global-batch", batch, "--framework", "deepspeed"]
         asked += ["--fit-probability", "0.5"]
         options = [model, "--cluster", cluster, *asked, *options]
 
@@ -120,7 +121,7 @@ def test_every_command_says_what_a_full_device_takes(crowded: Path, command: lis
 
 
 def test_a_configuration_with_comments_carries_the_setting(tmp_path: Path, crowded: Path) -> None:
-    plan = document.read(Plan, crowded).model_copy(update={"backend": "fsdp"})
+    plan = document.read(Plan, crowded).model_copy(update={"framework": "fsdp"})
     path = tmp_path / "fsdp.yaml"
     document.write(plan, path)
     predicted = commands.of_plan(plan, None, None)
@@ -132,13 +133,13 @@ def test_a_configuration_with_comments_carries_the_setting(tmp_path: Path, crowd
     assert written.environment == predicted.environment
 
 
-# --- backends -----------------------------------------------------------------------------------
+# --- frameworks -----------------------------------------------------------------------------------
 
 
-def random_plans(backend: str, count: int) -> list[Plan]:
-    """Return plans of all kinds of layouts, whatever the backend makes of them."""
+def random_plans(framework: str, count: int) -> list[Plan]:
+    """Return plans of all kinds of layouts, whatever the framework makes of them."""
     model, cluster = resolve_model("qwen3-0.6b"), resolve_cluster("8xa100-sxm-40gb")
-    rng = random.Random(backend)
+    rng = random.Random(framework)
     allowed = frozenset({"offload", "compress"})
     job = Job(seq_len=1024, global_batch=32)
     drafts = Drafts(model, cluster, job, allowed=allowed, rng=rng)
@@ -153,18 +154,18 @@ def random_plans(backend: str, count: int) -> list[Plan]:
             plan = Plan.of(drafts.document(draft, name="8xa100-sxm-40gb"))
         except DocumentError:
             continue
-        found.append(plan.model_copy(update={"backend": backend}))
+        found.append(plan.model_copy(update={"framework": framework}))
     return found
 
 
-@pytest.mark.parametrize("backend", sorted(FRAMEWORKS.keys() & stacks().keys()))
-def test_what_a_backend_refuses_to_export_its_prediction_says(backend: str) -> None:
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS.keys() & frameworks().keys()))
+def test_what_a_framework_refuses_to_export_its_prediction_says(framework: str) -> None:
     model, cluster = resolve_model("qwen3-0.6b"), resolve_cluster("8xa100-sxm-40gb")
     refused = 0
-    for at, plan in enumerate(random_plans(backend, 60)):
+    for at, plan in enumerate(random_plans(framework, 60)):
         said = caveats(plan, model, cluster)
         try:
-            configuration(plan, model, backend, cluster)
+            configuration(plan, model, framework, cluster)
         except DocumentError as error:
             refused += 1
             reasons = str(error).partition("cannot run this plan: ")[2]
@@ -175,14 +176,14 @@ def test_what_a_backend_refuses_to_export_its_prediction_says(backend: str) -> N
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "zero=3,shard=4", "cp=2", "pp=2"])
-def test_a_layout_that_its_backend_cannot_run_is_priced_with_the_reason(layout: str) -> None:
+def test_a_layout_that_its_framework_cannot_run_is_priced_with_the_reason(layout: str) -> None:
     found = commands.predict(
         "llama-3.2-1b",
         "8xa100-sxm-40gb",
         layout=layout,
         seq_len=1024,
         global_batch=32,
-        backend="deepspeed",
+        framework="deepspeed",
     )
 
     assert any(note.startswith("deepspeed cannot run this plan: ") for note in found.notes)
@@ -198,25 +199,30 @@ def test_blocks_are_priced_as_they_are_pinned_or_the_pin_is_refused(pin: str, mo
     name, _, value = pin.partition("=")
     graph, cluster = resolve_model(model), resolve_cluster("8xh100-sxm-80gb")
     refused = set()
-    for backend in sorted({"native", *(FRAMEWORKS.keys() & stacks().keys())}):
+    for framework in sorted({"native", *(FRAMEWORKS.keys() & frameworks().keys())}):
         asked = f"dp=8,zero=3,micro_batch=1,{pin}"
         try:
             given = commands.predict(
-                model, "8xh100-sxm-80gb", layout=asked, seq_len=512, global_batch=8, backend=backend
+                model,
+                "8xh100-sxm-80gb",
+                layout=asked,
+                seq_len=512,
+                global_batch=8,
+                framework=framework,
             )
         except DocumentError as error:
-            assert str(error).startswith(f"layout: {pin}: {backend} has "), backend
-            refused.add(backend)
+            assert str(error).startswith(f"layout: {pin}: {framework} has "), framework
+            refused.add(framework)
             continue
-        if backend == "native":
+        if framework == "native":
             continue
         pins, idle = read_layout(asked)
         request = Request.create(
-            graph, cluster, seq_len=512, global_batch=8, pins=pins, stack=backend
+            graph, cluster, seq_len=512, global_batch=8, pins=pins, framework=framework
         )
-        plan = backend_plan(request, pinned_layout(request, idle=idle))
+        plan = framework_plan(request, pinned_layout(request, idle=idle))
         blocks = [one for stage in plan.stages for one in stage.layers if "." in one.layer]
-        assert {getattr(one, name) for one in blocks} == {value}, backend
+        assert {getattr(one, name) for one in blocks} == {value}, framework
         assert given.step_time_s > 0
     assert "native" not in refused
     assert bool(refused) == (pin in ("recompute=selective", "activations=offload"))

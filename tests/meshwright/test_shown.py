@@ -70,7 +70,7 @@ def test_a_study_is_text_on_the_terminal_and_in_its_page_and_its_table(
         "name": f"{MARKUP}{TAG}",
         "question": f"{STEERING}{MARKUP}{TAG}",
         "models": ["gpt2"],
-        "work": {"seq_len": 512, "global_batch": 8, "backend": "deepspeed"},
+        "work": {"seq_len": 512, "global_batch": 8, "framework": "deepspeed"},
         "goal": {"tokens": 1e8},
         "offers": [
             {

@@ -170,7 +170,7 @@ def test_a_file_that_does_not_say_what_it_must_is_refused(
 def test_what_is_not_of_a_script_is_refused(source: str) -> None:
     with pytest.raises(DocumentError, match="seq-len: is given by the shapes"):
         commands.plan(source, "local:1", seq_len=8)
-    with pytest.raises(DocumentError, match="backend: is megatron"):
-        commands.plan(source, "local:1", backend="megatron")
+    with pytest.raises(DocumentError, match="framework: is megatron"):
+        commands.plan(source, "local:1", framework="megatron")
     with pytest.raises(DocumentError, match="batch: goes with a function"):
         meshwright.plan("gpt2-small", batch=torch.zeros(2))

@@ -43,15 +43,15 @@ CHOSEN = (
     "recompute",
     "activations",
     "offload",
-    "gradient_wire",
+    "gradient_compression",
     "prefetch",
-    "reshard",
+    "reshard_after_forward",
     "loss",
     "compile",
     "scales",
-    "weight_wire",
+    "weight_gather_dtype",
     "dispatch",
-    "relay",
+    "hierarchical_all_to_all",
     "precision",
 )
 """Fields whose values name themselves."""
@@ -81,16 +81,16 @@ class Row:
     recompute: str = "none"
     activations: str = "keep"
     offload: str = "none"
-    gradient_wire: str = "full"
+    gradient_compression: str = "full"
     prefetch: int = 0
-    reshard: int | None = None
-    loss: str = "plain"
+    reshard_after_forward: int | None = None
+    loss: str = "full"
     """Of all logits, or how gradients of a loss in chunks are made."""
     compile: str = "none"
     scales: str = "tensorwise"
-    weight_wire: str = "full"
+    weight_gather_dtype: str = "full"
     dispatch: str = "alltoall"
-    relay: int | None = None
+    hierarchical_all_to_all: int | None = None
     documents: bool = False
     """Samples hold several."""
     precision: str = "fp32"
@@ -177,21 +177,21 @@ class Row:
             micro_batches=self.micro_batches,
             expert=self.expert,
             offload=self.offload,
-            gradient_wire=self.gradient_wire,
+            gradient_compression=self.gradient_compression,
             prefetch=self.prefetch,  # type: ignore[arg-type]
-            reshard=self.reshard,
+            reshard_after_forward=self.reshard_after_forward,
             loss=self._loss,
             compile=self.compile,  # type: ignore[arg-type]
             scales=self.scales,  # type: ignore[arg-type]
-            weight_wire=self.weight_wire,  # type: ignore[arg-type]
+            weight_gather_dtype=self.weight_gather_dtype,  # type: ignore[arg-type]
             dispatch=self.dispatch,  # type: ignore[arg-type]
-            relay=self.relay,
+            hierarchical_all_to_all=self.hierarchical_all_to_all,
             **{axis: getattr(self, axis) for axis in DEGREES},
         )
 
     @property
     def _loss(self) -> ChunkedLoss | None:
-        if self.loss == "plain":
+        if self.loss == "full":
             return None
         return ChunkedLoss.model_validate({"rows": LOSS_ROWS, "gradients": self.loss})
 
@@ -211,7 +211,7 @@ class Row:
             recompute=("none", "selective", "full") if self.recompute == MIXED else self.recompute,
             activations=self.activations,
             offload=self.offload,
-            gradient_wire=self.gradient_wire,
+            gradient_compression=self.gradient_compression,
             precision=self.precision,
             order=OUTSIDE_IN if self.outside_in else INSIDE_OUT,
             expert=self.expert,
@@ -251,7 +251,16 @@ class Row:
 
 
 OTHERS = tuple(f.name for f in fields(Row) if f.name not in (*DEGREES, "expert"))
-DEAR = ("compile", "prefetch", "reshard", "scales", "weight_wire", "dispatch", "relay", "documents")
+DEAR = (
+    "compile",
+    "prefetch",
+    "reshard_after_forward",
+    "scales",
+    "weight_gather_dtype",
+    "dispatch",
+    "hierarchical_all_to_all",
+    "documents",
+)
 """Choices that the small cover leaves plain, and `dear_rows` has: what is compiled takes a rank
 seconds to begin with, and the others go with few."""
 
@@ -321,15 +330,15 @@ def choices() -> dict[str, tuple[Any, ...]]:
         "recompute": (*get_args(Recompute), MIXED),
         "activations": get_args(plan_types.Activations),
         "offload": get_args(plan_types.Offload),
-        "gradient_wire": get_args(plan_types.GradientWire),
+        "gradient_compression": get_args(plan_types.GradientCompression),
         "loss": ("plain", *get_args(LossGradients)),
         "compile": get_args(plan_types.Compile),
         "prefetch": get_args(plan_types.Prefetch),
-        "reshard": (None, 1, 2),
+        "reshard_after_forward": (None, 1, 2),
         "scales": native().space.scales,  # type: ignore[union-attr]
-        "weight_wire": get_args(plan_types.WeightWire),
+        "weight_gather_dtype": get_args(plan_types.WeightGatherDtype),
         "dispatch": get_args(plan_types.Dispatch),
-        "relay": (None, 2),
+        "hierarchical_all_to_all": (None, 2),
         "documents": (False, True),
         "precision": get_args(Precision),
         "family": (*cases.COVERED, OWN),
@@ -401,10 +410,10 @@ BOUNDS: dict[Property, Bound] = {
     ("precision", "fp8"): Bound(2e-3, 1e-1, 5e-1),
     ("precision", "mxfp8"): Bound(2e-3, 1e-1, 5e-1),
     # Each rank's gradients are rounded to 8 bits of mantissa, or 11, before they are summed.
-    ("gradient_wire", "bf16"): Bound(1e-4, 1e-1, 1e-1),
-    ("gradient_wire", "fp16"): Bound(1e-4, 1e-2, 1e-1),
+    ("gradient_compression", "bf16"): Bound(1e-4, 1e-1, 1e-1),
+    ("gradient_compression", "fp16"): Bound(1e-4, 1e-2, 1e-1),
     # Much of the first gradients comes steps later.
-    ("gradient_wire", "powersgd"): Bound(1e-2, 5e-1, 1.0),
+    ("gradient_compression", "powersgd"): Bound(1e-2, 5e-1, 1.0),
     # Stored tensors are rounded to 8 bits.
     ("activations", "compress"): Bound(2e-4, 1e-2, 1e-1),
 }
@@ -414,7 +423,7 @@ BOUNDS: dict[Property, Bound] = {
 def bound(row: Row) -> Bound:
     """Return the largest relative errors that a row may have; those of several causes add up."""
     found = [EXACT, *(BOUNDS[p] for p in _others(row) if p in BOUNDS)]
-    if row.loss != "plain":
+    if row.loss != "full":
         # The head's gradient is summed by chunks, in another order, and AdamW's steps are those of
         # signs where a gradient is nearly zero.
         found.append(Bound(0.0, 0.0, TOLERANCE))
@@ -452,7 +461,7 @@ def dear_rows(rows: Iterable[Row], *, seed: int = 0) -> tuple[Row, ...]:
     """
     rng, table, found = random.Random(seed), choices(), []
     for place, row in enumerate(rows):
-        loss = row.loss if row.loss != "plain" or place % 2 else "precomputed"
+        loss = row.loss if row.loss != "full" or place % 2 else "precomputed"
         wished = (replace(row, compile="block", loss=loss), replace(row, compile="block"))
         one = next((one for one in wished if reason(one) is None), None)
         if one is None:

@@ -1,7 +1,7 @@
 """Launchers that are forked, and their zygotes with them, from a process that has imported all.
 
     with nursery(folder) as forks:
-        launcher = ForkedLauncher(forks, ["launch", plan, "--survive"], environment, log=log)
+        launcher = ForkedLauncher(forks, ["launch", plan, "--elastic"], environment, log=log)
 
 A launcher, its zygote and its ranks each import for seconds of processor time what all of them
 have in common; forks have it.  Apart from that they run as they are: the launcher by the command
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshwright.__main__ import main as run_command
 from meshwright.launch import launch as launches
-from meshwright.launch import multi_node as survive
+from meshwright.launch import multi_node
 from meshwright.runtime.launch import rank_main as rank
 from meshwright.runtime.launch.fork_server import Zygote
 from tests.runtime.forked_zygote import ForkedZygote
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     """Be a launcher: run a command, whose first argument is what is run before."""
     rank.main = _rank_main
     rank.die_with_launcher()
-    for module in (launches, survive):
+    for module in (launches, multi_node):
         module.Zygote = ForkedZygote  # type: ignore[attr-defined]
     begins_with, *command = arguments
     exec(begins_with, {})

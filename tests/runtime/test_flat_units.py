@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.torch_internals import fake_store
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.costs.memory import resident_states as flat_units
 from meshwright.planner.costs.memory.state_bytes import StateSharding, state_types
 
@@ -25,7 +25,7 @@ WIDTH, RANKS, BLOCKS = 256, 8, 3
 BLOCK = 8 * WIDTH**2
 """Parameters of a block; the root has three eighths as many."""
 MIXED = StateSharding(
-    types=state_types(stacks()["llm-foundry-fsdp"], "bf16"),
+    types=state_types(frameworks()["llm-foundry-fsdp"], "bf16"),
     zero=3,
     shard=RANKS,
     data=RANKS,

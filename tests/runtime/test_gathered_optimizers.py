@@ -74,7 +74,7 @@ def test_bytes_of_gathers_and_broadcasts(name: str) -> None:
     layout, fields = LAYOUTS[name]
     model = graph(torch.optim.Adafactor)
     request = Request(model, resolve_cluster("4xa100-sxm-80gb"), request_job())
-    sharing = ResidentStates(model, request.job, request.stack).sharing(layout)
+    sharing = ResidentStates(model, request.job, request.framework).sharing(layout)
     wanted = sum(sum(matrices_bytes(layer, sharing, layout.tensor)) for _, layer in model.chain)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
     try:

@@ -145,21 +145,49 @@ def compiled_rows() -> tuple[Row, ...]:
 
 GATHERED = (
     Row(family="llama", data_shard=4, zero=3, prefetch=2),
-    Row(family="llama", data_shard=4, zero=3, reshard=2, recompute="full"),
-    Row(data_shard=2, tensor=2, zero=3, prefetch=1, reshard=1, precision="bf16"),
-    Row(data_replicate=2, data_shard=2, zero=3, reshard=1, offload="optimizer"),
+    Row(family="llama", data_shard=4, zero=3, reshard_after_forward=2, recompute="full"),
+    Row(data_shard=2, tensor=2, zero=3, prefetch=1, reshard_after_forward=1, precision="bf16"),
+    Row(data_replicate=2, data_shard=2, zero=3, reshard_after_forward=1, offload="optimizer"),
     Row(data_shard=2, context=2, zero=3, prefetch=3, recompute="selective"),
 )
 """Choices of when ZeRO-3 gathers, which go with few others."""
 NARROW = (
-    Row(family="llama", data_shard=2, zero=3, precision="fp8", weight_wire="fp8", documents=True),
-    Row(data_shard=4, zero=3, precision="fp8", weight_wire="fp8", prefetch=1, recompute="full"),
-    Row(family="llama", data_shard=2, tensor=2, zero=3, precision="fp8", weight_wire="fp8"),
-    Row(family="llama", data_shard=4, zero=3, precision="fp8", scales="rowwise", reshard=2),
+    Row(
+        family="llama",
+        data_shard=2,
+        zero=3,
+        precision="fp8",
+        weight_gather_dtype="fp8",
+        documents=True,
+    ),
+    Row(
+        data_shard=4,
+        zero=3,
+        precision="fp8",
+        weight_gather_dtype="fp8",
+        prefetch=1,
+        recompute="full",
+    ),
+    Row(family="llama", data_shard=2, tensor=2, zero=3, precision="fp8", weight_gather_dtype="fp8"),
+    Row(
+        family="llama",
+        data_shard=4,
+        zero=3,
+        precision="fp8",
+        scales="rowwise",
+        reshard_after_forward=2,
+    ),
     Row(tensor=2, precision="fp8", scales="rowwise", recompute="selective"),
     Row(family="mixtral", data_shard=2, expert=2, zero=1, dispatch="allgather", documents=True),
-    Row(family="mixtral", data_shard=2, tensor=2, expert=4, zero=1, relay=2),
-    Row(family="qwen3_moe", data_shard=4, expert=4, zero=3, recompute="selective", relay=2),
+    Row(family="mixtral", data_shard=2, tensor=2, expert=4, zero=1, hierarchical_all_to_all=2),
+    Row(
+        family="qwen3_moe",
+        data_shard=4,
+        expert=4,
+        zero=3,
+        recompute="selective",
+        hierarchical_all_to_all=2,
+    ),
 )
 """Choices of products in 8 bits, and others that few rows can have."""
 
@@ -178,17 +206,21 @@ def test_every_row_that_can_be_compiled_trains_like_one_process(
 
 BY_INDUCTOR = (
     Row(family="llama", data_shard=2, zero=3, recompute="selective", compile="block"),
-    Row(tensor=2, recompute="full", compile="block", loss="recomputed"),
+    Row(tensor=2, recompute="full", compile="block", loss="chunked-recompute"),
     Row(family="qwen3", context=2, compile="block"),
     Row(family="gpt2", tied=True, pipeline=2, activations="offload", compile="block"),
     Row(family="llama", data_shard=2, zero=2, precision="bf16", compile="block"),
     Row(family="llama", data_replicate=2, precision="fp8", compile="block"),
-    Row(family="gemma2", tensor=2, compile="block", loss="precomputed"),
+    Row(family="gemma2", tensor=2, compile="block", loss="chunked"),
     Row(family="mistral", data_replicate=2, compile="block", documents=True),
-    Row(family="qwen2", pipeline=2, schedule=("zb-h1", 1), compile="block", loss="precomputed"),
-    Row(family="mixtral", data_shard=2, expert=2, zero=1, compile="block", loss="recomputed"),
+    Row(family="qwen2", pipeline=2, schedule=("zb-h1", 1), compile="block", loss="chunked"),
+    Row(
+        family="mixtral", data_shard=2, expert=2, zero=1, compile="block", loss="chunked-recompute"
+    ),
     Row(family="qwen3_moe", data_shard=2, zero=3, recompute="full", compile="block"),
-    Row(family="mixtral", data_shard=4, expert=4, zero=1, relay=2, compile="block"),
+    Row(
+        family="mixtral", data_shard=4, expert=4, zero=1, hierarchical_all_to_all=2, compile="block"
+    ),
     Row(family=combinations.OWN, data_shard=2, zero=2, compile="block"),
 )
 """One row at least of each family: dense, with shared heads, soft-capped, with experts."""
@@ -320,7 +352,7 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     mesh = {set_by_rows.get(name, name) for name in Mesh.model_fields}
     placed = set(PlacedLayer.model_fields) - {"layer"}
     of_plan = {set_by_rows.get(name, name) for name in Plan.model_fields}
-    no_choice = {"format", "model", "cluster", "backend", "seq_len", "global_batch", "mesh"}
+    no_choice = {"format", "model", "cluster", "framework", "seq_len", "global_batch", "mesh"}
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
     # What other frameworks alone execute; planner/frameworks/native_limits.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
@@ -332,7 +364,7 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
 
 def test_what_is_not_exact_has_a_bound() -> None:
     exact = {"fp32", "tf32", "keep", "none", "full", "optimizer", "parameters", "offload"}
-    for name in ("precision", "activations", "offload", "gradient_wire"):
+    for name in ("precision", "activations", "offload", "gradient_compression"):
         for value in combinations.choices()[name]:
             inexact = value not in exact and (name, value) in {
                 p for row in small() for p in by_axis(row)

@@ -49,7 +49,9 @@ def test_ranks_that_keep_parameters_together_have_one_group_for_all_layers() -> 
     fork = multiprocessing.get_context("fork")
 
     with ProcessPoolExecutor(1, mp_context=fork, initializer=gc.freeze) as apart:
-        made = apart.submit(groups_of_engine, plan.model_copy(update={"reshard": 2}), graph)
+        made = apart.submit(
+            groups_of_engine, plan.model_copy(update={"reshard_after_forward": 2}), graph
+        )
 
         assert made.result() == 0
 
@@ -201,7 +203,11 @@ def test_when_the_loss_runs_nothing_of_the_micro_batch_before_is_left() -> None:
         graph, global_batch=32, data_shard=8, zero=3, precision="bf16", micro_batches=2
     ).model_copy(update={"seq_len": 128})
     chunks = [ChunkedLoss(rows=64, gradients=how) for how in ("precomputed", "recomputed")]
-    changes: list[dict[str, Any]] = [{}, {"prefetch": 2, "reshard": 2}, {"reshard": 1}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"prefetch": 2, "reshard_after_forward": 2},
+        {"reshard_after_forward": 1},
+    ]
     changes += [{"loss": loss} for loss in chunks]
     rows = [(plan.model_copy(update=change), graph) for change in changes]
 

@@ -132,7 +132,7 @@ AHEAD: dict[str, dict[str, Any]] = {
     "none": {"zero": 3},
     "one ahead": {"zero": 3, "prefetch": 1},
     "three ahead": {"zero": 3, "prefetch": 3, "micro_batches": 2, "recompute": "full"},
-    "kept whole": {"zero": 3, "reshard": 1, "micro_batches": 2},
+    "kept whole": {"zero": 3, "reshard_after_forward": 1, "micro_batches": 2},
 }
 
 
@@ -187,7 +187,9 @@ def test_units_are_gathered_as_far_ahead_and_kept_as_a_plan_says() -> None:
 
 
 def four_ranks() -> script.Run:
-    return script.trained({"zero": 3, "data_replicate": 1, "reshard": 2, "micro_batches": 1})
+    return script.trained(
+        {"zero": 3, "data_replicate": 1, "reshard_after_forward": 2, "micro_batches": 1}
+    )
 
 
 @pytest.mark.ranks
@@ -203,7 +205,7 @@ def test_units_stay_divided_among_two_of_four_ranks() -> None:
     ("layout", "field"),
     [
         ({"zero": 2, "prefetch": 1}, "prefetch"),
-        ({"zero": 3, "reshard": 2}, "reshard"),
+        ({"zero": 3, "reshard_after_forward": 2}, "reshard_after_forward"),
     ],
 )
 def test_what_nothing_gathers_for_is_refused_by_name(layout: dict[str, Any], field: str) -> None:

@@ -392,9 +392,9 @@ def test_an_optimizer_that_updates_parameters_together_is_refused_with_its_state
     ("change", "said"),
     [
         ({"precision": "nvfp4"}, "precision: is nvfp4, .* use mxfp8 or fp8"),
-        ({"gradient_wire": "powersgd"}, "gradient_wire: is powersgd, .* use full"),
-        ({"weight_wire": "fp8"}, "weight_wire: is fp8, and products in fp32"),
-        ({"backend": "megatron"}, "backend: is megatron, .*meshwright export"),
+        ({"gradient_compression": "powersgd"}, "gradient_compression: is powersgd, .* use full"),
+        ({"weight_gather_dtype": "fp8"}, "weight_gather_dtype: is fp8, and products in fp32"),
+        ({"framework": "megatron"}, "framework: is megatron, .*meshwright export"),
     ],
 )
 def test_what_is_not_executed_is_refused_with_the_way_out(
@@ -412,9 +412,9 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
     [
         ("mesh.expert_tensor", 2),
         ("prefetch", 2),
-        ("reshard", 1),
+        ("reshard_after_forward", 1),
         ("scales", "rowwise"),
-        ("weight_wire", "fp8"),
+        ("weight_gather_dtype", "fp8"),
         ("dispatch", "allgather"),
         ("tensor_overlap", "async"),
         ("document_len", 3),

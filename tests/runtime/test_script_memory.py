@@ -184,7 +184,7 @@ def test_experts_over_ranks_take_what_is_predicted() -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "fix", [["context=2"], ["dp=2", "context=1", "loss=recomputed/32"]], ids=" ".join
+    "fix", [["context=2"], ["dp=2", "context=1", "loss=chunked-recompute/32"]], ids=" ".join
 )
 def test_positions_and_chunks_take_what_is_predicted(fix: list[str]) -> None:
     row = torch.randint(0, WORDS, (SAMPLES, LENGTH + 1))

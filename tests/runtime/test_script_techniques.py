@@ -146,14 +146,14 @@ BOUNDS = {"bf16": 1e-3, "fp16": 1e-4}
 @pytest.mark.matrix
 def test_gradients_that_travel_in_fewer_bytes_lose_little() -> None:
     wires: list[dict[str, Any]] = [
-        {"gradient_wire": "bf16", "zero": 3},
-        {"gradient_wire": "fp16", "zero": 1, "micro_batches": 2},
+        {"gradient_compression": "bf16", "zero": 3},
+        {"gradient_compression": "fp16", "zero": 1, "micro_batches": 2},
     ]
     expected = plainly()
 
     for runs in on_ranks(2, all_trained, wires):
         for fields, (losses, *_) in zip(wires, runs, strict=True):
-            bound = BOUNDS[fields["gradient_wire"]]
+            bound = BOUNDS[fields["gradient_compression"]]
             assert losses == pytest.approx(expected[0], rel=bound), fields
             assert losses != pytest.approx(expected[0], rel=bound / 1e4), fields
 
@@ -169,7 +169,7 @@ def gradients(fields: dict[str, Any]) -> dict[str, Tensor]:
 def test_matrices_travel_by_low_rank_and_vectors_whole() -> None:
     whole = gradients({})
 
-    for found in on_ranks(2, gradients, {"gradient_wire": "powersgd"}):
+    for found in on_ranks(2, gradients, {"gradient_compression": "powersgd"}):
         assert found.keys() == whole.keys()
         for name, value in found.items():
             if value.ndim > 1:
@@ -328,7 +328,7 @@ def test_products_in_eight_bits_stay_beside_sixteen_and_follow_no_plan() -> None
 def test_weights_gathered_in_eight_bits_change_no_value() -> None:
     """They are rounded before the gather in place of behind it."""
     every = [
-        {"precision": "fp8", "zero": 3, "weight_wire": wire, "recompute": "full"}
+        {"precision": "fp8", "zero": 3, "weight_gather_dtype": wire, "recompute": "full"}
         for wire in ("full", "fp8")
     ]
     every.append({"precision": "bf16", "zero": 3, "recompute": "full"})

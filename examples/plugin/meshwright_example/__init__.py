@@ -2,5 +2,5 @@
 
 from importlib.resources import files
 
-STACK = files(__name__) / "stack.yaml"
+FRAMEWORK = files(__name__) / "framework.yaml"
 ACCELERATOR = files(__name__) / "accelerator.yaml"

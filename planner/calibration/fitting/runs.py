@@ -21,11 +21,11 @@ from meshwright.planner.calibration.tables.rows import measured_setups, read_row
 from meshwright.planner.catalog import native
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.framework import with_figures
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import Birth, Calibration, Profile
-from meshwright.planner.documents.stack import with_figures
 from meshwright.planner.documents.units import GIB
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.setup import Setup
@@ -68,7 +68,7 @@ def of_table(path: Path) -> list[Observed]:
         step_s = seen.step_time_s if seen.judge_time else None
         if step_s is None and memory is None:
             continue
-        stack = setup.request.stack
+        framework = setup.request.framework
         result.append(
             Observed(
                 name=seen.id,
@@ -77,7 +77,7 @@ def of_table(path: Path) -> list[Observed]:
                 memory_bytes=None if memory is None else memory * GIB,
                 seconds=_table_seconds(setup),
                 bytes=_table_bytes(setup, seen.memory_kind, seen.memory_rank),
-                usual=(stack.host.step_s, stack.host.action_s, stack.memory.reserved),
+                usual=(framework.host.step_s, framework.host.action_s, framework.memory.reserved),
             )
         )
     return result
@@ -93,17 +93,17 @@ def _table_bytes(setup: Setup, kind: str, rank: str) -> Callable[[Constants], fl
 
 def _predict_run(setup: Setup, values: Constants) -> Prediction:
     request = setup.request
-    stack = request.stack
+    framework = request.framework
     changed = with_figures(
-        stack,
+        framework,
         {
-            "host.step_s": values.get(STEP, stack.host.step_s),
-            "host.action_s": values.get(ACTION, stack.host.action_s),
-            "memory.reserved": values.get(SLACK, stack.memory.reserved),
+            "host.step_s": values.get(STEP, framework.host.step_s),
+            "host.action_s": values.get(ACTION, framework.host.action_s),
+            "memory.reserved": values.get(SLACK, framework.memory.reserved),
         },
     )
     cluster = with_fitted_constants(request.cluster, as_calibration(values, request.cluster))
-    return predict_run(replace(setup, request=replace(request, cluster=cluster, stack=changed)))
+    return predict_run(replace(setup, request=replace(request, cluster=cluster, framework=changed)))
 
 
 def of_launch(

@@ -30,8 +30,8 @@ from meshwright.planner.calibration.tables.rows import (
     measured_setups,
     read_rows,
 )
+from meshwright.planner.documents.framework_space import EVERYTHING, Facts, conflicts
 from meshwright.planner.documents.prediction import Prediction
-from meshwright.planner.documents.stack_space import EVERYTHING, Facts, conflicts
 from meshwright.planner.documents.units import GIB
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import cell
@@ -88,7 +88,7 @@ class ScoredRow:
         if self.prediction is None or self.setup is None:
             return None
         seen = self.measured
-        reported = self.setup.request.stack.memory.reported
+        reported = self.setup.request.framework.memory.reported
         kind = reported if seen.memory_kind == "unknown" else seen.memory_kind
         return self.prediction.memory_bytes(kind, seen.memory_rank) / GIB
 
@@ -161,7 +161,7 @@ def validate(
 ) -> Validation:
     """Predict every row of a table of runs and score the predictions.
 
-    `unknown` names stacks that are left out: their runs are those of an unknown framework.
+    `unknown` names frameworks that are left out: their runs are those of an unknown framework.
     `left_out`: each row is predicted without the figures that rest on runs of its own source.
     """
     table = read_rows(path)
@@ -204,8 +204,10 @@ def _refusal(setup: Setup) -> str:
     """Return why a run's framework refuses what its layout joins; empty if it does not."""
     request = setup.request
     facts = Facts(request.model, request.cluster, request.job, setup.layout)
-    conflict = next(conflicts(request.stack.space or EVERYTHING, facts), None)
-    return "" if conflict is None else f"{request.stack.name} refuses it: {conflict.text(facts)}"
+    conflict = next(conflicts(request.framework.space or EVERYTHING, facts), None)
+    return (
+        "" if conflict is None else f"{request.framework.name} refuses it: {conflict.text(facts)}"
+    )
 
 
 _SEEN = frozenset(

@@ -1,10 +1,10 @@
 """What a run had beside its layout, in the words of a table: its `options` and its `loss`.
 
-Words are joined by `+`.  Each says one thing: a figure of the stack (an option of
-`planner.documents.stack`), the scales of products in 8 bits, what blocks recompute, or which loss
-there is.  A word that says nothing a prediction depends on is listed too; one that is not listed is
-named among what is assumed of the run.  An empty cell leaves all to the usual choice of the run's
-framework.
+Words are joined by `+`.  Each says one thing: a figure of the framework (an option of
+`planner.documents.framework`), the scales of products in 8 bits, what blocks recompute, or which
+loss there is.  A word that says nothing a prediction depends on is listed too; one that is not
+listed is named among what is assumed of the run.  An empty cell leaves all to the usual choice of
+the run's framework.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.planner.documents.plan import Scales
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.requests.setup import Recomputed
 
-OF_STACKS: Mapping[str, tuple[str, ...]] = {
+OF_FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "grads-bf16": ("narrow-gradients",),
     "grads-fp32": ("wide-gradients",),
     "bf16-states": ("narrow-states",),
@@ -43,7 +43,7 @@ OF_STACKS: Mapping[str, tuple[str, ...]] = {
     "balanced-routing": ("balanced-experts",),
     "gptq": ("narrow-frozen",),
 }
-"""Options of the stack that a word stands for."""
+"""Options of the framework that a word stands for."""
 OF_PLUGINS: Mapping[str, tuple[str, ...]] = {"accelerated-peft-bnb": ("narrow-frozen",)}
 """The same of the plugins that a framework's name joins: fms-acceleration brings models in 4 bits
 to their adapters without peft's casts (plugins/accelerated-peft)."""
@@ -108,7 +108,7 @@ WITHOUT_EFFECT = frozenset(
         "weights-int8",
     }
 )
-"""What stacks do anyway, and what other columns say."""
+"""What frameworks do anyway, and what other columns say."""
 FEWER = re.compile(r"(recompute|offload)-(\d{1,4})-layers")
 RANK = re.compile(r"lora-rank-(\d{1,5})")
 
@@ -117,8 +117,8 @@ RANK = re.compile(r"lora-rank-(\d{1,5})")
 class RunOptions:
     """What a run had beside its layout, as far as its row says."""
 
-    stack: tuple[str, ...] = ()
-    """Options of its stack."""
+    framework: tuple[str, ...] = ()
+    """Options of its framework."""
     scales: Scales | None = None
     recompute: Recomputed | None = None
     recomputed_blocks: int | None = None
@@ -140,7 +140,7 @@ def options_of_row(row: Row) -> RunOptions:
     """Return what a row says of a run's options and loss.
 
     >>> options = options_of_row({"options": "tp-overlap+fp8-current+recompute-4-layers"})
-    >>> options.stack, options.scales, options.recompute, options.recomputed_blocks
+    >>> options.framework, options.scales, options.recompute, options.recomputed_blocks
     (('tp-overlap',), 'tensorwise', 'full', 4)
     """
     _, _, plugins = row.get("framework", "").lower().partition("+")
@@ -150,17 +150,17 @@ def options_of_row(row: Row) -> RunOptions:
 @lru_cache(maxsize=1024)
 def _options(options: str, loss: str, plugins: str) -> RunOptions:
     words = [each for each in (word(part) for part in options.split("+")) if each not in EMPTY]
-    of_stack = [name for each in words for name in OF_STACKS.get(each, ())]
+    of_framework = [name for each in words for name in OF_FRAMEWORKS.get(each, ())]
     for plugin, names in OF_PLUGINS.items():
-        of_stack += names if plugins.startswith(plugin) else ()
+        of_framework += names if plugins.startswith(plugin) else ()
     if CHEAP.intersection(words):
-        of_stack.append("cheap-recompute")
+        of_framework.append("cheap-recompute")
     choices = [RECOMPUTED[each] for each in words if each in RECOMPUTED]
     counts = {match[1]: int(match[2]) for each in words if (match := FEWER.fullmatch(each))}
     ranks = [int(match[1]) for each in words if (match := RANK.fullmatch(each))]
     of_loss = word(loss)
     return RunOptions(
-        stack=tuple(dict.fromkeys(of_stack)),
+        framework=tuple(dict.fromkeys(of_framework)),
         scales=next((SCALES[each] for each in words if each in SCALES), None),
         recompute="full" if "recompute" in counts else choices[0] if choices else None,
         recomputed_blocks=counts.get("recompute"),
@@ -184,7 +184,7 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
 def _is_understood(each: str) -> bool:
     """Whether a word says something, or nothing that a prediction depends on."""
     return (
-        any(each in words for words in (OF_STACKS, SCALES, RECOMPUTED, WITHOUT_EFFECT))
+        any(each in words for words in (OF_FRAMEWORKS, SCALES, RECOMPUTED, WITHOUT_EFFECT))
         or each in ("offload-optimizer", "offload-layer-inputs")
         or FEWER.fullmatch(each) is not None
         or RANK.fullmatch(each) is not None

@@ -1,9 +1,10 @@
 """A run as it is set up, predicted: what `planner.costs.predict` has of the plan made of it.
 
-Stages of a set-up run: which blocks lie where by its stack's rule, and what each recomputes.
+Stages of a set-up run: which blocks lie where by its framework's rule, and what each recomputes.
 
-Frameworks recompute blocks, not embeddings and heads.  Where a stack's selective recompute is of
-blocks, and where half of a model is recomputed (`partial`), every second block is recomputed whole.
+Frameworks recompute blocks, not embeddings and heads.  Where a framework's selective recompute is
+of blocks, and where half of a model is recomputed (`partial`), every second block is recomputed
+whole.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def placements(setup: Setup, layout: Layout) -> list[Placement]:
 
     Blocks that do not divide evenly go to the first stages; a stage may have none.
     """
-    model, stack = setup.request.model, setup.request.stack
+    model, framework = setup.request.model, setup.request.framework
     before, blocks, _ = ends_of(model)
     a = model.architecture
-    if stack.pipeline.stages == "by_products" and layout.virtual_stages == 1 and a is not None:
+    if framework.pipeline.stages == "by_products" and layout.virtual_stages == 1 and a is not None:
         sizes: Sequence[int] = by_products(a, layout.pipeline)
     else:
         each, more = divmod(blocks, layout.stages)
@@ -82,7 +83,7 @@ def recomputes(setup: Setup) -> tuple[Recompute, ...]:
 
 def _recompute(setup: Setup, block: int) -> Recompute:
     """Return what a block recomputes."""
-    kernels, rule = setup.request.stack.kernels, setup.request.stack.recompute
+    kernels, rule = setup.request.framework.kernels, setup.request.framework.recompute
     match setup.recompute:
         case None | "none":
             return "none"
@@ -97,9 +98,9 @@ def _recompute(setup: Setup, block: int) -> Recompute:
 
 
 def with_links(setup: Setup) -> Setup:
-    """Return a run whose devices have the links that its stack uses, and one to their host."""
+    """Return a run whose devices have the links that its framework uses, and one to their host."""
     cluster = setup.request.cluster
-    if not setup.request.stack.sharding.bridged:
+    if not setup.request.framework.sharding.bridged:
         cluster = _without_bridge(cluster)
     group = cluster.groups[0]
     if group.host_link_bytes_per_s is None:
@@ -133,10 +134,10 @@ class Tables:
         self._known: dict[tuple[object, ...], CostTables] = {}
 
     def costs_of(self, setup: Setup) -> CostTables:
-        """Return the costs of a run, known ones where model, cluster and stack are those of one."""
+        """Return the costs of a run, known ones where model, cluster and framework are those of one."""
         request = setup.request
         among = recomputes(setup)
-        same = (id(request.model), id(request.cluster), request.job, id(request.stack))
+        same = (id(request.model), id(request.cluster), request.job, id(request.framework))
         key = (*same, setup.activations, among)
         tables = self._known.get(key)
         if tables is None:
@@ -200,8 +201,8 @@ def plan_of(setup: Setup) -> Plan:
     return plan_with(run.request, run.layout, stages, step_s=run.prediction.step_time_s)
 
 
-def backend_prediction(request: Request, layout: Layout) -> Prediction:
-    """Return what a layout should do whose stages are those of its stack's rule.
+def framework_prediction(request: Request, layout: Layout) -> Prediction:
+    """Return what a layout should do whose stages are those of its framework's rule.
 
     All blocks recompute alike.
     """
@@ -219,8 +220,8 @@ def backend_prediction(request: Request, layout: Layout) -> Prediction:
     return setup_prediction(_of_pins(request, layout), layout.text())
 
 
-def backend_plan(request: Request, layout: Layout) -> Plan:
-    """Return the plan that `backend_prediction` prices."""
+def framework_plan(request: Request, layout: Layout) -> Plan:
+    """Return the plan that `framework_prediction` prices."""
     return plan_of(_of_pins(request, layout))
 
 
@@ -237,10 +238,11 @@ def _of_pins(request: Request, layout: Layout) -> Setup:
 
 def setup_prediction(setup: Setup, layout: str) -> Prediction:
     """Return what a run of a language model should do; `layout` is how it is written."""
-    model, stack = setup.request.model, setup.request.stack
+    model, framework = setup.request.model, setup.request.framework
     a = model.architecture
     if a is None or a.patches or a.classes:
         raise DocumentError(
-            "backend", f"{stack.name} trains language models; {model.name} is none: use native"
+            "framework",
+            f"{framework.name} trains language models; {model.name} is none: use native",
         )
-    return predict_run(setup).model_copy(update={"layout": f"{layout} {stack.name}"})
+    return predict_run(setup).model_copy(update={"layout": f"{layout} {framework.name}"})

@@ -28,13 +28,18 @@ from meshwright.planner.calibration.tables.cells import (
 from meshwright.planner.calibration.tables.figures import architecture_of_row
 from meshwright.planner.calibration.tables.machines import cluster_of_row
 from meshwright.planner.calibration.tables.options import RunOptions, options_of_row
-from meshwright.planner.catalog import stack_name, stacks
+from meshwright.planner.catalog import framework_name, frameworks
 from meshwright.planner.documents.cluster import EIGHT_BITS, Precision
 from meshwright.planner.documents.document import read_table
+from meshwright.planner.documents.framework import (
+    Framework,
+    usual_of_release,
+    with_options,
+    without_source,
+)
+from meshwright.planner.documents.framework_space import EVERYTHING, Facts, condition_of
 from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.stack import Stack, usual_of_release, with_options, without_source
-from meshwright.planner.documents.stack_space import EVERYTHING, Facts, condition_of
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import Request
@@ -44,7 +49,7 @@ from meshwright.planner.schedules import pipeline_schedules as looped
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""What has adapters where a stack gives them to attention alone."""
+"""What has adapters where a framework gives them to attention alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +129,8 @@ def setup_of(
 ) -> Setup | Skipped:
     """Return what a row ran, or why it cannot be determined.
 
-    `unknown` names stacks that are left out: what they trained is read as an unknown framework's.
-    `left_out` names all sources of its table: what rests on the row's own is left out.
+    `unknown` names frameworks that are left out: what they trained is read as an unknown
+    framework's. `left_out` names all sources of its table: what rests on the row's own is left out.
     """
     try:
         return _setup(row, unknown, left_out)
@@ -168,10 +173,10 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         network_bytes_per_s=network * 1e9 if network else None,
     )
     assumed += of_cluster
-    framework = row.get("framework", "").lower()
+    name = row.get("framework", "").lower()
     fused = flag(row, "flash_attention")
-    stack, version = stack_of_framework(
-        framework,
+    framework, version = closest_framework(
+        name,
         zero=zero,
         alone=task != "pretrain" and tensor * pipeline == 1,
         fused=fused,
@@ -179,12 +184,12 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         unknown=unknown,
     )
     if left_out:
-        stack = _without_source(stack.name, row["source"], frozenset(left_out))
+        framework = _without_source(framework.name, row["source"], frozenset(left_out))
     if not version:
-        framework = "" if framework and _own_stack(framework) else framework
-        assumed.append(f"framework '{framework}' priced as stack {stack.name}")
+        name = "" if name and _own_framework(name) else name
+        assumed.append(f"framework '{name}' priced as {framework.name}")
     divided = flag(row, "sequence_parallel")
-    zero = stack.sharding.zero if zero is None else zero
+    zero = framework.sharding.zero if zero is None else zero
     shard = data if zero else 1
     if zero and any(part in word(row.get("zero_stage", "")) for part in ("hsdp", "hybrid")):
         in_node = max(1, cluster.groups[0].devices_per_node // (tensor * pipeline))
@@ -197,10 +202,10 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         seq_len=architecture.max_positions,
         global_batch=global_batch,
         precision=precision,
-        lora=_adapters(task, stack, had, quantised=quantised),
+        lora=_adapters(task, framework, had, quantised=quantised),
     )
-    space = stack.space or EVERYTHING
-    scales = (had.scales or stack.eight_bit.scales) if precision == "fp8" else "tensorwise"
+    space = framework.space or EVERYTHING
+    scales = (had.scales or framework.eight_bit.scales) if precision == "fp8" else "tensorwise"
     compiled = bool(flag(row, "compiled"))
     as_graph = compiled and "block" in space.compile
     asynchronous = "async" in space.tensor_overlaps
@@ -222,23 +227,25 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         else "optimizer"
         if "optimizer" in on_host
         else "none",
-        sequence_parallel=stack.tensor.sequence_parallel if divided is None else divided,
+        sequence_parallel=framework.tensor.sequence_parallel if divided is None else divided,
         scales=scales,
-        weight_wire=space.usual_wire(precision, scales) if zero == 3 else "full",
+        weight_gather_dtype=space.usual_gather_dtype(precision, scales) if zero == 3 else "full",
         compile="block" if as_graph else "none",
         loss=had.loss,
         tensor_overlap="async"
-        if "tp-overlap" in had.stack and tensor > 1 and asynchronous
+        if "tp-overlap" in had.framework and tensor > 1 and asynchronous
         else "none",
     )
     facts = Facts(_graph(architecture), cluster, job, layout)
-    further = _options_of_run(row, stack, facts, had, assumed)
+    further = _options_of_run(row, framework, facts, had, assumed)
     return Setup(
         request=Request(
             facts.model,
             cluster,
             job,
-            stack=_with_options(stack, fused, compiled=compiled and not as_graph, further=further),
+            framework=_with_options(
+                framework, fused, compiled=compiled and not as_graph, further=further
+            ),
         ),
         layout=layout,
         recompute=recompute,
@@ -250,29 +257,29 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
     )
 
 
-def _adapters(task: str, stack: Stack, had: RunOptions, *, quantised: bool) -> Lora | None:
-    """Return the adapters of a task; rank and matrices are the stack's where a row says none."""
+def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bool) -> Lora | None:
+    """Return the adapters of a task; rank and matrices are the framework's where a row says none."""
     if task not in ("lora", "qlora"):
         return None
-    of_attention = (had.adapters or stack.kernels.adapters) == "attention"
+    of_attention = (had.adapters or framework.kernels.adapters) == "attention"
     return Lora(
-        rank=had.adapter_rank or stack.kernels.adapter_rank,
-        targets=ATTENTION if of_attention else stack.kernels.adapter_targets,
+        rank=had.adapter_rank or framework.kernels.adapter_rank,
+        targets=ATTENTION if of_attention else framework.kernels.adapter_targets,
         quantised=quantised or task == "qlora",
     )
 
 
 def _options_of_run(
-    row: Row, stack: Stack, facts: Facts, had: RunOptions, assumed: list[str]
+    row: Row, framework: Framework, facts: Facts, had: RunOptions, assumed: list[str]
 ) -> tuple[str, ...]:
-    """Return the options of a run's stack: as known of its runs and its release, and as it says.
+    """Return the options of a run's framework: as known of its runs and its release, and as it says.
 
     What comes later changes what came before.
     """
     options = [
-        *_runs_with(stack, facts),
-        *usual_of_release(stack, row.get("release", "")),
-        *had.stack,
+        *_runs_with(framework, facts),
+        *usual_of_release(framework, row.get("release", "")),
+        *had.framework,
     ]
     accelerator = facts.cluster.groups[0].accelerator if facts.cluster else None
     measured = accelerator.kernels.eight_bit_attention if accelerator else {}
@@ -282,78 +289,83 @@ def _options_of_run(
     return tuple(options)
 
 
-def stack_of_framework(
-    framework: str,
+def closest_framework(
+    name: str,
     *,
     zero: int | None,
     alone: bool,
     fused: bool | None = None,
     precision: Precision = "bf16",
     unknown: Collection[str] = (),
-) -> tuple[Stack, bool]:
-    """Return the stack of a framework, and whether it is its own.
+) -> tuple[Framework, bool]:
+    """Return the framework of a name, and whether the name is its own.
 
-    Attention that is not `fused` tells of releases before 2022, where those have a stack.
+    Attention that is not `fused` tells of releases before 2022, where those have a document.
     An unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
     whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  Of
     fine-tuning in 8 bits, in which the former does not train, kernels are Transformer Engine's:
     `megatron`.
     """
-    stack = _own_stack(framework)
-    if stack is not None and fused is False and stack.versions and stack.versions.earlier:
-        stack = stacks()[stack.versions.earlier]
-    if stack is not None and stack.name not in unknown:
-        return stack, True
-    close = stacks()["transformers" if alone else "fsdp" if zero == 3 else "unknown"]
+    framework = _own_framework(name)
+    if (
+        framework is not None
+        and fused is False
+        and framework.versions
+        and framework.versions.earlier
+    ):
+        framework = frameworks()[framework.versions.earlier]
+    if framework is not None and framework.name not in unknown:
+        return framework, True
+    close = frameworks()["transformers" if alone else "fsdp" if zero == 3 else "unknown"]
     trains_in = close.space.precisions if close.space else None
     if trains_in is not None and precision in EIGHT_BITS and precision not in trains_in:
-        return stacks()["megatron" if alone else "unknown"], False
+        return frameworks()["megatron" if alone else "unknown"], False
     return close, False
 
 
-def _runs_with(stack: Stack, facts: Facts) -> tuple[str, ...]:
-    """Return the options that runs of a stack had as far as is known; its name will tell them."""
+def _runs_with(framework: Framework, facts: Facts) -> tuple[str, ...]:
+    """Return the options that runs of a framework had as far as is known; its name will tell them."""
     return tuple(
         option
-        for runs in stack.accuracy.runs_with
+        for runs in framework.accuracy.runs_with
         if all(condition_of(text).is_fulfilled(facts) for text in runs.when)
         for option in runs.options
     )
 
 
-def _own_stack(framework: str) -> Stack | None:
-    """Return the stack that a framework's name or alias stands for; None for an unknown one."""
+def _own_framework(name: str) -> Framework | None:
+    """Return the framework that a name or alias stands for; None for an unknown one."""
     try:
-        stack = stacks()[stack_name(framework.partition("+")[0])]
+        framework = frameworks()[framework_name(name.partition("+")[0])]
     except DocumentError:
         return None
-    return None if stack.name == "unknown" else stack
+    return None if framework.name == "unknown" else framework
 
 
 @lru_cache(maxsize=256)
-def _without_source(name: str, source: str, sources: frozenset[str]) -> Stack:
-    """Return a stack without what rests on one of a table's sources."""
-    return without_source(stacks()[name], source, sources, stacks()["unknown"])
+def _without_source(name: str, source: str, sources: frozenset[str]) -> Framework:
+    """Return a framework without what rests on one of a table's sources."""
+    return without_source(frameworks()[name], source, sources, frameworks()["unknown"])
 
 
-_KNOWN: dict[tuple[int, tuple[str, ...]], tuple[Stack, Stack]] = {}
-"""By a stack's id, which stays alive so that the id stays its own, and options."""
+_KNOWN: dict[tuple[int, tuple[str, ...]], tuple[Framework, Framework]] = {}
+"""By a framework's id, which stays alive so that the id stays its own, and options."""
 
 
 def _with_options(
-    stack: Stack, flash_attention: bool | None, *, compiled: bool, further: tuple[str, ...]
-) -> Stack:
-    """Return a stack with what a row says of its kernels, and `further` options that its runs had.
+    framework: Framework, flash_attention: bool | None, *, compiled: bool, further: tuple[str, ...]
+) -> Framework:
+    """Return a framework with what a row says of its kernels, and `further` options that its runs had.
 
     Rows alike share one.  `native` has no kernels to choose.
     """
-    if stack.name == "native":
-        return stack
+    if framework.name == "native":
+        return framework
     options = [] if flash_attention is None else ["flash" if flash_attention else "eager-attention"]
     options += [*(["compiled"] if compiled else []), *further]
-    key = id(stack), tuple(options)
+    key = id(framework), tuple(options)
     if key not in _KNOWN:
-        _KNOWN[key] = stack, with_options(stack, options)
+        _KNOWN[key] = framework, with_options(framework, options)
     return _KNOWN[key][1]
 
 

@@ -1,8 +1,8 @@
 """Bytes that torch's caching allocator reserves beside those allocated: one rank's step replayed.
 
 Blocks come and go operator by operator as in their tables, and the loss as tensors of a logit each:
-one in 16 bits, upcast and let go of, then those in fp32 that the stack's bytes a logit are made of.
-Logits are larger than any tensor of a block, so that they fit no segment that a forward left:
+one in 16 bits, upcast and let go of, then those in fp32 that the framework's bytes a logit are made
+of. Logits are larger than any tensor of a block, so that they fit no segment that a forward left:
 those stay reserved in vain.  What FSDP gathers is of a stream, and so of segments, of its own.
 
 Of layouts without stages, whose activations are all saved.  Gradients and states are there before

@@ -20,16 +20,16 @@ from meshwright.planner.solver.side_constraints import HostMemory
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
+    from meshwright.planner.documents.framework import Framework
     from meshwright.planner.documents.plan import Layout, Offload
-    from meshwright.planner.documents.stack import Stack
 
 PINNED_BY_TORCH = 0.5
 """Of a host's memory, where parameters are there: FSDP has torch pin them, in powers of two."""
 
 
-def usable_share(stack: Stack, offload: Offload) -> float:
+def usable_share(framework: Framework, offload: Offload) -> float:
     """Return how much of a host's memory may be filled."""
-    share = stack.offload.host_share
+    share = framework.offload.host_share
     return min(share, PINNED_BY_TORCH) if offload == "parameters" else share
 
 

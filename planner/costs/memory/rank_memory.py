@@ -118,7 +118,7 @@ def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     """Return how many bytes tensors may take, by their prediction, to fit as surely as asked.
 
     The whole room times `uncertainty.room_share`.  The search and `planner.costs.predict` both ask
-    this function what fits, for every stack.
+    this function what fits, for every framework.
     """
     return costs.room_share * whole_room_bytes(memory_bytes, costs)
 
@@ -206,7 +206,7 @@ def _of_one(
 ) -> dict[str, float]:
     """Return the peak of a rank of one stage with whole backwards.
 
-    Every micro-batch in flight also keeps the tensors that the pipeline received and, of stacks
+    Every micro-batch in flight also keeps the tensors that the pipeline received and, of frameworks
     that keep them, sent (one that the first layer stores counts once); one more is received ahead,
     and a gradient is on its way.
     """

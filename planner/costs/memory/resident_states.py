@@ -58,10 +58,10 @@ from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.operators import layer_operators as arithmetic
 
 if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework
     from meshwright.planner.documents.model import Layer, ModelGraph
     from meshwright.planner.documents.plan import Job, Layout
     from meshwright.planner.documents.profile import LossGradients
-    from meshwright.planner.documents.stack import Stack
 
 
 def fsdp1_states(parameters: float, sharing: StateSharding, *, unit: float | None = None) -> States:
@@ -69,9 +69,9 @@ def fsdp1_states(parameters: float, sharing: StateSharding, *, unit: float | Non
 
     `unit` are the parameters of its largest unit where it is several.
 
-    >>> from meshwright.planner.catalog import stacks
+    >>> from meshwright.planner.catalog import frameworks
     >>> from meshwright.planner.costs.memory.state_bytes import state_types
-    >>> foundry = state_types(stacks()["llm-foundry-fsdp"], "bf16")
+    >>> foundry = state_types(frameworks()["llm-foundry-fsdp"], "bf16")
     >>> eight = StateSharding(
     ...     types=foundry, zero=3, shard=8, data=8, pipelined=False, accumulated=True
     ... )
@@ -209,14 +209,14 @@ class ExpertShard:
 class ResidentStates:
     """What ranks hold of a model's layers, for any layout."""
 
-    def __init__(self, model: ModelGraph, job: Job, stack: Stack) -> None:
+    def __init__(self, model: ModelGraph, job: Job, framework: Framework) -> None:
         self._model = model
         self._job = job
-        self._stack = stack
+        self._framework = framework
         quantised = job.lora is not None and job.lora.quantised
         self._types = [
             memory.state_types(
-                stack,
+                framework,
                 job.precision,
                 zero=zero,
                 quantised=quantised,
@@ -225,15 +225,15 @@ class ResidentStates:
             for zero in range(4)
         ]
         self._types_of_ends = [
-            memory.state_types(stack, job.precision, zero=zero, moments=model.optimizer_bytes)
+            memory.state_types(framework, job.precision, zero=zero, moments=model.optimizer_bytes)
             for zero in range(4)
         ]
-        self.wide = quantised and stack.types.wide_frozen
+        self.wide = quantised and framework.types.wide_frozen
         """Whether what of a frozen model is not in 4 bits is fp32, where nothing is divided."""
         if self.wide:
             self._types_of_ends[0] = replace(self._types_of_ends[0], frozen=float(FP32))
         self._gathers_narrow = (
-            job.precision in EIGHT_BITS and "parameters" in stack.eight_bit.gathered
+            job.precision in EIGHT_BITS and "parameters" in framework.eight_bit.gathered
         )
         self._known: dict[tuple[object, ...], ResidentParameters] = {}
 
@@ -247,13 +247,13 @@ class ResidentStates:
             pipelined=layout.pipeline > 1,
             accumulated=layout.micro_batches > 1,
             offload=layout.offload,
-            wire=layout.gradient_wire,
+            wire=layout.gradient_compression,
             prefetch=layout.prefetch,
-            reshard=layout.reshard,
+            reshard_after_forward=layout.reshard_after_forward,
             versions=weight_versions(layout),
-            narrow=layout.weight_wire == "fp8" or self._gathers_narrow,
-            gathers_before=self._stack.sharding.backward_prefetch == "before",
-            syncs_each=self._stack.sharding.syncs_each,
+            narrow=layout.weight_gather_dtype == "fp8" or self._gathers_narrow,
+            gathers_before=self._framework.sharding.backward_prefetch == "before",
+            syncs_each=self._framework.sharding.syncs_each,
         )
 
     def resident_parameters(
@@ -284,7 +284,7 @@ class ResidentStates:
             tensor=layout.tensor,
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
-            shared_whole=self._stack.experts.shared == "whole",
+            shared_whole=self._framework.experts.shared == "whole",
         )
         if sharing.pipelined:
             dense += self.tied_copy(layer) / layout.tensor
@@ -353,7 +353,7 @@ class ResidentStates:
             return LastLayer(
                 before=self._unit(kinds[-2], layout),
                 logits=layout.loss is None,
-                kept=self._stack.sharding.ends == "kept",
+                kept=self._framework.sharding.ends == "kept",
                 holds_gradient=loss_gradients(layout) == "precomputed",
             )
         # A table that both ends use is of the root unit (memory.in_root).
@@ -375,7 +375,7 @@ class ResidentStates:
             tensor=layout.tensor,
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
-            shared_whole=self._stack.experts.shared == "whole",
+            shared_whole=self._framework.experts.shared == "whole",
         )
         return dense + (routed if layout.expert == 1 else 0.0)
 

@@ -1,4 +1,4 @@
-"""Bytes that a layer's parameters, gradients and optimizer state take on one rank, under any stack.
+"""Bytes that a layer's parameters, gradients and optimizer state take on one rank, under any framework.
 
 Activations stand in `meshwright.planner.operators.layer_operators`, a rank's bytes beside layers in
 `planner.costs.layout_costs`, units of FSDP1 in `planner.costs.memory.resident_states`.
@@ -62,8 +62,8 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 from meshwright.planner.documents.cluster import EIGHT_BITS
 
 if TYPE_CHECKING:
-    from meshwright.planner.documents.plan import GradientWire, Offload
-    from meshwright.planner.documents.stack import OptimizerRule, Stack, Types, Unit
+    from meshwright.planner.documents.framework import Framework, OptimizerRule, Types, Unit
+    from meshwright.planner.documents.plan import GradientCompression, Offload
 
 FOUR_BITS = 0.5
 """Bytes of a parameter in 4 bits, without its scale."""
@@ -110,36 +110,36 @@ class StateTypes:
 
 
 def state_types(
-    stack: Stack,
+    framework: Framework,
     precision: str,
     *,
     zero: int = 0,
     quantised: bool = False,
     moments: float | None = None,
 ) -> StateTypes:
-    """Return the types of a stack in one precision; frozen parameters may be in 4 bits.
+    """Return the types of a framework in one precision; frozen parameters may be in 4 bits.
 
     `moments` are bytes of another optimizer's state, in place of AdamW's.
 
-    >>> from meshwright.planner.catalog import stacks
-    >>> found = state_types(stacks()["megatron"], "bf16")
+    >>> from meshwright.planner.catalog import frameworks
+    >>> found = state_types(frameworks()["megatron"], "bf16")
     >>> found.working + found.gradient, found.master + found.moments
     (6.0, 12.0)
     """
-    types = stack.types
+    types = framework.types
     if types.full_with_zero and zero:
         types = types.model_copy(update={"master": 4, "moments": 8, "wire": types.gradient})
-    narrow = precision in EIGHT_BITS and stack.eight_bit.narrow_states
+    narrow = precision in EIGHT_BITS and framework.eight_bit.narrow_states
     return _state_types(
         types,
-        stack.sharding.unit,
+        framework.sharding.unit,
         precision,
         narrow=narrow,
         quantised=quantised,
         own_moments=moments,
-        by_tensor=stack.sharding.collectives_per_layer > 1,
-        flattens=stack.optimizer.flattens and zero > 0,
-        roots=stack.optimizer.roots and moments is None,
+        by_tensor=framework.sharding.collectives_per_layer > 1,
+        flattens=framework.optimizer.flattens and zero > 0,
+        roots=framework.optimizer.roots and moments is None,
     )
 
 
@@ -194,8 +194,8 @@ def updated_bytes(types: StateTypes, rule: OptimizerRule) -> float:
         g read, g written                clipping, where every step clips
         g written                        zeroing, where buffers stay
 
-    >>> from meshwright.planner.catalog import stacks
-    >>> [updated_bytes(state_types(stacks()[name], "bf16"), stacks()[name].optimizer)
+    >>> from meshwright.planner.catalog import frameworks
+    >>> [updated_bytes(state_types(frameworks()[name], "bf16"), frameworks()[name].optimizer)
     ...     for name in ("megatron", "native")]
     [38.0, 40.0]
     """
@@ -218,10 +218,10 @@ class StateSharding:
     accumulated: bool
     """A step has several micro-batches."""
     offload: Offload = "none"
-    wire: GradientWire = "full"
+    wire: GradientCompression = "full"
     prefetch: int = 0
     """Units that are asked for ahead of the one that runs."""
-    reshard: int | None = None
+    reshard_after_forward: int | None = None
     """Ranks among which parameters are divided between forward and backward; None: `shard`."""
     versions: int = 1
     """Copies of the parameters: twice where a pipeline never drains."""
@@ -274,7 +274,7 @@ class StateSharding:
 
         None where they are as between steps.
         """
-        return self.reshard if self.gathers_again and not self.pipelined else None
+        return self.reshard_after_forward if self.gathers_again and not self.pipelined else None
 
     @property
     def pipelined_units(self) -> bool:

@@ -170,7 +170,7 @@ class ParsedConfig:
     axes: dict[str, Any] = field(default_factory=dict)
     """Of other axes of a layout, by name, the values that are no usual ones."""
     options: list[str] = field(default_factory=list)
-    """Of the stack: `deepep`."""
+    """Of the framework: `deepep`."""
     training: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     """Figures of the model: layers, hidden_size, heads, ffn_size; or its name."""

@@ -333,7 +333,7 @@ def _quantize(model: Settings, quantize: Settings, config: ParsedConfig) -> None
                 f"is {recipe!r:.40}; {' or '.join(_RECIPES)}",
             )
         if section.flag("enable_fsdp_float8_all_gather") and config.zero == 3:
-            config.axes["weight_wire"] = "fp8"
+            config.axes["weight_gather_dtype"] = "fp8"
         section.pop("precompute_float8_dynamic_scale_for_fsdp")
         section.pop("force_recompute_fp8_weight_in_bwd")
     section.pop("mxfp8_dim1_cast_kernel_choice")

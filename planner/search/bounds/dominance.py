@@ -35,8 +35,8 @@ def twins(layout: Layout) -> Iterator[Layout]:
         yield other_bits
     if layout.prefetch:
         yield replace(layout, prefetch=0)
-    if layout.reshard is not None:
-        yield replace(layout, reshard=None)
+    if layout.reshard_after_forward is not None:
+        yield replace(layout, reshard_after_forward=None)
     if layout.loss is not None:
         yield replace(layout, loss=None)
     if layout.order != INSIDE_OUT:

@@ -148,7 +148,7 @@ class MemoryBounds:
         """What a rank may put on its host, where layers can be there and somebody says."""
         if "offload" in tables.activations:
             self._host_bytes = host_room_bytes(
-                tables.cluster.groups[0], tables.request.stack.offload.host_share
+                tables.cluster.groups[0], tables.request.framework.offload.host_share
             )
 
     def with_credits(self, chain: ChainFigures) -> MemoryBounds:
@@ -170,7 +170,7 @@ class MemoryBounds:
         `settings` [unit] are divisions; `added_s` [unit] comes on top of a step, `seen_s`
         [unit, choice] of the passes of one of the commonest layers.
         """
-        keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
+        keeps_sent = self._tables.rates.framework.pipeline.keeps_sent
         units_s = [
             _ranks_of(
                 self._kinds,
@@ -284,7 +284,7 @@ class MemoryBounds:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
         problem = np.repeat(np.arange(len(degree)), degree)
         working = options.transient_bytes[0][problem]
-        sent_bytes = boundary_bytes * self._tables.rates.stack.pipeline.keeps_sent
+        sent_bytes = boundary_bytes * self._tables.rates.framework.pipeline.keeps_sent
         room_bytes = self._capacity_bytes - working
         load = self._load(ranks, options, problem, room_bytes, sent_bytes, degree)
         own_bytes = 2.0 * ranks.depths * (degree > 1) * boundary_bytes
@@ -485,9 +485,9 @@ class LayersTogether:
 
     def _of_loss(self, kind: str, place: int) -> Iterable[StrategyParts]:
         at = self._kinds.index(kind)
-        states = _stack_states([states[at] for states in self._states[place]])
+        states = _framework_states([states[at] for states in self._states[place]])
         last = kind == self._tables.end_kinds[1]
-        last = last and self._tables.rates.stack.pipeline.keeps_results
+        last = last and self._tables.rates.framework.pipeline.keeps_results
         for recompute, many in zip(RECOMPUTES, self._figures[kind], strict=True):
             if recompute not in choices_of(self._recompute, kind):
                 continue
@@ -526,7 +526,7 @@ _BELOW = 1.0 - SLACK
 """A bound may not be above what it bounds."""
 
 
-def _stack_states(states: Sequence[States]) -> States:
+def _framework_states(states: Sequence[States]) -> States:
     """Return states that are arrays."""
     numbers: dict[tuple[float, ...], int] = {}
     place = np.array([numbers.setdefault(_row(state), len(numbers)) for state in states])

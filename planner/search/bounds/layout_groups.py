@@ -23,7 +23,7 @@ What sharing states takes of the commonest layers of a model, of many sharings a
 That is the same whichever timetable a family has, and however a step is measured, so the bounds of
 the closed form and of the simulated step have it in common.
 
-The configurations of one request: what the backend runs, and why it does not run others.
+The configurations of one request: what the framework runs, and why it does not run others.
 
 Nothing is bounded here; planner.search.bounds.layout_groups and planner.search.bounds.layout_bounds
 do that.
@@ -130,7 +130,7 @@ def executable_families(
 
 
 class Configurations:
-    """All families of a space that the backend runs, and the refusals by reason."""
+    """All families of a space that the framework runs, and the refusals by reason."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class Configurations:
         tables: CostTables | None = None,
         frontiers: FrontierStore | None = None,
     ) -> None:
-        """`rules` are those of the stack if no others are asked for, `tables` those of the request,
-        under any pins that leave layers the same activations to choose among.
+        """`rules` are those of the framework if no others are asked for, `tables` those of the
+        request, under any pins that leave layers the same activations to choose among.
 
         `recompute` is what layers may recompute, by default what is pinned or anything.
         """
@@ -150,13 +150,13 @@ class Configurations:
         self.cluster = request.cluster
         self.job = request.job
         self.pins = request.pins
-        self.stack = request.stack
+        self.framework = request.framework
         self.recompute = request.pins.recompute if recompute is None else recompute
         treated = activations(request.cluster, request.pins, space=request.space)
         self.tables = tables or CostTables(request, treated)
         self.rules = rules
-        self._of_degrees = rules or rules_of(self.stack, of_degrees=True)
-        self._executes = rules or rules_of(self.stack)
+        self._of_degrees = rules or rules_of(self.framework, of_degrees=True)
+        self._executes = rules or rules_of(self.framework)
         self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
         self._known_instances: dict[Layout, Instance] = {}
         self.refused: Counter[str] = Counter()
@@ -174,17 +174,17 @@ class Configurations:
         lacking = self._lacking(layout)
         if lacking is None and self.rows(layout) is None:
             lacking = (
-                f"{self.stack.name}: its blocks cannot be divided among the stages as it does "
-                f"({self.stack.pipeline.stages})"
+                f"{self.framework.name}: its blocks cannot be divided among the stages as it does "
+                f"({self.framework.pipeline.stages})"
             )
         return lacking or self._executes(self.model, self.cluster, self.job, layout)
 
     def rows(self, layout: Layout) -> Rows | None:
-        """Return how many layers ranks may hold by the rule of the stack; None if none can."""
+        """Return how many layers ranks may hold by the rule of the framework; None if none can."""
         key = layout.pipeline, layout.virtual_stages, layout.schedule
         if key not in self._known_rows:
             size_rows = rows(
-                self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
+                self.framework.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
             )
             if self.pins.require and key[1] > 1:
                 from meshwright.planner.search.partition.stage_size_rows import (  # noqa: PLC0415 - few ask
@@ -210,7 +210,7 @@ class Configurations:
         return None
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield every layout that the backend runs."""
+        """Yield every layout that the framework runs."""
         for family in self.families:
             for layout in family.layouts():
                 if self.refusal(layout) is None:
@@ -288,7 +288,7 @@ class ShardingTable:
         versions = schedule_of(part.timetables[0].schedule).weight_versions
         once = part.micro_batches == 1
         degrees = part.degrees, part.place, sharings
-        alike = *degrees, versions, once, part.savings[0], loss, part.weight_wire
+        alike = *degrees, versions, once, part.savings[0], loss, part.weight_gather_dtype
         key = *alike, part.micro_batch, *computed_by(part)
         costs = self._known.get(key)
         if costs is None:
@@ -341,7 +341,7 @@ class FamilyBounds(Configurations):
         self._known_paces: dict[tuple[object, ...], ObjectiveCoefficients] = {}
         self._rates = self.tables.rates
         self._types = state_types(
-            self._rates.stack, request.job.precision, moments=self.model.optimizer_bytes
+            self._rates.framework, request.job.precision, moments=self.model.optimizer_bytes
         )
         self._parameters = float(
             sum(layer.parameters * layer.repeat for layer in self.model.layers)

@@ -123,7 +123,7 @@ class GroupCandidates:
         return families, refused
 
     def _executes(self, layout: Layout) -> str | None:
-        """Return why the backend does not run a layout."""
+        """Return why the framework does not run a layout."""
         return refusal(self.model, self.cluster, self.job, layout)
 
     def costs_of(self, layout: Layout) -> list[LayoutCosts]:

@@ -11,10 +11,10 @@ from meshwright.planner.operators.operator_table import RECOMPUTES
 from meshwright.planner.solver.partition_problem import Option
 
 if TYPE_CHECKING:
+    from meshwright.planner.documents.framework_space import Space
     from meshwright.planner.documents.model import ModelGraph
     from meshwright.planner.documents.plan import Layout
     from meshwright.planner.documents.profile import Recompute
-    from meshwright.planner.documents.stack_space import Space
 
 
 def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> list[Recomputes]:

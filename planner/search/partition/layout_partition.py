@@ -252,7 +252,7 @@ def plan_with(
     return Plan(
         model=PlannedModel.of(request.model),
         cluster=request.cluster_name,
-        backend=request.stack.name,
+        framework=request.framework.name,
         seq_len=job.seq_len,
         document_len=job.document_len,
         global_batch=job.global_batch,

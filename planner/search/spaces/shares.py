@@ -94,7 +94,7 @@ class ShareSpace(GroupSpace):
 
     @cached_property
     def _alike(self) -> tuple[ClusterSpec, ...]:
-        """[group] As many devices of its kind, in nodes of all: what a backend is asked about."""
+        """[group] As many devices of its kind, in nodes of all: what a framework is asked about."""
         nodes = math.gcd(*(group.devices_per_node for group in self.cluster.groups))
         as_many = {"nodes": self.cluster.devices // nodes, "devices_per_node": nodes, "tiers": None}
         return tuple(

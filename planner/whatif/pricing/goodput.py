@@ -149,19 +149,19 @@ def expected_of(
     steps: int,
     step_s: float,
     every_steps: int,
-    survives: bool,
+    elastic: bool,
     copies: float = 0.0,
 ) -> Expected:
     """Return the goodput of a run before it, by parts, with its range.
 
-    Where a run `survives`, launchers start ranks again, from copies in memory that may take the
+    Of an `elastic` run launchers start ranks again, from copies in memory that may take the
     share `copies` of training.  The low end has the most failures, the longest restarts, and no
     copies; the high end the opposite.
 
     >>> run = expected_of(
     ...     Failures(), RunSeconds(),
     ...     SaveFigures(failures_per_hour=0.01, blocked_s=14.0, written_s=60.0),
-    ...     steps=100_000, step_s=6.0, every_steps=500, survives=True, copies=0.01,
+    ...     steps=100_000, step_s=6.0, every_steps=500, elastic=True, copies=0.01,
     ... )
     >>> f"{run.goodput:.3f}, {run.goodput_low:.3f} to {run.goodput_high:.3f}"
     '0.984, 0.966 to 0.984'
@@ -172,12 +172,12 @@ def expected_of(
 
     def run(at: str) -> tuple[RunSeconds, float]:
         start_s: float = getattr(RESTART_IN_PLACE_S, at)
-        again_s: float = start_s if survives else getattr(failures.restart_s, at)
+        again_s: float = start_s if elastic else getattr(failures.restart_s, at)
         if run_s.start_s is not None:
             start_s = run_s.start_s
         if run_s.attempts > 1:
             again_s = run_s.restart_s / (run_s.attempts - 1)
-        copied = survives and copies > 0 and at != "high"
+        copied = elastic and copies > 0 and at != "high"
         per_hour = saves.failures_per_hour * getattr(rate, at) / rate.value
         return expected_run_seconds(
             saves.model_copy(update={"failures_per_hour": per_hour}),

@@ -19,7 +19,7 @@ from meshwright.planner.documents.units import Amount, Rate
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_HOUR
 
 COPIES_SHARE = 0.0075
-"""Of training that copies of its state in memory may take; `--survive` may cost a hundredth."""
+"""Of training that copies of its state in memory may take; `--elastic` may cost a hundredth."""
 
 
 def interval_s(checkpoint_s: float, between_failures_s: float) -> float:

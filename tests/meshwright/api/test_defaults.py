@@ -26,7 +26,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_file_says_what_the_command_line_does_not(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file.write_text("cluster: 2xa100-sxm-80gb\nbackend: fsdp\nprecision: fp32\n")
+    file.write_text("cluster: 2xa100-sxm-80gb\nframework: fsdp\nprecision: fp32\n")
 
     assert cli.main(ASKED) == 0
     told = capsys.readouterr().out
@@ -34,8 +34,8 @@ def test_the_file_says_what_the_command_line_does_not(
     answer = json.loads(capsys.readouterr().out)
 
     assert "gpt2 on 2xa100-sxm-80gb: 8 samples of 1,024 tokens a step, fp32" in told
-    assert f"--cluster 2xa100-sxm-80gb ({file})" in told and f"--backend fsdp ({file})" in told
-    assert answer["plan"]["backend"] == "fsdp" and answer["plan"]["precision"] == "fp32"
+    assert f"--cluster 2xa100-sxm-80gb ({file})" in told and f"--framework fsdp ({file})" in told
+    assert answer["plan"]["framework"] == "fsdp" and answer["plan"]["precision"] == "fp32"
 
 
 def test_a_variable_goes_before_the_file_and_an_option_before_both(
@@ -67,13 +67,13 @@ def test_sequence_and_batch_that_nobody_gave_are_said(
 
 
 @pytest.mark.matrix
-def test_a_plan_keeps_its_own_cluster_and_backend(
+def test_a_plan_keeps_its_own_cluster_and_framework(
     file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plan = str(tmp_path / "plan.yaml")
     assert cli.main([*ASKED, "--cluster", "2xv100-sxm-32gb", "-o", plan]) == 0
     capsys.readouterr()
-    file.write_text("cluster: 8xh100-sxm-80gb\nbackend: megatron\nprecision: bf16\n")
+    file.write_text("cluster: 8xh100-sxm-80gb\nframework: megatron\nprecision: bf16\n")
 
     assert cli.main(["predict", plan]) == 0
 
@@ -139,18 +139,18 @@ def test_a_cluster_file_may_lie_by_the_file_of_defaults(tmp_path: Path) -> None:
     assert mine.take("cluster", None) == str(tmp_path / "ours.yaml")
 
 
-def test_prices_and_backend_of_a_study_are_its_own(
+def test_prices_and_framework_of_a_study_are_its_own(
     file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    file.write_text("backend: deepspeed\nprices: nowhere.yaml\n")
+    file.write_text("framework: deepspeed\nprices: nowhere.yaml\n")
     flags = ["--model", "gpt2", "--clusters", "1xa10g", "--tokens", "1e8"]
 
     assert cli.main(["whatif", *flags]) == 1
     assert "nowhere.yaml" in capsys.readouterr().err
 
-    file.write_text("backend: deepspeed\n")
+    file.write_text("framework: deepspeed\n")
     study = str(tmp_path / "study.yaml")
     assert cli.main(["whatif", *flags, "--write", study, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["outcomes"][0]["stack"] == "deepspeed"
-    file.write_text("backend: nonsense\n")
+    assert json.loads(capsys.readouterr().out)["outcomes"][0]["framework"] == "deepspeed"
+    file.write_text("framework: nonsense\n")
     assert cli.main(["whatif", study]) == 0

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import meshwright
 from meshwright.api.functions import DOCUMENTS
 from meshwright.cli import app
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.documents import document
 from meshwright.planner.documents.plan import Plan
@@ -139,7 +139,7 @@ def test_a_module_without_a_recording_is_one_layer() -> None:
         ({"batch": (torch.ones(4, 3), torch.ones(3))}, "4 samples and .*3 samples"),
         ({"batch": {"a": 1}}, "no tensor with samples"),
         ({"seq_len": 8}, "seq-len: is given by the shapes"),
-        ({"backend": "megatron"}, "trained natively"),
+        ({"framework": "megatron"}, "trained natively"),
         ({"fix": ["tp=2"]}, "tp=2 stands in the way"),
     ],
 )
@@ -205,7 +205,7 @@ def test_every_kind_of_document_is_loaded_as_what_it_is(tmp_path: Path) -> None:
     profile = Profile(model=model.name, model_digest=model.digest, birth=birth, layers=())
     written = [
         found.plan, found.prediction, found.certificate, model, cluster, profile, study,
-        stacks()["native"],
+        frameworks()["native"],
     ]  # fmt: skip
     for at, one in enumerate(written):
         meshwright.save(one, tmp_path / f"{at}.yaml")
@@ -245,7 +245,7 @@ def test_where_nothing_fits_surely_the_message_says_what_fits_as_predicted() -> 
             "llama-3.1-8b",
             "8xh100-sxm-80gb",
             global_batch=1024,
-            backend="megatron",
+            framework="megatron",
             fix=asked,
             fit_probability=probability,
         )

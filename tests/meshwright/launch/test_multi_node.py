@@ -1,4 +1,4 @@
-"""`launch --survive`: ranks that hang or are killed cost steps that are done again, no more."""
+"""`launch --elastic`: ranks that hang or are killed cost steps that are done again, no more."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def survived(
     output = room.folder / "out"
     if step_s:
         room.let_steps_sleep(step_s)
-    options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {output}"
+    options = f"--elastic --steps {STEPS} --checkpoint-every {EVERY} -o {output}"
     plan = room.plan(two_ranks(room))
     launcher = room.launched(plan, f"{options} --checkpoint {room.folder}/saved")
     begin_s = 0.0
@@ -253,7 +253,7 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_once(
     first = document.read(Plan, planned).micro_batch
     assert first > 4
     monkeypatch.setenv("MESHWRIGHT_TEST_ROOM", str(samples))
-    options = f"--trust-code --survive --steps 20 -o {room.folder}/out"
+    options = f"--trust-code --elastic --steps 20 -o {room.folder}/out"
     launcher = room.launched(planned, f"{options} --checkpoint {room.folder}/saved")
     _, said = launcher.communicate(timeout=PATIENCE_S)
 
@@ -315,7 +315,7 @@ def test_a_rank_that_the_system_kills_for_memory_is_planned_again(
         .replace("FOLDER", str(room.folder))
         .replace("BYTES", str(2 * LIMIT_BYTES))
     )
-    options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
+    options = f"--elastic --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
     plan = room.plan(two_ranks(room))
     launcher = room.launched(plan, f"{options} --checkpoint {room.folder}/saved")
     room.wait_for_step(EVERY + 10, while_running=launcher)
@@ -374,7 +374,7 @@ def test_replicas_that_drift_go_on_from_what_was_compared(
         fix=["dp=2", "zero=0", "micro_batch=4"],
         output=str(planned),
     )
-    options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
+    options = f"--elastic --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
     launcher = room.launched(planned, f"--trust-code {options} --checkpoint {room.folder}/s")
     room.wait_for_step(EVERY + 10, while_running=launcher)
     (room.folder / "flipped").touch()
@@ -423,7 +423,7 @@ class Nodes:
 
     def start(self, node: int) -> ForkedLauncher:
         room = self.room
-        options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
+        options = f"--elastic --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
         where = f"--nodes {self.nodes} --node {node} --rendezvous 127.0.0.1:{self.port}"
         options = f"{options} {self.options} {where} --checkpoint {self.saved}"
         return room.launched(self.path, options, f"launcher-{node}")
@@ -510,7 +510,7 @@ def test_a_run_that_lost_a_node_grows_when_it_is_back(room: ForkingRoom) -> None
     """Losses are those of the larger plan from the same checkpoint; each sample is used once."""
     pytest.importorskip("torch")
     room.note_copies()
-    nodes = Nodes(room, options="--grow-after 0 --keep-checkpoints 1000", step_s=0.2)
+    nodes = Nodes(room, options="--scale-up-after 0 --keep-checkpoints 1000", step_s=0.2)
     nodes.wait_for_step(EVERY + 10)
     nodes.launchers[1].kill()
     nodes.launchers[1].wait()
@@ -542,5 +542,5 @@ def test_a_run_that_lost_a_node_grows_when_it_is_back(room: ForkingRoom) -> None
 def test_surviving_needs_checkpoints(room: ForkingRoom) -> None:
     path = room.plan(two_ranks(room))
 
-    with pytest.raises(DocumentError, match="survive: continues from checkpoints"):
-        launch(str(path), LaunchRun(), survive=True)
+    with pytest.raises(DocumentError, match="elastic: continues from checkpoints"):
+        launch(str(path), LaunchRun(), elastic=True)

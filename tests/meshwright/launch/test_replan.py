@@ -102,7 +102,7 @@ def test_a_plan_for_more_nodes_than_there_are_says_so(
     monkeypatch.setattr(launches, "launched", lambda fit, asked, _: begun.append((fit, asked)))
     run = LaunchRun(output=room.folder / "out", checkpoint=room.folder / "saved")
 
-    launch(str(planned(room, ranks=1)), run, survive=True)
+    launch(str(planned(room, ranks=1)), run, elastic=True)
 
     ((fit, asked),) = begun
     assert asked.before is not None
@@ -123,7 +123,7 @@ def test_why_a_run_begins_under_another_plan_stands_before_its_first_attempt(
     output = room.folder / "out"
     run = LaunchRun(data=room.text, steps=1, output=output, checkpoint=room.folder / "saved")
 
-    launch(str(planned(room, ranks=1)), run, survive=True)
+    launch(str(planned(room, ranks=1)), run, elastic=True)
 
     events = events_of(events_file(output).read_bytes().splitlines())
     first, then = [one for one in events if isinstance(one, Attempt | Decision)][:2]
@@ -278,7 +278,7 @@ def test_a_run_that_stops_says_why(
         launch(
             str(room.plan(two_ranks(room))),
             LaunchRun(checkpoint=room.folder / "saved"),
-            survive=True,
+            elastic=True,
         )
 
     assert "meshwright: stop, because it ended 3 times after the same step" in (

@@ -94,7 +94,7 @@ def test_a_run_stays_as_it_is(case: Case, without: str) -> None:
             # 5 steps of 2 s are left, and half of them is less than twice the start.
             case.step = STEPS - 10
         case "a change long ago":
-            case.since_s = LaunchRun().grow_after - 60
+            case.since_s = LaunchRun().scale_up_after - 60
         case "a plan":
             case.spares = 1
 

@@ -258,11 +258,11 @@ def test_the_command_of_each_host_can_be_looked_at(
     write(plan.model_copy(update={"model": named, "cluster": "local:2"}), tmp_path / "p.yaml")
     run = LaunchRun(checkpoint=Path("saved"), steps=7)
 
-    launch(str(tmp_path / "p.yaml"), run, Where(hosts="a,b"), survive=True, dry_run=True)
+    launch(str(tmp_path / "p.yaml"), run, Where(hosts="a,b"), elastic=True, dry_run=True)
 
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("ssh -o BatchMode=yes -o StrictHostKeyChecking=yes")
-    assert first.endswith("--survive --nodes 2 --node 0 --rendezvous a:29400")
+    assert first.endswith("--elastic --nodes 2 --node 0 --rendezvous a:29400")
     assert " a meshwright launch " in first
     assert " --steps 7 --checkpoint saved " in second
     with pytest.raises(LaunchError, match="hosts: are 2, and the plan is for 1 nodes"):

@@ -67,7 +67,7 @@ def searched(global_batch: int) -> tuple[Answer, tuple[TrialCandidate, ...]]:
         seq_len=JOB["seq_len"],
         global_batch=global_batch,
         called=ASKED[1],
-        pins=read_pins(["compile=none", "loss=plain"]),
+        pins=read_pins(["compile=none", "loss=full"]),
     )
     answer = search(request)
     with pytest.MonkeyPatch.context() as patch:
@@ -301,7 +301,7 @@ def test_a_template_gets_the_configuration_of_its_framework(
     found = tune(
         "demo-4m",
         "2xh100-sxm-80gb",
-        backend="megatron",
+        framework="megatron",
         run=f"{sys.executable} -S train.py {{config}}",
         budget="3 trials",
         **JOB,
@@ -316,14 +316,14 @@ def test_a_template_gets_the_configuration_of_its_framework(
 
 def test_another_framework_needs_to_be_told_how_it_trains(machine: Machine) -> None:
     with pytest.raises(DocumentError, match="say how megatron trains"):
-        tuned(backend="megatron")
+        tuned(framework="megatron")
 
 
 def test_plans_are_tried_in_small_and_the_answer_is_of_the_large_cluster(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["tune", ASKED[0], "--cluster", ASKED[1], "--seq-len", "128", "--global-batch", "16"]
-    in_small = [*words, "--on", "1xh100-sxm-80gb", "--budget", "2 trials"]
+    in_small = [*words, "--trial-cluster", "1xh100-sxm-80gb", "--budget", "2 trials"]
     assert cli.main(in_small) == 0
     said = capsys.readouterr().out
     machine.interrupted_at = 2  # nothing is tried again
@@ -339,7 +339,7 @@ def test_plans_are_tried_in_small_and_the_answer_is_of_the_large_cluster(
     tried = document.read(Plan, "plan-trials/01/plan.yaml")
     assert (tried.mesh.devices, tried.cluster) == (1, "1xh100-sxm-80gb")
     assert Path("plan-trials/01", tried.model.source, "config.json").is_file()
-    with pytest.raises(DocumentError, match="another on"):
+    with pytest.raises(DocumentError, match="another trial_cluster"):
         tuned(budget="1 trials")
 
 
@@ -373,7 +373,7 @@ def test_the_proof_is_taken_again_with_what_trials_told(
 ) -> None:
     monkeypatch.setattr(tuning, "search", search)
 
-    found = tuned(budget="3 trials", fix=["compile=none,loss=plain,recompute=none,v=1"])
+    found = tuned(budget="3 trials", fix=["compile=none,loss=full,recompute=none,v=1"])
 
     again = predict("plan.yaml", "plan-trials/cluster.yaml", profile="plan-trials/constants.yaml")
     before = found.chosen.prediction.step_time_s

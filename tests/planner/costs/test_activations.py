@@ -13,9 +13,9 @@ from meshwright.planner.costs.hardware_rates import Rates, rates
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.predict import placement_prediction, placements_of
 from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.framework import with_figures
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Activations, Job, Layout
-from meshwright.planner.documents.stack import with_figures
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.layout_partition import instance_of, plan_of
@@ -70,15 +70,15 @@ def test_a_copy_that_takes_longer_than_the_pass_beside_it_is_seen(h100: Rates) -
     assert found.host_bytes == found.moving_bytes == 1e9
 
 
-def test_what_the_last_stage_returns_stays_for_stacks_that_keep_it(
+def test_what_the_last_stage_returns_stays_for_frameworks_that_keep_it(
     llama: ModelGraph, node: ClusterSpec
 ) -> None:
     layout = Layout(pipeline=8, micro_batches=8)
     forgets = with_figures(native(), {"pipeline.keeps_results": False})
 
     (kept, again, _), (gone, once, _) = (
-        CostTables(Request(llama, node, JOB, stack=stack)).costs_of(layout).parts["head"]
-        for stack in (native(), forgets)
+        CostTables(Request(llama, node, JOB, framework=framework)).costs_of(layout).parts["head"]
+        for framework in (native(), forgets)
     )
 
     assert kept.stored_bytes - gone.stored_bytes == kept.figures.returned_bytes > 0

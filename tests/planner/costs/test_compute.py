@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import accelerators, native, stacks
+from meshwright.planner.catalog import accelerators, frameworks, native
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.costs.compute import (
     DeviceRates,
@@ -198,9 +198,9 @@ def test_attention_has_the_rate_of_its_curve_from_8192_tokens_on_and_less_before
     assert attention_share(card, "fa1", seq_len=8192, head_dim=128) == pytest.approx(0.65)
 
 
-def test_a_stack_says_which_rate_of_its_device_holds() -> None:
+def test_a_framework_says_which_rate_of_its_device_holds() -> None:
     h100 = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
-    kernels, fsdp, megatron = h100.kernels, stacks()["fsdp"], stacks()["megatron"]
+    kernels, fsdp, megatron = h100.kernels, frameworks()["fsdp"], frameworks()["megatron"]
 
     assert device(h100, "bf16", megatron).sustained == kernels.sustained_tuned
     assert device(h100, "bf16", fsdp).sustained == pytest.approx(0.89 * kernels.sustained_tuned)

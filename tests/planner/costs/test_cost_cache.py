@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.planner.catalog import stack
+from meshwright.planner.catalog import framework
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.cost_cache import FigureBasis, FigureStore, KindFigures
 from meshwright.planner.costs.layer_costs import LayerFigures
@@ -23,7 +23,7 @@ JOB = Job(seq_len=4096, global_batch=64)
 
 def request(cluster: ClusterSpec, name: str = "megatron") -> Request:
     """Return what is asked of one cluster."""
-    return Request(MODEL, cluster, JOB, stack=stack(name))
+    return Request(MODEL, cluster, JOB, framework=framework(name))
 
 
 def some_layouts(devices: int) -> list[Layout]:
@@ -68,7 +68,7 @@ def test_what_is_new_is_worked_out_beside_what_is_known() -> None:
     assert same(shared, CostTables(request(cluster)).figures_together(layouts))
 
 
-def test_clusters_of_other_devices_links_stacks_and_of_twice_the_size_share_nothing() -> None:
+def test_clusters_of_other_devices_links_frameworks_and_of_twice_the_size_share_nothing() -> None:
     store, plain = FigureStore(), resolve_cluster("4x8xh100-sxm-80gb")
     faster = tuple(tier.model_copy(update={"latency_s": 0.0}) for tier in plain.tiers)
     tables = [

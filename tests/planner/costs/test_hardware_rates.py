@@ -2,14 +2,14 @@
 
 import pytest
 
-from meshwright.planner.calibration.tables.predictions import backend_prediction
+from meshwright.planner.calibration.tables.predictions import framework_prediction
 from meshwright.planner.catalog import native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.hardware_rates import Rates, assumptions, rates
 from meshwright.planner.costs.memory.state_bytes import state_types
+from meshwright.planner.documents.framework import with_figures
 from meshwright.planner.documents.plan import Job
 from meshwright.planner.documents.profile import Birth, Overheads, Profile
-from meshwright.planner.documents.stack import with_figures
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request, pinned_layout
 
@@ -63,7 +63,7 @@ def test_of_a_collective_only_what_computation_does_not_hide_is_seen(
 
 
 def test_without_a_profile_an_accelerator_hides_most_and_a_cpu_nothing(quoted: Rates) -> None:
-    cpu = Rates(device=quoted.device, curves={}, overheads=None, on_cpu=True, stack=native())
+    cpu = Rates(device=quoted.device, curves={}, overheads=None, on_cpu=True, framework=native())
 
     # 16 of an H100's 132 multiprocessors send meanwhile, for three seconds.
     assert quoted.exposed_s(1.0, 10.0) == pytest.approx(3 * 16 / 132)
@@ -76,10 +76,10 @@ def test_four_devices_of_a_node_gain_by_overlap_what_was_measured() -> None:
 
     So collectives of 0.31 of the computation cost 0.19 of it.  Within a node they have 24 channels.
     """
-    stack = with_figures(native(), {"sharding.channels": 24})
+    framework = with_figures(native(), {"sharding.channels": 24})
     collective_s = 1.102 * 1.189 - 1
     seen = [
-        rates(resolve_cluster(f"4x{device}"), JOB, None, stack).exposed_s(collective_s, 1.0)
+        rates(resolve_cluster(f"4x{device}"), JOB, None, framework).exposed_s(collective_s, 1.0)
         for device in ("a100-sxm-80gb", "h100-sxm-80gb")
     ]
 
@@ -96,9 +96,9 @@ def test_llama_2_7b_under_fsdp_is_a_third_slower_on_two_thousand_devices() -> No
             seq_len=4096,
             global_batch=16 * nodes,
             pins=Pins(zero=3, micro_batch=2, data=8 * nodes),
-            stack="fms-fsdp",
+            framework="fms-fsdp",
         )
-        steps.append(backend_prediction(request, pinned_layout(request)).step_time_s)
+        steps.append(framework_prediction(request, pinned_layout(request)).step_time_s)
 
     assert 1 - steps[0] / steps[1] == pytest.approx(0.37, abs=0.05)
 

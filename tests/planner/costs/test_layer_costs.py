@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.catalog import native, stacks
+from meshwright.planner.catalog import frameworks, native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs import compute, layer_seconds
 from meshwright.planner.costs.hardware_rates import rates
@@ -44,7 +44,7 @@ def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int)
     ]
 
     for layer in model.layers:
-        together = arithmetic.table(model, layer, ManySettings.stack(each))
+        together = arithmetic.table(model, layer, ManySettings.framework(each))
         for index, setting in enumerate(each):
             alone = arithmetic.table(model, layer, setting)
             assert len(alone.operators) == len(together.operators)
@@ -89,12 +89,16 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
 
 
 @pytest.mark.spread(2)
-@pytest.mark.parametrize("stack", ["megatron", "megatron-deepspeed", "nanotron", "torchtitan"])
+@pytest.mark.parametrize("framework", ["megatron", "megatron-deepspeed", "nanotron", "torchtitan"])
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-3.1-8b"])
-def test_figures_of_many_layouts_of_any_stack_are_those_of_each(name: str, stack: str) -> None:
+def test_figures_of_many_layouts_of_any_framework_are_those_of_each(
+    name: str, framework: str
+) -> None:
     model, machine = resolve_model(name), resolve_cluster("4x8xh100-sxm-80gb")
-    request = Request(model, machine, Job(seq_len=2048, global_batch=64), stack=stacks()[stack])
-    sequence = request.stack.tensor.sequence_parallel
+    request = Request(
+        model, machine, Job(seq_len=2048, global_batch=64), framework=frameworks()[framework]
+    )
+    sequence = request.framework.tensor.sequence_parallel
     some = [
         Layout(
             tensor=t,

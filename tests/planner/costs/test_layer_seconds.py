@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import native, stack, stacks
+from meshwright.planner.catalog import framework, frameworks, native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.layer_seconds import (
     HostPasses,
@@ -20,9 +20,9 @@ from meshwright.planner.costs.layer_seconds import (
     with_host,
 )
 from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.documents.framework import Framework, PerPass, with_figures
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.documents.stack import PerPass, Stack, with_figures
 from meshwright.planner.operators.kernels import KernelSettings
 from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import GroupAxis, Operator, OperatorTable, Setting
@@ -150,10 +150,10 @@ def test_recomputing_a_block_whole_takes_its_forward_again() -> None:
     assert found.kernels_again == found.kernels
 
 
-def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, float]:
+def host(framework: Framework, kind: str, **changes: object) -> tuple[float, float, float]:
     found = layer(kind, **changes)
     took = host_passes(
-        stack,
+        framework,
         found,
         setting(**changes),
         passes(found, "full", GPU),
@@ -173,9 +173,9 @@ def test_recomputation_asks_the_host_in_eager_layers_alone(
     found = layer("block")
     seconds = passes(found, recompute, GPU)
 
-    def took(stack: Stack) -> HostPasses:
+    def took(framework: Framework) -> HostPasses:
         at = setting(compiled=compiled)
-        return host_passes(stack, found, at, seconds, recompute=recompute, devices_per_node=8)
+        return host_passes(framework, found, at, seconds, recompute=recompute, devices_per_node=8)
 
     plain, hooked = (took(with_figures(native(), figures)) for figures in (none, hooks))
 
@@ -187,20 +187,20 @@ def test_recomputation_asks_the_host_in_eager_layers_alone(
 
 
 def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
-    stack = with_figures(stacks()["nanotron"], {"host.rank_s": 0.1e-3})
+    framework = with_figures(frameworks()["nanotron"], {"host.rank_s": 0.1e-3})
 
-    there, back = stack.host.layer_s.forward, stack.host.layer_s.backward
-    assert host(stack, "block") == pytest.approx((there, back, there))
+    there, back = framework.host.layer_s.forward, framework.host.layer_s.backward
+    assert host(framework, "block") == pytest.approx((there, back, there))
     # Three further ranks at each of ten gathers and scatters, or of four sums.
     for divided, count in ((True, 10), (False, 4)):
         more = count * 3 * 0.1e-3 / 2
-        found = host(stack, "block", tensor=4, sequence_parallel=divided)
+        found = host(framework, "block", tensor=4, sequence_parallel=divided)
         assert found == pytest.approx((there + more, back + more, there))
-    assert host(stack, "head") == (0.0, 0.0, 0.0)
+    assert host(framework, "head") == (0.0, 0.0, 0.0)
 
 
 def test_checks_of_collectives_add_to_each_of_a_divided_blocks_collectives_by_hand() -> None:
-    plain, checked = stacks()["nanotron"], stack("nanotron+checked-collectives")
+    plain, checked = frameworks()["nanotron"], framework("nanotron+checked-collectives")
     each = checked.host.checked_s
     assert plain.host.checked_s == 0.0 < each
 
@@ -274,7 +274,7 @@ def test_counts_are_read_in_blocks_that_have_experts_alone() -> None:
     job, layout = Job(seq_len=4096, global_batch=8), Layout(data_shard=8, expert=8)
 
     def forward_s(name: str) -> dict[str, float]:
-        tables = CostTables(Request(model, machine, job, stack=stack(name)))
+        tables = CostTables(Request(model, machine, job, framework=framework(name)))
         return {k: p[0].figures.forward_s for k, p in tables.costs_of(layout).parts.items()}
 
     plain, counted = forward_s("megatron"), forward_s("megatron+host-counts")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
 from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
@@ -33,7 +33,7 @@ def tables(llama: ModelGraph, node: ClusterSpec) -> CostTables:
 def test_buffers_of_collectives_wait_where_nothing_holds_the_host_back(
     llama: ModelGraph, node: ClusterSpec
 ) -> None:
-    tables = CostTables(Request(llama, node, JOB, stack=stacks()["nanotron"]))
+    tables = CostTables(Request(llama, node, JOB, framework=frameworks()["nanotron"]))
 
     def waiting(**degrees: int) -> float:
         layout = Layout(micro_batch=2, zero=0, **degrees)  # type: ignore[arg-type]
@@ -47,8 +47,8 @@ def test_buffers_of_collectives_wait_where_nothing_holds_the_host_back(
 def test_libraries_work_in_more_memory_on_hopper_than_before(llama: ModelGraph) -> None:
     layout = Layout(data_replicate=8, micro_batches=8)
 
-    def work(devices: str, stack: str) -> float:
-        request = Request(llama, resolve_cluster(devices), JOB, stack=stacks()[stack])
+    def work(devices: str, framework: str) -> float:
+        request = Request(llama, resolve_cluster(devices), JOB, framework=frameworks()[framework])
         return CostTables(request).costs_of(layout).workspace_bytes / 2**20
 
     # cuBLAS through torch and Transformer Engine: 32 + 32 MiB, and 8.1 + 4 MiB before.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.planner.catalog import native, stacks
+from meshwright.planner.catalog import frameworks, native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.collectives import Level
 from meshwright.planner.costs.layout_costs import CostTables
@@ -86,7 +86,7 @@ def test_adapters_alone_are_reduced_and_the_frozen_rest_is_gathered() -> None:
 
 def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
     """QLoRA with bitsandbytes: 4 bytes for 64 weights, attributes that sharding does not know."""
-    types = state_types(stacks()["transformers"], "bf16", quantised=True)
+    types = state_types(frameworks()["transformers"], "bf16", quantised=True)
 
     def held(shard: int, offload: Offload = "none") -> float:
         sharing = StateSharding(
@@ -104,4 +104,4 @@ def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
     assert held(8) == pytest.approx(32e6 / 8 + 4e6)
     assert held(8, "parameters") == pytest.approx(4e6)
     # Rounded themselves, as fsdp_qlora has them: a byte for 64, and 4 for 256 of these.
-    assert stacks()["fsdp_qlora"].types.scales == pytest.approx(1 / 64 + 4 / 256 / 64, rel=1e-3)
+    assert frameworks()["fsdp_qlora"].types.scales == pytest.approx(1 / 64 + 4 / 256 / 64, rel=1e-3)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright.planner.catalog import stack
+from meshwright.planner.catalog import framework
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.costs.hardware_rates import rates
 from meshwright.planner.documents.plan import Job, Layout
@@ -90,8 +90,8 @@ def test_a_step_sleeps_as_long_as_its_engine_replayed(ranks: int, micro_batches:
     job = Job(seq_len=4096, global_batch=256)
     cluster = resolve_cluster("64x8xh100-sxm-80gb")
     layout = Layout(pipeline=ranks, micro_batches=micro_batches)
-    found = rates(cluster, job, None, stack("nanotron+polled-transfers")).polled_s(layout)
+    found = rates(cluster, job, None, framework("nanotron+polled-transfers")).polled_s(layout)
 
     computed_s = 3 * 0.02 * (micro_batches + ranks - 1)
     assert found == pytest.approx(replayed_s(ranks, micro_batches, 0.02, 0.1) - computed_s, rel=0.2)
-    assert rates(cluster, job, None, stack("nanotron")).polled_s(layout) == 0.0
+    assert rates(cluster, job, None, framework("nanotron")).polled_s(layout) == 0.0

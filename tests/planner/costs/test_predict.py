@@ -87,7 +87,7 @@ def test_a_plan_fits_where_the_search_would_take_it(
         micro_batch=1,
         recompute="none",
         compile="none",
-        loss="plain",
+        loss="full",
         prefetch=0,
     )
 

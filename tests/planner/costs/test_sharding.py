@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import native, stacks
+from meshwright.planner.catalog import frameworks, native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.collectives import Level
 from meshwright.planner.costs.hardware_rates import Rates, rates
@@ -17,8 +17,8 @@ from meshwright.planner.costs.sharding import (
     seen_in_passes,
     traffic,
 )
+from meshwright.planner.documents.framework import with_figures
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.stack import with_figures
 from meshwright.planner.requests.request import Request
 
 N = 1e9
@@ -115,16 +115,16 @@ def test_one_rank_in_bf16_copies_parameters_and_gradients_once(quoted: Rates) ->
     assert moving.copies_per_step_s == pytest.approx(quoted.memory_s((4 + 6) * N))
 
 
-def of_stack(name: str, zero: int) -> tuple[StateSharding, Rates]:
-    stack = stacks()[name]
-    used = rates(NODE, Job(seq_len=1, global_batch=8), None, stack)
-    types = state_types(stack, "bf16", zero=zero)
+def of_framework(name: str, zero: int) -> tuple[StateSharding, Rates]:
+    framework = frameworks()[name]
+    used = rates(NODE, Job(seq_len=1, global_batch=8), None, framework)
+    types = state_types(framework, "bf16", zero=zero)
     return replace(sharing(zero), types=types), used
 
 
 def test_buffers_are_gathered_and_reduced_in_a_pipeline_as_without_one() -> None:
     for zero in range(4):
-        alone, used = of_stack("megatron", zero)
+        alone, used = of_framework("megatron", zero)
         links = SHARDED if zero else REPLICATED
 
         moving = traffic(N, alone, links, used)
@@ -136,8 +136,8 @@ def test_buffers_are_gathered_and_reduced_in_a_pipeline_as_without_one() -> None
 
 
 def test_one_that_reduces_whole_gradients_sends_them_twice() -> None:
-    once, used = of_stack("megatron", 1)
-    twice, slower = of_stack("megatron-deepspeed", 1)
+    once, used = of_framework("megatron", 1)
+    twice, slower = of_framework("megatron-deepspeed", 1)
 
     scattered = traffic(N, once, SHARDED, used).reduce_per_step_s
     summed = traffic(N, twice, SHARDED, slower).reduce_per_step_s
@@ -147,7 +147,7 @@ def test_one_that_reduces_whole_gradients_sends_them_twice() -> None:
 
 
 def test_each_tensor_of_its_own_costs_one_more_latency() -> None:
-    alone, used = of_stack("nanotron", 1)
+    alone, used = of_framework("nanotron", 1)
 
     found = traffic(N, alone, SHARDED, used)
 
@@ -157,9 +157,9 @@ def test_each_tensor_of_its_own_costs_one_more_latency() -> None:
 
 
 def test_lists_of_tensors_cost_the_host_something_for_each_rank_and_hide_behind_nothing() -> None:
-    shared, used = of_stack("deepspeed@0.3", 3)
-    lists = with_figures(used.stack, {"sharding.listed_s": 0.0})
-    without = traffic(N, shared, SHARDED, replace(used, stack=lists))
+    shared, used = of_framework("deepspeed@0.3", 3)
+    lists = with_figures(used.framework, {"sharding.listed_s": 0.0})
+    without = traffic(N, shared, SHARDED, replace(used, framework=lists))
 
     found = traffic(N, shared, SHARDED, used)
 
@@ -173,7 +173,7 @@ def test_lists_of_tensors_cost_the_host_something_for_each_rank_and_hide_behind_
 
 def test_modules_that_let_go_of_weights_gather_them_again_for_what_is_recomputed() -> None:
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("2x8xa100-sxm-80gb")
-    costs = CostTables(Request(model, cluster, JOB, stack=stacks()["deepspeed@0.3"]))
+    costs = CostTables(Request(model, cluster, JOB, framework=frameworks()["deepspeed@0.3"]))
 
     none, _, full = costs.costs_of(Layout(data_shard=16, zero=3)).parts["block"]
 
@@ -182,8 +182,8 @@ def test_modules_that_let_go_of_weights_gather_them_again_for_what_is_recomputed
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
-    sharded, used = of_stack("fsdp", 3)
-    whole, others = of_stack("megatron", 1)
+    sharded, used = of_framework("fsdp", 3)
+    whole, others = of_framework("megatron", 1)
 
     all_frozen = traffic(N, sharded, SHARDED, used, frozen=N)
     copies = traffic(N, whole, SHARDED, others, frozen=N)
@@ -194,7 +194,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack", "precision", "bytes_moved"),
+    ("framework", "precision", "bytes_moved"),
     [
         ("native", "bf16", 2 + 4 + 4),
         ("megatron", "bf16", 4),  # 8 in the weight-gradient product, half hidden
@@ -206,15 +206,15 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
     ],
 )
 def test_adding_gradients_up_reads_and_writes_what_the_kind_says(
-    stack: str, precision: str, bytes_moved: float
+    framework: str, precision: str, bytes_moved: float
 ) -> None:
-    types = state_types(stacks()[stack], precision)
+    types = state_types(frameworks()[framework], precision)
 
-    assert accumulated_bytes(types, stacks()[stack].sharding.accumulation) == bytes_moved
+    assert accumulated_bytes(types, frameworks()[framework].sharding.accumulation) == bytes_moved
 
 
 def test_gradients_are_added_up_on_one_rank_too() -> None:
-    alone, used = of_stack("megatron", 0)
+    alone, used = of_framework("megatron", 0)
     alone = replace(alone, shard=1, data=1)
     nothing = Links(shard=(), replicate=(), neighbours=())
 
@@ -243,6 +243,6 @@ def test_units_add_up_only_what_waits_for_the_last_micro_batch(
     links = SHARDED if zero else REPLICATED
 
     more_s = traffic(N, one, links, used).backward_copies_s
-    more_s -= traffic(N, one, links, replace(used, stack=none)).backward_copies_s
+    more_s -= traffic(N, one, links, replace(used, framework=none)).backward_copies_s
 
     assert more_s == pytest.approx(used.memory_s(10 * N) if adds else 0.0)

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.calibration.tables.predictions import backend_prediction, predict_run
+from meshwright.planner.calibration.tables.predictions import framework_prediction, predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
-from meshwright.planner.catalog import accelerators, stacks
+from meshwright.planner.catalog import accelerators, frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import layout_prediction
-from meshwright.planner.costs.slowdown import slower_stack
+from meshwright.planner.costs.slowdown import slower_framework
 from meshwright.planner.costs.uncertainty import (
     ASSUMED_SPREAD,
     EIGHT_BITS_GAIN,
@@ -32,9 +32,9 @@ from meshwright.planner.costs.uncertainty import (
     step_range,
     waiting_share,
 )
+from meshwright.planner.documents.framework import Framework
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.prediction import Prediction
-from meshwright.planner.documents.stack import Stack
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
@@ -81,7 +81,7 @@ def outside(run: Setup) -> tuple[str, ...]:
 
 
 def known(found: Prediction) -> tuple[float, float]:
-    """Return the widths of a run like its stack's own."""
+    """Return the widths of a run like its framework's own."""
     return KNOWN_BELOW, KNOWN_ABOVE + WAITING_ABOVE * waiting_share(found.step_parts)
 
 
@@ -91,10 +91,10 @@ def test_a_run_among_the_measured_ones_has_the_narrowest_range() -> None:
 
     assert outside(run) == ()
     assert widths(found) == pytest.approx(known(found))
-    assert found.assumptions[0].what == "range of the step: that of runs like its stack's own"
+    assert found.assumptions[0].what == "range of the step: that of runs like its framework's own"
 
 
-def test_tensor_groups_over_nodes_and_pipelines_of_unmeasured_stacks_are_known_least() -> None:
+def test_tensor_groups_over_nodes_and_pipelines_of_unmeasured_frameworks_are_known_least() -> None:
     one, spanning = (predict_run(setup(tp=tensor)) for tensor in ("8", "16"))
     over_nodes = predict_run(setup(pp="2", framework="torchtitan"))
 
@@ -145,16 +145,18 @@ def test_a_measured_machine_misses_by_its_causes_alone() -> None:
     assert basis is None
 
 
-def test_a_layout_of_another_stack_has_the_range_of_the_same_row() -> None:
+def test_a_layout_of_another_framework_has_the_range_of_the_same_row() -> None:
     run = setup(tp="2", pp="2")
 
-    assert widths(backend_prediction(run.request, run.layout)) == pytest.approx(
+    assert widths(framework_prediction(run.request, run.layout)) == pytest.approx(
         widths(predict_run(run))
     )
 
 
 def test_what_was_measured_names_frameworks_and_accelerators_that_exist() -> None:
-    seen = [stack.accuracy.seen for stack in stacks().values() if stack.accuracy.seen]
+    seen = [
+        framework.accuracy.seen for framework in frameworks().values() if framework.accuracy.seen
+    ]
 
     assert set().union(*(one.accelerators for one in seen)) <= accelerators().keys()
 
@@ -198,7 +200,7 @@ def test_surer_plans_are_no_faster() -> None:
                 resolve_model("llama-3.1-8b"),
                 resolve_cluster("8xh100-sxm-80gb"),
                 pins=Pins(tensor=1),
-                stack="megatron",
+                framework="megatron",
                 fit_probability=probability,
             )
         ).closed_form.objective_s
@@ -219,7 +221,7 @@ def test_a_probability_is_asked_for_between_never_and_always(probability: float)
         )
 
 
-def test_small_peaks_are_less_sure_and_large_ones_no_less_than_their_stack_says() -> None:
+def test_small_peaks_are_less_sure_and_large_ones_no_less_than_their_framework_says() -> None:
     wide = [memory_range(peak, 0.08)[1] / peak for peak in (1e9, 4e9, 16e9, 64e9)]
 
     assert wide == sorted(wide, reverse=True)
@@ -250,14 +252,14 @@ def test_a_range_reaches_to_the_step_of_the_slowest_host(
         seq_len=seq_len,
         global_batch=layout.data * layout.micro_batch * layout.micro_batches,
     )
-    sure = with_host(request.stack, slowest=1.0)
-    slow = slower_stack(sure, request.stack.host.slowest)
+    sure = with_host(request.framework, slowest=1.0)
+    slow = slower_framework(sure, request.framework.host.slowest)
     # What an action of a pipeline takes is in the share of a range that waits.
     slow = with_host(slow, action_s=sure.host.action_s)
 
     found, alone, slowed = (
-        layout_prediction(replace(request, stack=stack), layout)
-        for stack in (request.stack, sure, slow)
+        layout_prediction(replace(request, framework=framework), layout)
+        for framework in (request.framework, sure, slow)
     )
 
     assert found.step_time_s == alone.step_time_s
@@ -266,5 +268,5 @@ def test_a_range_reaches_to_the_step_of_the_slowest_host(
     assert (found.step_time_high_s > 1.2 * alone.step_time_high_s) == waits
 
 
-def with_host(stack: Stack, **changes: float) -> Stack:
-    return stack.model_copy(update={"host": stack.host.model_copy(update=changes)})
+def with_host(framework: Framework, **changes: float) -> Framework:
+    return framework.model_copy(update={"host": framework.host.model_copy(update=changes)})

@@ -7,12 +7,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from meshwright.planner.catalog import stacks
-from meshwright.planner.documents import plan, stack_space
+from meshwright.planner.catalog import frameworks
+from meshwright.planner.documents import framework_space, plan
 from meshwright.planner.documents.axes import LAYOUT_AXES, LayoutAxis, axes_of
+from meshwright.planner.documents.framework_space import FACTS, WORDS, Space
 from meshwright.planner.documents.plan import Layout, Plan
 from meshwright.planner.documents.profile import ChunkedLoss
-from meshwright.planner.documents.stack_space import FACTS, WORDS, Space
 from meshwright.planner.framework_configs.exportable_plan import _UNSUPPORTED, _WRITTEN
 from meshwright.planner.requests.pins import Allowance, Pins, read_pins
 
@@ -29,7 +29,12 @@ def unusual(axis: LayoutAxis) -> Any:
     """A value that is not the usual one."""
     if axis.values:
         return next(one for one in axis.values if one != axis.usual)
-    return {"prefetch": 1, "reshard": 2, "relay": 2, "loss": ChunkedLoss(rows=64)}[axis.name]
+    return {
+        "prefetch": 1,
+        "reshard_after_forward": 2,
+        "hierarchical_all_to_all": 2,
+        "loss": ChunkedLoss(rows=64),
+    }[axis.name]
 
 
 @EACH
@@ -46,13 +51,13 @@ def test_fields_have_the_words_and_the_default_of_the_row(axis: LayoutAxis) -> N
 
 @EACH
 def test_a_space_lists_values_of_the_row_with_the_usual_one(axis: LayoutAxis) -> None:
-    for space in (Space(), *(one.space for one in stacks().values() if one.space is not None)):
+    for space in (Space(), *(one.space for one in frameworks().values() if one.space is not None)):
         listed = getattr(space, axis.space)
         assert isinstance(listed, bool) == (axis.usual is None)
         if axis.values:
             assert set(listed) <= set(axis.values)
     if axis.values:
-        hint = get_type_hints(Space, vars(stack_space), include_extras=True)[axis.space]
+        hint = get_type_hints(Space, vars(framework_space), include_extras=True)[axis.space]
         assert words_of(hint) == set(axis.values)
         assert axis.name in FACTS and axis.name in WORDS
 

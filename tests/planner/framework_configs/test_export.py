@@ -67,19 +67,21 @@ def test_megatron_is_told_how_tokens_go_to_experts_and_sequences_are_divided() -
         seq_len=4096,
         global_batch=64,
         pins=read_pins(["ep=8,cp=2,pp=1,tp=2,schedule=1f1b"]),
-        stack="megatron+deepep+expert-overlap+ulysses+tp-overlap+narrow-gradients",
+        framework="megatron+deepep+expert-overlap+ulysses+tp-overlap+narrow-gradients",
     )
 
     plan = search(request).plan
     told = flags(configuration(plan, model, "megatron", machine))
 
-    assert plan.backend == "megatron+deepep+expert-overlap+ulysses+tp-overlap+narrow-gradients"
+    assert plan.framework == "megatron+deepep+expert-overlap+ulysses+tp-overlap+narrow-gradients"
     assert told["--moe-token-dispatcher-type"] == "flex"
     assert told["--moe-flex-dispatcher-backend"] == "deepep"
     assert "--overlap-moe-expert-parallel-comm" in told
     assert told["--cp-comm-type"] == "a2a"
     assert {"--grad-reduce-in-bf16", "--tp-comm-overlap"} <= told.keys()
-    plain = flags(configuration(plan.model_copy(update={"backend": "megatron"}), model, "megatron"))
+    plain = flags(
+        configuration(plan.model_copy(update={"framework": "megatron"}), model, "megatron")
+    )
     assert not {
         flag for flag in plain if flag.startswith(("--moe", "--cp-comm", "--tp-comm", "--grad"))
     }

@@ -24,7 +24,7 @@ from tests.planner.framework_configs import public_configurations as public
 from tests.planner.framework_configs.test_export_oracles import MODEL, written
 
 FRAMEWORKS = [name for name in READERS if name != "slurm"]
-OWN = {"timeout_s", "backend"}
+OWN = {"timeout_s", "framework"}
 """What a configuration of another framework does not say."""
 UNSAID = {
     "deepspeed": {"recompute", "rates", "seed"},
@@ -263,7 +263,7 @@ def test_megatron_gathers_in_16_bits_what_no_flag_says_to_gather_in_8() -> None:
     wide = import_plan(flags, "megatron", machine, model=MODEL)
     told = import_plan(flags + narrow, "megatron", machine, model=MODEL)
 
-    assert (wide.plan.backend, told.plan.backend) == ("megatron+16-bit-gathers", "megatron")
+    assert (wide.plan.framework, told.plan.framework) == ("megatron+16-bit-gathers", "megatron")
     assert narrow not in configuration(wide.plan, MODEL, "megatron")
     assert narrow in configuration(told.plan, MODEL, "megatron")
 
@@ -289,7 +289,7 @@ def test_megatron_recomputes_the_modules_that_are_named(
 
     found = import_plan(flags, "megatron", resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
 
-    assert found.plan.backend == f"megatron{option}"
+    assert found.plan.framework == f"megatron{option}"
     said = [one for one in found.assumed if "--recompute-modules" in one]
     assert bool(said) == bool(assumed) and all(assumed in one for one in said)
 

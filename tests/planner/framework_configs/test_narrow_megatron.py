@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from meshwright.planner.catalog import stack
+from meshwright.planner.catalog import framework
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.compute import device
 from meshwright.planner.costs.predict import predict
@@ -32,7 +32,7 @@ def planned(precision: Precision, cluster: str, more: str = "") -> Plan:
         global_batch=16,
         precision=precision,
         pins=pins,
-        stack="megatron",
+        framework="megatron",
         called=cluster,
     )
     return search(request).plan
@@ -71,7 +71,7 @@ def test_a_recipe_is_written_and_read_back(
     assert args.fp8_recipe == recipe
     assert args.fp8_param_gather
     assert again.layout == plan.layout
-    assert (again.precision, again.backend) == (precision, "megatron")
+    assert (again.precision, again.framework) == (precision, "megatron")
     bridge = configuration(plan, MODEL, "megatron-bridge", machine)
     assert yaml.safe_load(bridge)["mixed_precision"] == mixed
     told = import_plan(bridge, "megatron-bridge", machine, model=MODEL, called=cluster).plan
@@ -114,12 +114,14 @@ def test_attention_in_eight_bits_is_an_option_where_its_kernel_was_measured() ->
     faster = {}
     for cluster in ("8xgb200", "8xh200-sxm"):
         plan, machine = planned("fp8", cluster), resolve_cluster(cluster)
-        narrow = plan.model_copy(update={"backend": "megatron+fp8-attention"})
+        narrow = plan.model_copy(update={"framework": "megatron+fp8-attention"})
         wide_s, narrow_s = (predict(one, MODEL, machine).step_time_s for one in (plan, narrow))
         faster[cluster] = wide_s / narrow_s
         text = configuration(narrow, MODEL, "megatron", machine)
         assert frameworks.megatron(text).fp8_dot_product_attention
-        assert import_plan(text, "megatron", machine, model=MODEL).plan.backend == narrow.backend
+        assert (
+            import_plan(text, "megatron", machine, model=MODEL).plan.framework == narrow.framework
+        )
 
     assert 1.005 < faster["8xgb200"] < 5.52 / 4.86
     assert 6.79 / 7.53 < faster["8xh200-sxm"] < 1
@@ -127,5 +129,5 @@ def test_attention_in_eight_bits_is_an_option_where_its_kernel_was_measured() ->
         device(
             resolve_cluster("1xrtx-5090").groups[0].accelerator,
             "mxfp8",
-            stack("megatron+fp8-attention"),
+            framework("megatron+fp8-attention"),
         )

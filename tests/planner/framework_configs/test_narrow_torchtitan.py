@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from meshwright.planner.catalog import stack
+from meshwright.planner.catalog import framework
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import Precision
@@ -35,7 +35,7 @@ def planned(precision: Precision, pins: str, cluster: str = H100, name: str = "t
         global_batch=16,
         precision=precision,
         pins=read_pins([f"micro_batch=1,zero=3,recompute=full,{pins}"]),
-        stack=name,
+        framework=name,
         called=cluster,
     )
     return search(request).plan
@@ -70,7 +70,7 @@ def test_a_choice_is_written_and_read_back(precision: Precision, pins: str, clus
     assert own["filter_fqns"] == ["output"]
     if precision == "fp8":
         gathers = own.get("enable_fsdp_float8_all_gather", False)
-        assert gathers == (plan.weight_wire == "fp8")
+        assert gathers == (plan.weight_gather_dtype == "fp8")
         assert own.get("recipe_name", "tensorwise") == plan.scales
 
 
@@ -138,7 +138,7 @@ def test_what_torchao_leaves_out_is_as_it_says() -> None:
     block = next(layer for layer in MODEL.layers if layer.repeat > 1)
     wide = {}
     for scales in ("tensorwise", "rowwise"):
-        kernels = kernels_of(stack("torchtitan+auto-filter"), "fp8")
+        kernels = kernels_of(framework("torchtitan+auto-filter"), "fp8")
         setting = Setting(
             micro_batch=1,
             seq_len=8192,
@@ -155,15 +155,15 @@ def test_what_torchao_leaves_out_is_as_it_says() -> None:
     assert wide == {"tensorwise": {"k_linear", "v"}, "rowwise": {"k_linear", "v"}}
     plan = planned("fp8", "scales=tensorwise")
     machine = resolve_cluster(H100)
-    filtered = plan.model_copy(update={"backend": "torchtitan+auto-filter"})
+    filtered = plan.model_copy(update={"framework": "torchtitan+auto-filter"})
     text = configuration(filtered, MODEL, "torchtitan@0.2", machine)
     assert '["output", "auto_filter_small_kn"]' in text
-    assert import_plan(text, "torchtitan@0.2", machine, model=MODEL, called=H100).plan.backend == (
-        "torchtitan+auto-filter"
-    )
+    assert import_plan(
+        text, "torchtitan@0.2", machine, model=MODEL, called=H100
+    ).plan.framework == ("torchtitan+auto-filter")
     with pytest.raises(DocumentError, match="auto_filter_small_kn, which converts nothing there"):
         configuration(
-            filtered.model_copy(update={"scales": "rowwise", "weight_wire": "full"}),
+            filtered.model_copy(update={"scales": "rowwise", "weight_gather_dtype": "full"}),
             MODEL,
             "torchtitan",
             machine,

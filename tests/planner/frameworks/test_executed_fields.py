@@ -13,14 +13,14 @@ from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Compile,
     Dispatch,
-    GradientWire,
+    GradientCompression,
     Job,
     Layout,
     Offload,
     Prefetch,
     Scales,
     TensorOverlap,
-    WeightWire,
+    WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.frameworks.native_limits import (
@@ -35,7 +35,15 @@ from meshwright.planner.schedules import SCHEDULES
 ENGINES = pytest.mark.parametrize("claims", [LAUNCH, SCRIPT], ids=["launch", "script"])
 VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        ("pipeline", "data_replicate", "data_shard", "context", "expert", "tensor", "reshard"),
+        (
+            "pipeline",
+            "data_replicate",
+            "data_shard",
+            "context",
+            "expert",
+            "tensor",
+            "reshard_after_forward",
+        ),
         (2,),
     ),
     **dict.fromkeys(("micro_batch", "micro_batches", "virtual_stages", "expert_tensor"), (2,)),
@@ -43,12 +51,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(SCHEDULES),
     "order": (INSIDE_OUT[::-1],),
     "offload": get_args(Offload),
-    "gradient_wire": get_args(GradientWire),
+    "gradient_compression": get_args(GradientCompression),
     "prefetch": get_args(Prefetch),
     "scales": get_args(Scales),
-    "weight_wire": get_args(WeightWire),
+    "weight_gather_dtype": get_args(WeightGatherDtype),
     "dispatch": get_args(Dispatch),
-    "relay": (2,),
+    "hierarchical_all_to_all": (2,),
     "loss": (ChunkedLoss(), ChunkedLoss(rows=8)),
     "compile": get_args(Compile),
     "tensor_overlap": get_args(TensorOverlap),
@@ -56,8 +64,24 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 EXECUTED_OF_SCRIPTS = {
     *("pipeline", "data_replicate", "data_shard", "tensor", "zero", "order", "virtual_stages"),
-    *("micro_batch", "micro_batches", "offload", "gradient_wire", "prefetch", "reshard"),
-    *("scales", "weight_wire", "schedule", "context", "expert", "dispatch", "relay", "loss"),
+    *(
+        "micro_batch",
+        "micro_batches",
+        "offload",
+        "gradient_compression",
+        "prefetch",
+        "reshard_after_forward",
+    ),
+    *(
+        "scales",
+        "weight_gather_dtype",
+        "schedule",
+        "context",
+        "expert",
+        "dispatch",
+        "hierarchical_all_to_all",
+        "loss",
+    ),
     "compile",
 }
 """What runtime/script_*.py reads of a plan, by hand."""

@@ -1,15 +1,15 @@
-"""What the native backend refuses, and the reason that it gives."""
+"""What the native framework refuses, and the reason that it gives."""
 
 from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.framework_space import EVERYTHING
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.stack_space import EVERYTHING
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.frameworks.native_limits import caveat, limit, obstacle, refusal
@@ -93,16 +93,24 @@ def test_blocks_with_scales_of_their_own_are_multiplied_on_blackwell_alone(
     [
         ("bf16", Layout(scales="rowwise"), "scales: is rowwise, and products in bf16 have no"),
         ("fp8", Layout(scales="blockwise"), "scales: is blockwise, by which nothing is rounded"),
-        ("bf16", Layout(data_shard=8, zero=3, weight_wire="fp8"), "products in bf16 want their"),
-        ("fp8", Layout(data_shard=8, zero=2, weight_wire="fp8"), "with ZeRO-2 the optimizer"),
+        (
+            "bf16",
+            Layout(data_shard=8, zero=3, weight_gather_dtype="fp8"),
+            "products in bf16 want their",
+        ),
         (
             "fp8",
-            Layout(data_shard=8, zero=3, weight_wire="fp8", scales="rowwise"),
+            Layout(data_shard=8, zero=2, weight_gather_dtype="fp8"),
+            "with ZeRO-2 the optimizer",
+        ),
+        (
+            "fp8",
+            Layout(data_shard=8, zero=3, weight_gather_dtype="fp8", scales="rowwise"),
             "forward and backward scale other rows of a weight",
         ),
         (
             "fp8",
-            Layout(data_shard=8, zero=3, weight_wire="fp8", offload="parameters"),
+            Layout(data_shard=8, zero=3, weight_gather_dtype="fp8", offload="parameters"),
             "parameters on the host come from there in their own type",
         ),
     ],
@@ -121,7 +129,7 @@ def test_models_that_cannot_be_divided_say_so(node: ClusterSpec, name: str, reas
 
 
 @pytest.mark.parametrize(
-    ("stack", "tensor", "refused"),
+    ("framework", "tensor", "refused"),
     [
         ("megatron", 8, False),  # two ranks have each of the four heads of keys
         ("nanotron", 8, True),
@@ -130,12 +138,12 @@ def test_models_that_cannot_be_divided_say_so(node: ClusterSpec, name: str, reas
     ],
 )
 def test_heads_of_keys_are_shared_by_ranks_where_a_framework_gathers_them(
-    stack: str, tensor: int, refused: bool
+    framework: str, tensor: int, refused: bool
 ) -> None:
     model, cluster = resolve_model("smollm3-3b"), resolve_cluster("8xh100-sxm-80gb")
     layout = Layout(tensor=tensor, data_shard=8 // tensor, micro_batches=64)
 
-    found = rules_of(stacks()[stack])(model, cluster, JOB, layout)
+    found = rules_of(frameworks()[framework])(model, cluster, JOB, layout)
 
     assert (found is not None) == refused, found
     assert not refused or "heads" in str(found)
@@ -165,7 +173,7 @@ def test_positions_that_a_model_never_learned_are_refused(node: ClusterSpec) -> 
         (Layout(tensor=3), "3 does not divide"),
     ],
 )
-def test_what_divides_nothing_is_beyond_every_backend(
+def test_what_divides_nothing_is_beyond_every_framework(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, reason: str
 ) -> None:
     assert reason in str(limit(llama, node, JOB, layout, EVERYTHING))
@@ -173,9 +181,9 @@ def test_what_divides_nothing_is_beyond_every_backend(
 
 def test_parameters_stay_with_some_ranks_where_zero_alone_divides_them(llama: ModelGraph) -> None:
     """FSDP2 has no smaller mesh for a parameter that another axis divides."""
-    layout = Layout(data_replicate=2, data_shard=4, zero=3, reshard=2)
+    layout = Layout(data_replicate=2, data_shard=4, zero=3, reshard_after_forward=2)
 
     assert obstacle(llama, JOB, layout) is None
     found = obstacle(llama, JOB, replace(layout, tensor=2))
-    assert str(found) == "reshard: is 2, and the tensor axis divides parameters too"
-    assert obstacle(llama, JOB, replace(layout, tensor=2, reshard=1)) is None
+    assert str(found) == "reshard_after_forward: is 2, and the tensor axis divides parameters too"
+    assert obstacle(llama, JOB, replace(layout, tensor=2, reshard_after_forward=1)) is None

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 
 from meshwright.planner.catalog.expressions import resolve_model
-from meshwright.planner.documents.stack_space import StageRule
+from meshwright.planner.documents.framework_space import StageRule
 from meshwright.planner.frameworks.stage_rules import ends_of, rows
 
 SMALL = resolve_model("llama-3.2-1b")

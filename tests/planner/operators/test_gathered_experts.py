@@ -41,7 +41,7 @@ def test_many_settings_are_each_alone() -> None:
     several = [one for one in places if one.micro_batch > 1]
 
     for group in ([one for one in places if one not in several], several):
-        together = table(MIXTRAL, BLOCK, ManySettings.stack(group))
+        together = table(MIXTRAL, BLOCK, ManySettings.framework(group))
         for at, one in enumerate(group):
             alone = table(MIXTRAL, BLOCK, one).stored_bytes("none")
             assert together.stored_bytes("none")[at] == pytest.approx(alone)  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Tables under each stack's kernels: counts by hand, laws of all stacks, native by its data."""
+"""Tables under each framework's kernels: counts by hand, laws of all, native by its data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from meshwright.planner.architectures.architecture import graph_of
-from meshwright.planner.catalog import models, native, stacks
+from meshwright.planner.catalog import frameworks, models, native
 from meshwright.planner.catalog.expressions import resolve_model
-from meshwright.planner.documents.stack import Stack, with_figures
+from meshwright.planner.documents.framework import Framework, with_figures
 from meshwright.planner.operators.kernels import MODULES, KernelSettings, kernels_of
 from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import ManySettings, OperatorTable, Setting
@@ -178,12 +178,12 @@ def test_every_second_product_is_recomputed() -> None:
     "fms-fsdp",
     "transformers",
 )
-@pytest.mark.parametrize("stack", stacks().values(), ids=list(stacks()))
-def test_tables_of_every_model_are_whole_under_every_stack(stack: Stack) -> None:
+@pytest.mark.parametrize("framework", frameworks().values(), ids=list(frameworks()))
+def test_tables_of_every_model_are_whole_under_every_framework(framework: Framework) -> None:
     kernels = [
-        kernels_of(stack, "bf16"),
-        kernels_of(stack, "fp8", flash_attention=False),
-        kernels_of(stack, "bf16", frozen=True, quantised=True),
+        kernels_of(framework, "bf16"),
+        kernels_of(framework, "fp8", flash_attention=False),
+        kernels_of(framework, "bf16", frozen=True, quantised=True),
     ]
     for name in LANGUAGE:
         model = resolve_model(name)
@@ -196,7 +196,7 @@ def test_tables_of_every_model_are_whole_under_every_stack(stack: Stack) -> None
                         tensor=tensor,
                         context=context,
                         expert=expert,
-                        sequence_parallel=stack.tensor.sequence_parallel,
+                        sequence_parallel=framework.tensor.sequence_parallel,
                         kernels=one,
                     )
                     check_whole(table(model, layer, setting))
@@ -217,8 +217,8 @@ def check_whole(found: OperatorTable) -> None:
 @pytest.mark.parametrize("name", ["megatron", "torchtitan", "megatron-deepspeed", "transformers"])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "gpt2"])
 def test_many_settings_at_once_are_each_alone(name: str, model: str) -> None:
-    stack = stacks()[name]
-    kernels = kernels_of(stack, "fp8")
+    framework = frameworks()[name]
+    kernels = kernels_of(framework, "fp8")
     each = [
         Setting(
             micro_batch=b,
@@ -226,7 +226,7 @@ def test_many_settings_at_once_are_each_alone(name: str, model: str) -> None:
             tensor=t,
             context=2,
             expert=4,
-            sequence_parallel=stack.tensor.sequence_parallel,
+            sequence_parallel=framework.tensor.sequence_parallel,
             kernels=kernels,
         )
         for b in (2, 4)
@@ -234,7 +234,7 @@ def test_many_settings_at_once_are_each_alone(name: str, model: str) -> None:
     ]
     graph = resolve_model(model)
     for layer in graph.layers:
-        together = table(graph, layer, ManySettings.stack(each)).stored_bytes("none")
+        together = table(graph, layer, ManySettings.framework(each)).stored_bytes("none")
         for index, setting in enumerate(each):
             alone = table(graph, layer, setting).stored_bytes("none")
             mine = together[index] if hasattr(together, "shape") else together
@@ -263,7 +263,7 @@ def test_dropout_keeps_a_byte_for_each_element_of_the_stream() -> None:
     assert dropped - plain == 2 * 768 * TOKENS
 
 
-def test_experts_move_as_often_as_a_stack_says() -> None:
+def test_experts_move_as_often_as_a_framework_says() -> None:
     layer = of("mixtral-8x7b", "moe_block", fused(expert_moves=6.0, expert_share=0.8))
 
     sorting = sum(op.moved_bytes for op in layer.operators if op.name in ("dispatch", "combine"))
@@ -278,7 +278,7 @@ def gpt_block(**changes: object) -> OperatorTable:
     """A block of Megatron-LM with written-out attention."""
     graph = graph_of(GPT, name="model")
     [layer] = [layer for layer in graph.layers if layer.kind == "block"]
-    kernels = kernels_of(stacks()["megatron"], "bf16", flash_attention=False)
+    kernels = kernels_of(frameworks()["megatron"], "bf16", flash_attention=False)
     figures = {"micro_batch": B, "seq_len": S, "kernels": kernels}
     return table(graph, layer, Setting(**{**figures, **changes}))
 

@@ -203,16 +203,18 @@ def logit_bytes(*, released: bool) -> float:
 
 
 def test_losses_of_modules_take_so_many_bytes_a_logit_as_their_loops_do() -> None:
-    from meshwright.planner.catalog import stacks
+    from meshwright.planner.catalog import frameworks
 
     # Rows have figures of their own, a few bytes for each of 1,024 logits.
-    assert logit_bytes(released=True) == pytest.approx(stacks()["torchtitan"].loss.peak_bytes, 0.01)
-    assert logit_bytes(released=False) == pytest.approx(stacks()["fsdp"].loss.peak_bytes, 0.01)
+    assert logit_bytes(released=True) == pytest.approx(
+        frameworks()["torchtitan"].loss.peak_bytes, 0.01
+    )
+    assert logit_bytes(released=False) == pytest.approx(frameworks()["fsdp"].loss.peak_bytes, 0.01)
 
 
 def test_the_loss_of_a_divided_vocabulary_has_four_of_its_logits_at_once() -> None:
     """torch.distributed.tensor.parallel.loss, its backward run on one rank of one."""
-    from meshwright.planner.catalog import stacks
+    from meshwright.planner.catalog import frameworks
     from meshwright.runtime.core.memory_tracker import LiveMemory
 
     rows, words = 64, 1024
@@ -226,21 +228,21 @@ def test_the_loss_of_a_divided_vocabulary_has_four_of_its_logits_at_once() -> No
         each = live.peak_bytes / (rows * words)
 
     assert gradient.shape == logs.shape
-    assert each == pytest.approx(stacks()["torchtitan"].loss.divided_bytes, 0.01)
+    assert each == pytest.approx(frameworks()["torchtitan"].loss.divided_bytes, 0.01)
     head = expected_head("torchtitan", tensor=4)
     own = SAMPLES * POSITIONS * VOCABULARY / 4
     assert head == pytest.approx(16 * own)
     assert expected_head("torchtitan", tensor=1) == pytest.approx(12 * 4 * own)
 
 
-def expected_head(stack: str, *, tensor: int) -> float:
+def expected_head(framework: str, *, tensor: int) -> float:
     """Return the bytes that a loss has at its peak, its logits included."""
-    from meshwright.planner.catalog import stacks
+    from meshwright.planner.catalog import frameworks
     from meshwright.planner.operators.kernels import kernels_of
 
     graph = FAMILIES["llama"]()
     layer = next(layer for layer in graph.layers if layer.kind == "head")
-    kernels = kernels_of(stacks()[stack], "bf16")
+    kernels = kernels_of(frameworks()[framework], "bf16")
     setting = Setting(micro_batch=SAMPLES, seq_len=POSITIONS, tensor=tensor, kernels=kernels)
     operators = {each.name: each for each in table(graph, layer, setting).operators}
     return operators["logits"].outputs["logits"] + operators["loss"].workspace_bytes

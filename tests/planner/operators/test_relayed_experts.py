@@ -24,7 +24,7 @@ from meshwright.planner.search.search import search
 MIXTRAL = resolve_model("mixtral-8x7b")
 BLOCK = next(layer for layer in MIXTRAL.layers if layer.repeat > 1)
 SENT = Setting(micro_batch=1, seq_len=4096, expert=8, kernels=replace(MODULES, expert_skew=1.0))
-RELAYED = replace(SENT, relay=4)
+RELAYED = replace(SENT, hierarchical_all_to_all=4)
 JOB = Job(seq_len=2048, global_batch=64)
 
 
@@ -37,10 +37,11 @@ def test_experts_multiply_and_keep_the_same_rows() -> None:
 
 def test_many_settings_are_each_alone() -> None:
     places = [
-        replace(RELAYED, expert=ranks, relay=near) for ranks, near in ((8, 4), (8, 2), (4, 2))
+        replace(RELAYED, expert=ranks, hierarchical_all_to_all=near)
+        for ranks, near in ((8, 4), (8, 2), (4, 2))
     ]
 
-    together = table(MIXTRAL, BLOCK, ManySettings.stack(places))
+    together = table(MIXTRAL, BLOCK, ManySettings.framework(places))
     for at, one in enumerate(places):
         alone = table(MIXTRAL, BLOCK, one)
         for each, operator in zip(together.operators, alone.operators, strict=True):
@@ -49,11 +50,12 @@ def test_many_settings_are_each_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pins", "relay"), [({}, 4), ({"dispatch": "alltoall"}, None), ({"relay": 2}, 2)]
+    ("pins", "hierarchical_all_to_all"),
+    [({}, 4), ({"dispatch": "alltoall"}, None), ({"hierarchical_all_to_all": 2}, 2)],
 )
 @pytest.mark.long("pins2-2")
 def test_experts_of_several_nodes_are_sent_to_once_unless_it_is_pinned(
-    pins: dict[str, object], relay: int | None
+    pins: dict[str, object], hierarchical_all_to_all: int | None
 ) -> None:
     cluster = resolve_cluster("2x4xh100-sxm-80gb")
     fixed = Pins(expert=8, tensor=1, context=1, pipeline=1, zero=3, **pins)  # type: ignore[arg-type]
@@ -63,10 +65,12 @@ def test_experts_of_several_nodes_are_sent_to_once_unless_it_is_pinned(
     model = graph_of(a.model_copy(update={"layers": 2}), name="two-blocks")
     plan = search(Request(model, cluster, JOB, pins=fixed)).plan
 
-    assert plan.relay == relay
-    assert (f"relay={relay}" in plan.layout.text()) == (relay is not None)
+    assert plan.hierarchical_all_to_all == hierarchical_all_to_all
+    assert (f"hierarchical_all_to_all={hierarchical_all_to_all}" in plan.layout.text()) == (
+        hierarchical_all_to_all is not None
+    )
     if not pins:
-        plain = plan.model_copy(update={"relay": None})
+        plain = plan.model_copy(update={"hierarchical_all_to_all": None})
         each, once = (predict(one, model, cluster).step_time_s for one in (plain, plan))
         assert once < each
 
@@ -89,15 +93,27 @@ def test_tokens_are_not_handed_on_inside_a_node_or_where_links_are_alike() -> No
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"expert": 1}, "relay: is 2, and experts have no ranks of their own"),
-        ({"dispatch": "allgather"}, "relay: is 2, and allgather brings all tokens to all ranks"),
-        ({"relay": 8}, "relay: is 8; it divides the 8 ranks of experts"),
-        ({"relay": 3}, "relay: is 3; it divides the 8 ranks of experts"),
-        ({"relay": 1}, "relay: is 1; it divides the 8 ranks of experts"),
+        ({"expert": 1}, "hierarchical_all_to_all: is 2, and experts have no ranks of their own"),
+        (
+            {"dispatch": "allgather"},
+            "hierarchical_all_to_all: is 2, and allgather brings all tokens to all ranks",
+        ),
+        (
+            {"hierarchical_all_to_all": 8},
+            "hierarchical_all_to_all: is 8; it divides the 8 ranks of experts",
+        ),
+        (
+            {"hierarchical_all_to_all": 3},
+            "hierarchical_all_to_all: is 3; it divides the 8 ranks of experts",
+        ),
+        (
+            {"hierarchical_all_to_all": 1},
+            "hierarchical_all_to_all: is 1; it divides the 8 ranks of experts",
+        ),
     ],
 )
 def test_what_no_ranks_can_do_is_refused(changes: dict[str, object], why: str) -> None:
-    layout = Layout(data_shard=8, zero=1, expert=8, relay=2)
+    layout = Layout(data_shard=8, zero=1, expert=8, hierarchical_all_to_all=2)
 
     assert obstacle(MIXTRAL, JOB, layout) is None
     assert str(obstacle(MIXTRAL, JOB, replace(layout, **changes))).startswith(why)  # type: ignore[arg-type]

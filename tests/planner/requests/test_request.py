@@ -20,7 +20,7 @@ def test_plan_and_whatif_without_flags_ask_for_the_same_job(model: str, cluster:
     study = Study(
         name="same",
         models=(model,),
-        work=Work(backend="native"),  # as `plan` has it
+        work=Work(framework="native"),  # as `plan` has it
         offers=(Offer(cluster=cluster, fix=fixed),),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.documents.plan import Job
 from meshwright.planner.requests.pins import Pins
@@ -34,8 +34,8 @@ def test_the_answer_is_the_better_of_both_choices() -> None:
     assert (free.plan.compile, none.plan.compile) == ("block", "none")
 
 
-def test_other_stacks_have_no_such_choice() -> None:
-    request = replace(asked("4xa100-sxm-40gb"), stack=stacks()["megatron"])
+def test_other_frameworks_have_no_such_choice() -> None:
+    request = replace(asked("4xa100-sxm-40gb"), framework=frameworks()["megatron"])
 
     assert {layout.compile for layout in layouts(request)} == {"none"}
 

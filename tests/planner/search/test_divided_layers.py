@@ -84,7 +84,7 @@ def test_many_settings_are_priced_as_one_by_one() -> None:
         for micro in (2, 3)
         for tensor in (2, 4, 8)
     ]
-    many = traced_layer(BLOCK, ManySettings.stack(settings))
+    many = traced_layer(BLOCK, ManySettings.framework(settings))
     for at, setting in enumerate(settings):
         one = {op.name: op for op in traced_layer(BLOCK, setting).operators}
         for operator in many.operators:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.plan import Job
@@ -115,7 +115,7 @@ def test_every_choice_of_recompute_counts_where_all_blocks_do_the_same() -> None
         resolve_model("llama-3.2-3b"),
         cluster,
         Job(seq_len=4096, global_batch=32),
-        stack=stacks()["torchtitan"],
+        framework=frameworks()["torchtitan"],
     )
 
     found = search(asked)
@@ -133,7 +133,7 @@ def test_a_bound_below_the_step_leaves_a_gap() -> None:
 
     left = certificate_of(
         account,
-        stacks()["native"],
+        frameworks()["native"],
         solver="exact",
         finalists=finals.finalists,
         lower_bound_s=0.9 * finals.objective_s,

@@ -35,7 +35,7 @@ def request(cluster: str, *pins: str, model: str = "llama-3.1-8b", batch: int = 
         model=resolve_model(model),
         cluster=resolve_cluster(cluster),
         job=Job(seq_len=4096, global_batch=batch),
-        stack=native(),
+        framework=native(),
         pins=read_pins(pins),
     )
 
@@ -50,7 +50,7 @@ CHUNKS, ANEW = ChunkedLoss(rows=1024), ChunkedLoss(rows=1024, gradients="recompu
 def test_a_loss_is_in_chunks_where_that_is_faster() -> None:
     free, chunks, plain = (
         search(request("8xa100-sxm-40gb", *pins))
-        for pins in ((), ("loss=precomputed/1024",), ("loss=plain",))
+        for pins in ((), ("loss=chunked/1024",), ("loss=full",))
     )
 
     assert free.plan.loss == CHUNKS
@@ -70,10 +70,10 @@ def test_where_chunks_are_looked_at(
     cluster: str, schedule: str, ways: tuple[ChunkedLoss | None, ...]
 ) -> None:
     assert losses(request(cluster), schedule) == ways
-    assert losses(request(cluster, "loss=recomputed/512"), schedule) == (
+    assert losses(request(cluster, "loss=chunked-recompute/512"), schedule) == (
         ChunkedLoss(rows=512, gradients="recomputed"),
     )
-    assert losses(request(cluster, "loss=plain"), schedule) == (None,)
+    assert losses(request(cluster, "loss=full"), schedule) == (None,)
 
 
 @pytest.mark.spread(1)
@@ -94,7 +94,7 @@ def test_no_loss_that_can_be_fixed_is_faster_than_the_answer(
 
     fixed = [
         search(replace(asked, pins=read_pins([f"loss={loss}"]))).prediction.step_time_s
-        for loss in ("precomputed", "recomputed")
+        for loss in ("chunked", "chunked-recompute")
     ]
 
     assert search(asked).prediction.step_time_s <= min(fixed) * (1 + 1e-6)
@@ -109,7 +109,7 @@ def test_no_two_layouts_of_a_space_are_equally_complex() -> None:
 def test_what_would_fit_is_written_as_it_is_fixed() -> None:
     """Of every pin and every layout, and not as Python shows its values."""
     asked = request("2xa100-sxm-40gb", model="llama-3.2-1b")
-    every = [*layouts(asked), replace(ZERO_3, reshard=8, loss=ChunkedLoss(rows=256))]
+    every = [*layouts(asked), replace(ZERO_3, reshard_after_forward=8, loss=ChunkedLoss(rows=256))]
 
     for layout in random.Random(0).sample(every, 40) + every[-1:]:
         for name, field in SHORT_NAMES.items():
@@ -167,7 +167,7 @@ def test_what_bounds_layouts_of_any_loss_bounds_each_of_them() -> None:
     assert tighter
 
 
-@pytest.mark.parametrize("text", ["chunked", "precomputed/0", "precomputed/", "plain/3"])
+@pytest.mark.parametrize("text", ["precomputed", "chunked/0", "chunked/", "full/3"])
 def test_what_is_no_loss_is_refused(text: str) -> None:
     with pytest.raises(DocumentError, match="ROWS"):
         read_pins([f"loss={text}"])
@@ -197,8 +197,8 @@ def test_one_unit_ahead_helps_where_the_device_waits_for_its_host() -> None:
 
 def test_who_keeps_parameters_in_its_node_gathers_over_its_links_alone() -> None:
     forward_s, backward_s = parts_s(ZERO_3)
-    within = parts_s(replace(ZERO_3, reshard=8))
-    whole = parts_s(replace(ZERO_3, reshard=1))
+    within = parts_s(replace(ZERO_3, reshard_after_forward=8))
+    whole = parts_s(replace(ZERO_3, reshard_after_forward=1))
 
     assert forward_s == within[0] == whole[0]
     assert backward_s > within[1] >= whole[1]
@@ -212,17 +212,19 @@ def test_what_is_offered_is_what_may_be_worth_it() -> None:
     assert list(gathers(nodes, alone, 2, 32, [Saving()])) == [(0, None)]
     assert list(gathers(node, ALONE, 3, 8, [Saving()])) == [(0, None), (1, None)]
     assert list(gathers(nodes, alone, 3, 32, [Saving("parameters")])) == [(0, None)]
-    pinned = request("4x8xh100-sxm-80gb", "prefetch=2", "reshard=4")
+    pinned = request("4x8xh100-sxm-80gb", "prefetch=2", "reshard_after_forward=4")
     assert list(gathers(pinned, alone, 3, 32, [Saving()])) == [(2, 4)]
     assert list(gathers(pinned, alone, 1, 32, [Saving()])) == []
 
 
 def test_a_pinned_depth_and_groups_are_planned_and_predicted() -> None:
-    asked = request("4x8xh100-sxm-80gb", "zero=3", "prefetch=2", "reshard=8", batch=128)
+    asked = request(
+        "4x8xh100-sxm-80gb", "zero=3", "prefetch=2", "reshard_after_forward=8", batch=128
+    )
 
     found = search(asked)
 
-    assert (found.plan.prefetch, found.plan.reshard) == (2, 8)
-    assert "prefetch=2 reshard=8" in found.plan.layout.text()
+    assert (found.plan.prefetch, found.plan.reshard_after_forward) == (2, 8)
+    assert "prefetch=2 reshard_after_forward=8" in found.plan.layout.text()
     again = predict(found.plan, asked.model, asked.cluster)
     assert again.step_time_s == pytest.approx(found.prediction.step_time_s)

@@ -75,7 +75,7 @@ def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float |
 @pytest.mark.matrix
 def test_bounds_that_pool_device_and_host_are_below_every_plan(gpt2: ModelGraph) -> None:
     job = Job(seq_len=1024, global_batch=4)
-    pins = Pins(tensor=1, context=1, pipeline=1, loss="plain", prefetch=0, allowed=HOST)
+    pins = Pins(tensor=1, context=1, pipeline=1, loss="full", prefetch=0, allowed=HOST)
     memory, sharper = 3.43e9, 0
     for host in (2.5e9, 5e9):  # of which four fifths may be filled
         cluster = small(memory, host, devices=2)
@@ -144,8 +144,13 @@ def test_what_loses_something_must_be_allowed() -> None:
     free = savings(cluster, host, lambda _: True)
     allowed = savings(cluster, lossy, lambda _: True)
     assert [saving.offload for saving in free] == ["none", "optimizer", "parameters"]
-    assert {saving.gradient_wire for saving in free} == {"full"}
-    assert {saving.gradient_wire for saving in allowed} == {"full", "bf16", "fp16", "powersgd"}
+    assert {saving.gradient_compression for saving in free} == {"full"}
+    assert {saving.gradient_compression for saving in allowed} == {
+        "full",
+        "bf16",
+        "fp16",
+        "powersgd",
+    }
     assert activations(cluster, Pins()) == ("keep",)
     assert activations(cluster, host) == ("keep", "offload")
     assert activations(cluster, lossy) == ("keep", "compress")

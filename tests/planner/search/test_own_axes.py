@@ -93,7 +93,7 @@ def test_tokens_go_to_experts_and_come_back() -> None:
     assert local_parameters(MODEL, BLOCK) == (64_000_000, 0.0)
 
 
-@pytest.mark.parametrize("fields", [{"dispatch": "allgather"}, {"relay": 2}])
+@pytest.mark.parametrize("fields", [{"dispatch": "allgather"}, {"hierarchical_all_to_all": 2}])
 def test_tokens_go_as_those_of_a_mixture_that_is_known(fields: dict[str, object]) -> None:
     model = resolve_model("mixtral-8x7b")
     a = model.architecture
@@ -178,17 +178,21 @@ def test_what_was_not_found_in_a_module_is_refused(
 def test_the_search_chooses_among_them() -> None:
     found = {
         fix: search(Request(MODEL, CLUSTER, JOB, pins=read_pins([fix], ())))
-        for fix in ("context=4", "expert=8", "loss=recomputed/256")
+        for fix in ("context=4", "expert=8", "loss=chunked-recompute/256")
     }
     gathered = Request(MODEL, CLUSTER, JOB, pins=read_pins(["expert=4", "dispatch=allgather"], ()))
     found["allgather"] = search(gathered)
-    relayed = Request(MODEL, NODES, JOB, pins=read_pins(["expert=8", "relay=4"], ()))
-    assert search(relayed).plan.relay == 4
+    relayed = Request(
+        MODEL, NODES, JOB, pins=read_pins(["expert=8", "hierarchical_all_to_all=4"], ())
+    )
+    assert search(relayed).plan.hierarchical_all_to_all == 4
 
     assert found["context=4"].plan.mesh.context == 4
     assert found["expert=8"].plan.mesh.expert == 8
     assert found["allgather"].plan.dispatch == "allgather"
-    assert found["loss=recomputed/256"].plan.loss == ChunkedLoss(rows=256, gradients="recomputed")
+    assert found["loss=chunked-recompute/256"].plan.loss == ChunkedLoss(
+        rows=256, gradients="recomputed"
+    )
     free = search(Request(MODEL, CLUSTER, JOB))
     for answer in found.values():
         assert free.prediction.step_time_s <= answer.prediction.step_time_s * (1 + 1e-9)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import stack as catalog_stack
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import framework as catalog_framework
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.plan import Compile, Job
@@ -34,9 +34,11 @@ CASES = [
 ]
 
 
-def asked(name: str, cluster: str, batch: int, stack: str) -> Request:
+def asked(name: str, cluster: str, batch: int, framework: str) -> Request:
     job = Job(seq_len=4096, global_batch=batch)
-    return Request(resolve_model(name), resolve_cluster(cluster), job, stack=stacks()[stack])
+    return Request(
+        resolve_model(name), resolve_cluster(cluster), job, framework=frameworks()[framework]
+    )
 
 
 def pinned(request: Request, kept: tuple[str, ...], schedule: str | None) -> Answer | None:
@@ -115,9 +117,13 @@ PINNED = [
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("stack", ["native", pytest.param("torchtitan", marks=pytest.mark.matrix)])
-def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(stack: str) -> None:
-    request = asked("llama-3.1-8b", "8xh100-sxm-80gb", 64, stack)
+@pytest.mark.parametrize(
+    "framework", ["native", pytest.param("torchtitan", marks=pytest.mark.matrix)]
+)
+def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(
+    framework: str,
+) -> None:
+    request = asked("llama-3.1-8b", "8xh100-sxm-80gb", 64, framework)
     known = search(request).candidates
 
     for pins in PINNED:
@@ -158,7 +164,7 @@ def test_what_cannot_fit_is_said() -> None:
     assert "tensor" in features(answer.plan)
 
 
-def test_what_a_stack_cannot_divide_is_said_where_its_usual_plan_would_stand() -> None:
+def test_what_a_framework_cannot_divide_is_said_where_its_usual_plan_would_stand() -> None:
     request = asked("gpt2-xl", "8xa100-sxm-80gb", 32, "native")
     request = replace(request, job=Job(seq_len=1024, global_batch=32))
 
@@ -168,17 +174,17 @@ def test_what_a_stack_cannot_divide_is_said_where_its_usual_plan_would_stand() -
     assert rows["tensor + pipeline"].plan is None
     assert rows["tensor + pipeline"].why == (
         "native cannot: tensor parallelism does not divide the family gpt2; "
-        "other stacks may (--backend)"
+        "other frameworks may (--framework)"
     )
 
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
-    ("stack", "compiles", "worth"),
+    ("framework", "compiles", "worth"),
     [("native", "none", False), ("native", "block", True), ("torchtitan", "block", True)],
 )
 def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(
-    stack: str, compiles: Compile, worth: bool
+    framework: str, compiles: Compile, worth: bool
 ) -> None:
     # Rounding by operators that start one by one costs more than products in 8 bits gain.
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
@@ -190,7 +196,7 @@ def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(
             cluster,
             Job(seq_len=8192, global_batch=16, precision=precision),
             pins=pins,
-            stack=catalog_stack(stack),
+            framework=catalog_framework(framework),
         )
         for precision in ("fp8", "bf16")
     )
@@ -198,8 +204,8 @@ def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(
     found = search(request)
     notes = list(not_worth_eight_bits(request, found.plan, found.prediction))
 
-    assert found.plan.weight_wire == "fp8"
-    changed = {"precision": "bf16", "weight_wire": "full"}
+    assert found.plan.weight_gather_dtype == "fp8"
+    changed = {"precision": "bf16", "weight_gather_dtype": "full"}
     same = predict(found.plan.model_copy(update=changed), model, cluster)
     if worth:
         assert notes == []

@@ -84,7 +84,7 @@ DENSE_AND_EXPERTS = Case(
     "16x8xh200-sxm-141gb",
     4096,
     128,
-    Pins(micro_batch=1, zero=3, pipeline=4, data=8, schedule="interleaved", loss="plain"),
+    Pins(micro_batch=1, zero=3, pipeline=4, data=8, schedule="interleaved", loss="full"),
     rules=limit,
 )
 ENDS_ALONE = Case("gpt2", "7xv100-sxm-32gb", 1024, 28, Pins(pipeline=7))
@@ -231,7 +231,7 @@ def test_the_order_of_enumeration_does_not_matter(
 
 
 @pytest.mark.matrix
-def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them() -> None:
+def test_context_and_expert_degrees_are_searched_where_a_framework_runs_them() -> None:
     pins = Pins(tensor=1, micro_batch=1, schedule="1f1b")
     case = Case("mixtral-8x7b", "2x8xh200-sxm", 8192, 16, pins, rules=limit)
     exhaustive = optima(case)
@@ -438,7 +438,7 @@ def test_a_pin_that_is_blamed_is_to_blame(seed: int | range) -> None:
 
 
 def test_a_pin_that_leaves_no_room_is_told() -> None:
-    pins = Pins(schedule="gpipe", pipeline=2, loss="plain")
+    pins = Pins(schedule="gpipe", pipeline=2, loss="full")
     pinned = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32, pins)
     with pytest.raises(NoPlanFits) as raised:
         pinned.search()
@@ -458,7 +458,7 @@ def test_a_pinned_recomputation_that_leaves_no_room_is_told() -> None:
     assert replace(pinned, pins=replace(pins, recompute="full")).search()
 
 
-def test_pins_that_the_backend_refuses_everywhere_say_so() -> None:
+def test_pins_that_the_framework_refuses_everywhere_say_so() -> None:
     folded = Case("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(schedule="zbv", pipeline=4))
 
     with pytest.raises(NoPlanFits, match="tied embedding") as raised:

@@ -150,7 +150,7 @@ def test_no_recomputation_is_faster_than_the_one_chosen(
         schedule=schedule,
         virtual_stages=virtual,
         zero=1,
-        loss="plain",
+        loss="full",
         micro_batch=16 // count,
     )
     found = search(request(pins, memory_bytes=memory_bytes), effort=FULL)

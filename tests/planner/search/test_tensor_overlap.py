@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.architectures.parameters import graph_of
-from meshwright.planner.catalog import native, stack
+from meshwright.planner.catalog import framework, native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import layout_prediction
 from meshwright.planner.documents.cluster import ClusterSpec
@@ -144,13 +144,13 @@ def test_published_gains_are_met(
 ) -> None:
     cluster = resolve_cluster(f"{nodes}x8xh100-hbm2e-96gb")
     job = Job(seq_len=8192, global_batch=batch)
-    for ran, bound in ((stack("torchtitan+compiled+compiled-loss"), 0.005), (native(), 0.02)):
+    for ran, bound in ((framework("torchtitan+compiled+compiled-loss"), 0.005), (native(), 0.02)):
         request = Request(
             resolve_model(model),
             cluster,
             job,
             pins=Pins(recompute=recompute),
-            stack=ran,  # type: ignore[arg-type]
+            framework=ran,  # type: ignore[arg-type]
         )
         step_s = [
             layout_prediction(

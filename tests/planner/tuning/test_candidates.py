@@ -17,7 +17,7 @@ def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_cluster("2xa100-sxm-80gb"),
         seq_len=128,
         global_batch=16,
-        pins=read_pins(["compile=none,loss=plain"]),
+        pins=read_pins(["compile=none,loss=full"]),
     )
     answer = search(request)
 

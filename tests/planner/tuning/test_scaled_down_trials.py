@@ -32,7 +32,7 @@ KEPT = ("tensor", "context", "expert", "micro_batch", "zero", "sequence_parallel
     [
         Layout(tensor=8, pipeline=8, data_shard=8, zero=1, schedule="1f1b", micro_batches=64),
         Layout(data_shard=512, zero=3, micro_batch=2, micro_batches=4),
-        Layout(tensor=2, data_shard=8, data_replicate=32, zero=3, reshard=8),
+        Layout(tensor=2, data_shard=8, data_replicate=32, zero=3, reshard_after_forward=8),
         Layout(expert=8, data_shard=64, pipeline=8, schedule="interleaved", virtual_stages=2),
         Layout(tensor=4, context=4, pipeline=4, data_shard=8, zero=1, schedule="zbv"),
     ],
@@ -59,7 +59,7 @@ def test_a_stand_in_has_the_models_own_layers_but_fewer() -> None:
         seq_len=128,
         global_batch=64,
         pins=read_pins(
-            ["compile=none,loss=plain,tp=1,cp=1,pp=2,micro_batch=2,zero=1,schedule=1f1b,v=1"]
+            ["compile=none,loss=full,tp=1,cp=1,pp=2,micro_batch=2,zero=1,schedule=1f1b,v=1"]
         ),
     )
     answer = search(request)

@@ -30,7 +30,7 @@ def outcome(
         fits=True,
         binding="compute",
         layout=f"plan of {candidate.name}",
-        stack="megatron",
+        framework="megatron",
         hours=exact(hours),
         usd=exact(dollars),
         step_s=exact(hours / 100),
@@ -234,9 +234,9 @@ def test_another_candidate_that_our_own_runtime_ranks_first_is_named() -> None:
 
     said = " ".join(verdicts(result(asked, outcomes)))
 
-    assert "under our own runtime (--backend native) new ranks before old for gpt2" in said
+    assert "under our own runtime (--framework native) new ranks before old for gpt2" in said
     same = [replace(o, native_step_s=0.1) for o in outcomes]
-    assert "own runtime (--backend" not in " ".join(verdicts(result(asked, same)))
+    assert "own runtime (--framework" not in " ".join(verdicts(result(asked, same)))
 
 
 def test_what_keeps_the_goal_too_seldom_is_neither_tied_nor_flips_the_first() -> None:

@@ -48,7 +48,7 @@ def test_a_change_that_makes_a_model_fit_is_said() -> None:
         study(
             models=["llama-3.1-8b"],
             offers=[offer, more],
-            work={"seq_len": 1024, "backend": "native"},
+            work={"seq_len": 1024, "framework": "native"},
         ),
         processes=1,
     )
@@ -84,7 +84,7 @@ def test_a_days_price_by_hand() -> None:
 def test_mixed_devices_are_compared_with_each_kind_alone() -> None:
     result = run(
         study(
-            work={"seq_len": 1024, "global_batch": 48, "backend": "native"},
+            work={"seq_len": 1024, "global_batch": 48, "framework": "native"},
             offers=[
                 {"name": "old", "cluster": "8xa10g", "owned": True},
                 {"name": "new", "cluster": "4xl4", "rent": PRICE},

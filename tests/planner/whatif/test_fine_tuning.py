@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.lora import adapter_parameters
@@ -65,13 +65,13 @@ def test_weights_in_8_bits_take_a_byte_each() -> None:
     job = Job(seq_len=4096, global_batch=8, precision="fp8")
     found = fastest_fine_tuner(Request(model, eight, job), quantised=False)
     # All 69.0e9 weights on each device; in 16 bits they would take 138e9 of its 141e9 bytes.
-    assert (found.plan.backend, found.plan.mesh.tensor) == ("megatron", 1)
+    assert (found.plan.framework, found.plan.mesh.tensor) == ("megatron", 1)
     weights = found.prediction.stages[0].memory_parts["parameters"]
     assert weights == pytest.approx(69.0e9, rel=0.01)
 
 
 def layouts(cluster: ClusterSpec, job: Job) -> Iterator[Layout]:
-    """Yield what may run without a pipeline; the rest is for the rules of a stack to refuse."""
+    """Yield what may run without a pipeline; the rest is for the rules of a framework to refuse."""
     degrees = [1, 2, 4, 8]
     for tensor, context, zero, micro_batch, offload in itertools.product(
         degrees, degrees, (0, 1, 3), (1, 2, 4, 8, 16), ("none", "parameters")
@@ -110,8 +110,8 @@ def test_no_layout_of_any_tuner_is_faster(
     best_s = math.inf
     for name, layout in itertools.product(("transformers", "megatron"), layouts(cluster, job)):
         own = replace(job, lora=Lora(rank=16, quantised=quantised))
-        request = Request(model, cluster, own, stack=stacks()[name])
-        if rules_of(request.stack)(model, cluster, own, layout) is not None:
+        request = Request(model, cluster, own, framework=frameworks()[name])
+        if rules_of(request.framework)(model, cluster, own, layout) is not None:
             continue
         if layout.offload != "none" and host is None:
             continue
@@ -134,15 +134,15 @@ def test_no_layout_of_any_tuner_is_faster(
         assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("stack", ["megatron", "transformers"])
+@pytest.mark.parametrize("framework", ["megatron", "transformers"])
 @pytest.mark.long("megatron")
-def test_adapters_of_a_mixture_of_experts_are_planned(stack: str) -> None:
+def test_adapters_of_a_mixture_of_experts_are_planned(framework: str) -> None:
     """Attention's and shared experts' products have them; the routed experts are frozen."""
     model, cluster = resolve_model("mixtral-8x7b"), resolve_cluster("8xh100-sxm-80gb")
     lora = Lora(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     job = Job(seq_len=4096, global_batch=16, lora=lora)
 
-    found = search(Request(model, cluster, job, stack=stacks()[stack]))
+    found = search(Request(model, cluster, job, framework=frameworks()[framework]))
 
     # 32 blocks of 16 x (4,096 + 4,096 + 2 x (4,096 + 1,024) + 4,096 + 4,096) parameters.
     trained = sum(adapter_parameters(model, layer.kind, lora) for _, layer in model.chain)

@@ -1,4 +1,4 @@
-"""The fastest public stack, against every stack asked for by name."""
+"""The fastest public framework, against every framework asked for by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.planner.whatif import planning
 from meshwright.planner.whatif.candidates import candidates_of
-from meshwright.planner.whatif.planning import plan_candidate, public_stacks
+from meshwright.planner.whatif.planning import plan_candidate, public_frameworks
 from meshwright.planner.whatif.run_study import run
 from tests.planner.whatif.test_study import PRICE, study
 
@@ -22,21 +22,21 @@ def fastest(cluster: str, **said: Any) -> Any:
     return plan_candidate(asked, "gpt2-xl", candidate)
 
 
-def test_the_default_is_the_fastest_of_the_public_stacks() -> None:
+def test_the_default_is_the_fastest_of_the_public_frameworks() -> None:
     steps = {
-        stack: fastest("8xh100-sxm-80gb", work={"backend": stack}).step_s
-        for stack in public_stacks("cuda")
+        framework: fastest("8xh100-sxm-80gb", work={"framework": framework}).step_s
+        for framework in public_frameworks("cuda")
     }
 
     found = fastest("8xh100-sxm-80gb")
 
     assert found.step_s == pytest.approx(min(steps.values()), rel=1e-3)
-    assert found.stack == min(steps, key=steps.__getitem__).partition("+")[0]
+    assert found.framework == min(steps, key=steps.__getitem__).partition("+")[0]
 
 
 @pytest.mark.matrix
 def test_on_unequal_devices_our_own_runtime_is_priced() -> None:
-    assert fastest("4xa10g+4xl4").stack == "native"
+    assert fastest("4xa10g+4xl4").framework == "native"
 
 
 @pytest.mark.matrix
@@ -53,20 +53,20 @@ def test_our_own_runtime_stands_beside_the_first() -> None:
     [outcome] = run(asked, processes=1).outcomes
 
     [candidate] = candidates_of(asked)
-    own = plan_candidate(asked, "gpt2", candidate, backend="native")
+    own = plan_candidate(asked, "gpt2", candidate, framework="native")
     assert outcome.native_step_s == own.step_s
-    assert outcome.stack != "native"
+    assert outcome.framework != "native"
 
 
 @pytest.mark.matrix
-def test_between_two_sizes_of_one_stack_only_that_one_is_searched(
+def test_between_two_sizes_of_one_framework_only_that_one_is_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     searched: list[tuple[int, str]] = []
     search = planning.search
 
     def counted(request: Any, **terms: Any) -> Any:
-        searched.append((request.cluster.devices, request.stack.name))
+        searched.append((request.cluster.devices, request.framework.name))
         return search(request, **terms)
 
     monkeypatch.setattr(planning, "search", counted)
@@ -76,9 +76,9 @@ def test_between_two_sizes_of_one_stack_only_that_one_is_searched(
 
     outcomes = run(asked, processes=1).outcomes
 
-    first = {8 * n: {stack for size, stack in searched if size == 8 * n} for n in (1, 3, 5)}
-    assert all(len(stacks) >= len(public_stacks("cuda")) for stacks in first.values())
-    by_size = {outcome.devices: outcome.stack for outcome in outcomes}
+    first = {8 * n: {framework for size, framework in searched if size == 8 * n} for n in (1, 3, 5)}
+    assert all(len(frameworks) >= len(public_frameworks("cuda")) for frameworks in first.values())
+    by_size = {outcome.devices: outcome.framework for outcome in outcomes}
     if by_size[8] == by_size[24]:
-        of_two = [stack for size, stack in searched if size == 16 and stack != "native"]
-        assert {stack.partition("+")[0] for stack in of_two} == {by_size[8]}
+        of_two = [framework for size, framework in searched if size == 16 and framework != "native"]
+        assert {framework.partition("+")[0] for framework in of_two} == {by_size[8]}

@@ -23,7 +23,7 @@ def study(**changes: Any) -> Study:
         "format": 1,
         "name": "small",
         "models": ["gpt2"],
-        "work": {"seq_len": 1024, "global_batch": 64, "backend": "native"},
+        "work": {"seq_len": 1024, "global_batch": 64, "framework": "native"},
         "goal": {"tokens": 1e9},
         "offers": [{"cluster": "4xa10g", "rent": PRICE}, {"cluster": "8xa10g", "rent": PRICE}],
     }
@@ -57,7 +57,7 @@ def test_each_candidate_trains_in_what_its_devices_have_units_for() -> None:
 
     told = study(
         offers=[{"cluster": "4xt4"}],
-        work={"seq_len": 1024, "precision": "bf16", "backend": "native"},
+        work={"seq_len": 1024, "precision": "bf16", "framework": "native"},
     )
     [candidate] = candidates_of(told)
     assert "t4 has no units for" in evaluate(told, "gpt2", candidate).binding

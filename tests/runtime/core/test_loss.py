@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.errors import BatchError, LaunchError
 from meshwright.runtime.core.loss import Totals, counted
@@ -154,8 +154,8 @@ def test_totals_add_sums_and_counts_of_metrics_of_their_own() -> None:
     assert totals.metrics["far"].tolist() == [6.0, 12.0]
 
 
-@pytest.mark.parametrize(("stack", "held"), [("transformers", False), ("fsdp", True)])
-def test_bytes_of_a_logit_are_what_torch_holds_in_backward(stack: str, *, held: bool) -> None:
+@pytest.mark.parametrize(("framework", "held"), [("transformers", False), ("fsdp", True)])
+def test_bytes_of_a_logit_are_what_torch_holds_in_backward(framework: str, *, held: bool) -> None:
     """transformers upcasts logits of 16 bits for its loss; a loop may hold the output or not."""
     rows, vocabulary, hidden = 64, 4096, torch.ones(64, 8, dtype=torch.bfloat16)
     weight = torch.ones(vocabulary, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -169,5 +169,5 @@ def test_bytes_of_a_logit_are_what_torch_holds_in_backward(stack: str, *, held: 
 
     # What log-softmax kept, 4 bytes, was there before.
     assert live.peak_bytes + 4 * rows * vocabulary + sum(kept) == pytest.approx(
-        stacks()[stack].loss.peak_bytes * rows * vocabulary, rel=0.01
+        frameworks()[framework].loss.peak_bytes * rows * vocabulary, rel=0.01
     )

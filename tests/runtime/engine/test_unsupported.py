@@ -67,26 +67,26 @@ UNDIVIDED = ("gpt2", "gpt_oss", "olmo2", "olmo3", "phi3")
         (
             "llama",
             {},
-            {"gradient_wire": "bf16"},
-            "gradient_wire: is bf16, and without data parallelism no gradients are sent; use full",
+            {"gradient_compression": "bf16"},
+            "gradient_compression: is bf16, and without data parallelism no gradients are sent; use full",
         ),
         (
             "llama",
             {},
-            {"gradient_wire": "powersgd", "data_shard": 2, "zero": 1},
-            "gradient_wire: is powersgd, which needs whole gradients on every rank, not ZeRO-1",
+            {"gradient_compression": "powersgd", "data_shard": 2, "zero": 1},
+            "gradient_compression: is powersgd, which needs whole gradients on every rank, not ZeRO-1",
         ),
         (
             "llama",
             {},
-            {"gradient_wire": "powersgd", "data_replicate": 2, "offload": "parameters"},
-            "gradient_wire: is powersgd, which cannot reduce gradients on the host",
+            {"gradient_compression": "powersgd", "data_replicate": 2, "offload": "parameters"},
+            "gradient_compression: is powersgd, which cannot reduce gradients on the host",
         ),
         (
             "llama",
             {},
-            {"gradient_wire": "powersgd", "data_replicate": 2, "precision": "fp16"},
-            "gradient_wire: is powersgd, whose memory does not follow the loss scale of fp16",
+            {"gradient_compression": "powersgd", "data_replicate": 2, "precision": "fp16"},
+            "gradient_compression: is powersgd, whose memory does not follow the loss scale of fp16",
         ),
         (
             "llama",
@@ -109,8 +109,8 @@ UNDIVIDED = ("gpt2", "gpt_oss", "olmo2", "olmo3", "phi3")
         (
             "mixtral",
             {},
-            {"gradient_wire": "powersgd", "data_replicate": 2, "context": 2, "expert": 2},
-            "gradient_wire: is powersgd, which does not know that ranks hold different experts",
+            {"gradient_compression": "powersgd", "data_replicate": 2, "context": 2, "expert": 2},
+            "gradient_compression: is powersgd, which does not know that ranks hold different experts",
         ),
         ("reference", {"qk_norm": True}, {}, "the reference transformer has no query/key norms"),
         (

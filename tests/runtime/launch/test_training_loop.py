@@ -338,16 +338,16 @@ def test_a_save_that_fails_ends_no_run_that_survives(
     assert "No space left on device" in failed.text
 
 
-@pytest.mark.parametrize("survives", [True, False])
+@pytest.mark.parametrize("elastic", [True, False])
 def test_a_run_whose_last_save_fails_says_so(
     corpus: Corpus,
     tmp_path: Path,
     mirror: Mirror,
     monkeypatch: pytest.MonkeyPatch,
-    survives: bool,
+    elastic: bool,
 ) -> None:
-    full_disk_at(8 if survives else 2, monkeypatch)
-    more: dict[str, Any] = {"mirror": mirror} if survives else {}
+    full_disk_at(8 if elastic else 2, monkeypatch)
+    more: dict[str, Any] = {"mirror": mirror} if elastic else {}
 
     with pytest.raises(LaunchError, match="No space left on device"):
         loop(

@@ -123,7 +123,7 @@ OVER_FOUR: list[tuple[Any, dict[str, Any]]] = [
     (mixture, {"expert": 4, "zero": 2, "micro_batches": 1}),
     (mixture, {"expert": 2, "pipeline": 2, "zero": 1}),
     (mixture, {"expert": 2, "zero": 3, "context": 2, "recompute": "full"}),
-    (mixture, {"expert": 4, "relay": 2, "context": 2, "zero": 1}),
+    (mixture, {"expert": 4, "hierarchical_all_to_all": 2, "context": 2, "zero": 1}),
 ]
 
 

@@ -45,7 +45,9 @@ COUNTS = (7, 0, 12, 3)
 
 def place() -> Place:
     """Four ranks with experts of their own, on two nodes of two."""
-    plan: Plan = cases.plan(cases.transformer(**EIGHT), expert=4, data_shard=4, zero=1, relay=2)
+    plan: Plan = cases.plan(
+        cases.transformer(**EIGHT), expert=4, data_shard=4, zero=1, hierarchical_all_to_all=2
+    )
     return place_of(plan, torch.device("cpu"))
 
 
@@ -137,7 +139,7 @@ def test_bytes_over_each_tier_are_those_that_are_priced() -> None:
         seq_len=math.comb(8, 2),
         precision="fp32",
         expert=4,
-        relay=2,
+        hierarchical_all_to_all=2,
         kernels=replace(MODULES, expert_skew=1.0),
     )
     expected = [dict.fromkeys(("across", "inside"), 0.0) for _ in range(2)]
@@ -211,16 +213,47 @@ FEW = (
         data_shard=2,
         zero=1,
         recompute="selective",
-        relay=2,
+        hierarchical_all_to_all=2,
     ),
 )
 MORE = (
-    case("over data", model=SHARED, expert=4, data_shard=4, zero=3, recompute="selective", relay=2),
-    case("full", "mixtral", expert=4, data_shard=4, zero=2, recompute="full", relay=2),
-    case("over tensor and context", "qwen3_moe", expert=4, tensor=2, context=2, relay=2),
-    case("over tensor alone", "deepseek_v3", expert=4, tensor=4, relay=2),
-    case("over context", "qwen2_moe", expert=4, context=4, zero=1, relay=2),
-    case("over context and data", "qwen3_moe", expert=4, context=2, data_shard=2, zero=3, relay=2),
+    case(
+        "over data",
+        model=SHARED,
+        expert=4,
+        data_shard=4,
+        zero=3,
+        recompute="selective",
+        hierarchical_all_to_all=2,
+    ),
+    case(
+        "full",
+        "mixtral",
+        expert=4,
+        data_shard=4,
+        zero=2,
+        recompute="full",
+        hierarchical_all_to_all=2,
+    ),
+    case(
+        "over tensor and context",
+        "qwen3_moe",
+        expert=4,
+        tensor=2,
+        context=2,
+        hierarchical_all_to_all=2,
+    ),
+    case("over tensor alone", "deepseek_v3", expert=4, tensor=4, hierarchical_all_to_all=2),
+    case("over context", "qwen2_moe", expert=4, context=4, zero=1, hierarchical_all_to_all=2),
+    case(
+        "over context and data",
+        "qwen3_moe",
+        expert=4,
+        context=2,
+        data_shard=2,
+        zero=3,
+        hierarchical_all_to_all=2,
+    ),
 )
 
 

@@ -45,7 +45,7 @@ def trained(wire: str, layouts: list[dict[str, Any]]) -> list[Run]:
 
 
 def planned(wire: str, shares: tuple[int, ...] = (), **layout: Any) -> Plan:
-    plan = cases.plan(cases.transformer(), gradient_wire=wire, **layout)
+    plan = cases.plan(cases.transformer(), gradient_compression=wire, **layout)
     return cases.shared(plan, shares) if shares else plan
 
 
@@ -101,7 +101,7 @@ class Sums(TorchDispatchMode):
 def hybrid() -> tuple[Run, list[tuple[torch.dtype, int]]]:
     graph = cases.transformer()
     plan = cases.plan(
-        graph, data_replicate=2, data_shard=2, zero=2, gradient_wire="bf16", micro_batches=1
+        graph, data_replicate=2, data_shard=2, zero=2, gradient_compression="bf16", micro_batches=1
     )
     sums = Sums()
     run = train(plan, graph)
@@ -174,7 +174,7 @@ def test_every_replica_ends_with_the_same_weights() -> None:
     def work() -> list[torch.Tensor]:
         graph = cases.transformer()
         engine = token_engine(
-            cases.plan(graph, data_replicate=2, gradient_wire="powersgd"), graph, device=CPU
+            cases.plan(graph, data_replicate=2, gradient_compression="powersgd"), graph, device=CPU
         )
         for step in range(3):
             engine.step(cases.global_tokens(step).chunk(2)[engine.slice_rank])

@@ -55,7 +55,13 @@ LAYOUTS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("reference", {"tensor": 2, "recompute": "selective", "precision": "bf16"}, 0.0),
     (
         "llama",
-        {"data_shard": 2, "zero": 3, "recompute": "full", "precision": "fp8", "weight_wire": "fp8"},
+        {
+            "data_shard": 2,
+            "zero": 3,
+            "recompute": "full",
+            "precision": "fp8",
+            "weight_gather_dtype": "fp8",
+        },
         0.0,
     ),
     ("gpt2", {"context": 2, "recompute": "selective"}, 0.0),

@@ -192,7 +192,9 @@ GATHERED: dict[int, tuple[dict[str, Any], ...]] = {
 def gathered(layout: dict[str, Any], wire: str) -> tuple[list[float], float, int]:
     """Return losses and norms of three steps, a loss of evaluation, and how many gathers differ."""
     model = cases.transformer("llama", heads=4)
-    plan = cases.plan(model, precision="fp8", zero=3, data_shard=2, weight_wire=wire, **layout)
+    plan = cases.plan(
+        model, precision="fp8", zero=3, data_shard=2, weight_gather_dtype=wire, **layout
+    )
     engine = token_engine(plan, model, device=torch.device("cpu"))
     own = plan.samples_of(engine.slice_rank)
     steps = [engine.step(cases.global_tokens(n)[own.start : own.stop]) for n in range(3)]

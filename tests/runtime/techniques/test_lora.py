@@ -156,7 +156,7 @@ def test_every_plan_trains_adapters_like_one_process(names: list[str]) -> None:
 ROUNDED: dict[str, dict[str, Any]] = {
     "fp16, zero 3": {"precision": "fp16", "data_shard": 2, "zero": 3},
     "fp16, tensor": {"precision": "fp16", "tensor": 2},
-    "sums in bf16": {"data_replicate": 2, "gradient_wire": "bf16"},
+    "sums in bf16": {"data_replicate": 2, "gradient_compression": "bf16"},
 }
 
 
@@ -194,8 +194,8 @@ def test_adapters_train_within_the_bounds_of_what_rounds(name: str) -> None:
             "offload: adapters cannot be trained with parameters here; use optimizer",
         ),
         (
-            {"gradient_wire": "powersgd"},
-            "gradient_wire: adapters cannot be trained with powersgd here; use full",
+            {"gradient_compression": "powersgd"},
+            "gradient_compression: adapters cannot be trained with powersgd here; use full",
         ),
     ],
 )

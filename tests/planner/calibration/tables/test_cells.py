@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.planner.calibration.tables import cells
-from meshwright.planner.catalog import stack_name
+from meshwright.planner.catalog import framework_name
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def test_tasks_and_frameworks_have_several_names() -> None:
         "pretrain",
         None,
     ]
-    assert stack_name("Megatron-LM") == "megatron"
-    assert stack_name("FSDP2") == "fsdp"
+    assert framework_name("Megatron-LM") == "megatron"
+    assert framework_name("FSDP2") == "fsdp"
 
 
 def test_what_lies_on_the_host() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.planner.calibration.tables import predictions
 from meshwright.planner.calibration.tables.rows import setup_of
-from meshwright.planner.catalog import accelerators, stacks
+from meshwright.planner.catalog import accelerators, frameworks
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.requests.setup import Setup
 
@@ -46,7 +46,7 @@ def row(seed: int) -> dict[str, str]:
         "sequence_parallel": rng.choice(["0", "1", ""]),
         "flash_attention": rng.choice(["0", "1", ""]),
         "task": rng.choice(["pretrain", "pretrain", "lora", "qlora", "full_finetune"]),
-        "framework": rng.choice([*sorted(stacks()), "mystery", ""]),
+        "framework": rng.choice([*sorted(frameworks()), "mystery", ""]),
     }
     if rng.random() < 0.3:
         more = {"n_experts": "64", "experts_per_token": "8", "expert_ffn_size": str(hidden // 2)}

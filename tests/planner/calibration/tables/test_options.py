@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.planner.calibration.tables.options import OF_STACKS, options_of_row
+from meshwright.planner.calibration.tables.options import OF_FRAMEWORKS, options_of_row
 from meshwright.planner.calibration.tables.predictions import placements, predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
-from meshwright.planner.catalog import stacks
-from meshwright.planner.documents.stack import OPTIONS
+from meshwright.planner.catalog import frameworks
+from meshwright.planner.documents.framework import OPTIONS
 from meshwright.planner.requests.setup import Setup
 
 ROW = {
@@ -49,19 +49,19 @@ def blocks(setup: Setup) -> list[list[tuple[str, str]]]:
     ]
 
 
-def test_every_word_of_a_stack_is_one_of_its_options() -> None:
-    assert OPTIONS.keys() >= {option for each in OF_STACKS.values() for option in each}
+def test_every_word_of_a_framework_is_one_of_its_options() -> None:
+    assert OPTIONS.keys() >= {option for each in OF_FRAMEWORKS.values() for option in each}
 
 
 def test_a_word_that_nobody_knows_is_said_and_changes_nothing() -> None:
     found = setup(options="tp-overlap+warp-drive")
 
     assert "option 'warp-drive' taken as not known" in found.assumed
-    assert found.request.stack == setup(options="tp-overlap").request.stack
+    assert found.request.framework == setup(options="tp-overlap").request.framework
 
 
-def test_an_empty_cell_leaves_the_stack_as_it_is() -> None:
-    assert setup(options="").request.stack == stacks()["megatron"]
+def test_an_empty_cell_leaves_the_framework_as_it_is() -> None:
+    assert setup(options="").request.framework == frameworks()["megatron"]
     assert options_of_row({"options": "", "loss": ""}).unread == ()
 
 

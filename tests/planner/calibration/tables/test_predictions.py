@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.architectures.architecture import graph_of
-from meshwright.planner.calibration.tables.predictions import backend_prediction, predict_run
+from meshwright.planner.calibration.tables.predictions import framework_prediction, predict_run
 from meshwright.planner.calibration.tables.rows import setup_of
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.model import Architecture
@@ -69,17 +69,17 @@ def setup(
     **layout: int,
 ) -> Setup:
     """Return a run; data parallelism takes the devices that are left."""
-    stack = stacks()[framework]
+    priced_as = frameworks()[framework]
     others = [layout.get(name, 1) for name in ("tensor", "pipeline", "context")]
     data = devices // math.prod(others)
-    zero = stack.sharding.zero if zero is None else zero
-    divided = stack.tensor.sequence_parallel if sequence_parallel is None else sequence_parallel
+    zero = priced_as.sharding.zero if zero is None else zero
+    divided = priced_as.tensor.sequence_parallel if sequence_parallel is None else sequence_parallel
     return Setup(
         request=Request(
             graph_of(architecture, name="model"),
             cluster_of("h100-sxm-80gb", nodes=nodes, devices_per_node=devices // nodes),
             Job(seq_len=seq_len, global_batch=global_batch, precision=precision),
-            stack=stack,
+            framework=priced_as,
         ),
         layout=Layout(
             data_shard=data if zero else 1,
@@ -99,7 +99,7 @@ def peak(of: Prediction) -> float:
 
 
 def test_no_run_is_faster_than_its_flops_allow() -> None:
-    for framework in stacks():
+    for framework in frameworks():
         of = setup(framework=framework, global_batch=256)
         flops = 6 * 8.0e9 * of.request.job.seq_len * of.request.job.global_batch
 
@@ -126,18 +126,18 @@ def test_a_faster_network_is_never_slower() -> None:
 LLAMA_8B = resolve_model("llama-3.1-8b")
 NODE = resolve_cluster("8xh100-sxm-80gb")
 JOB = Job(seq_len=4096, global_batch=64)
-ON_NODE = Request(LLAMA_8B, NODE, JOB, stack=stacks()["megatron"])
+ON_NODE = Request(LLAMA_8B, NODE, JOB, framework=frameworks()["megatron"])
 TWO_BY_TWO = Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=32)
 
 
-def test_what_a_backend_has_no_rules_for_is_told() -> None:
+def test_what_a_framework_has_no_rules_for_is_told() -> None:
     with pytest.raises(DocumentError, match="did you mean"):
-        Request.create(LLAMA_8B, NODE, stack="megatrn")
+        Request.create(LLAMA_8B, NODE, framework="megatrn")
     with pytest.raises(DocumentError, match="language models"):
-        backend_prediction(replace(ON_NODE, model=resolve_model("vit-l-16")), TWO_BY_TWO)
+        framework_prediction(replace(ON_NODE, model=resolve_model("vit-l-16")), TWO_BY_TWO)
     with pytest.raises(DocumentError, match="takes 16 devices"):
         too_large = Layout(tensor=8, pipeline=2)
-        backend_prediction(ON_NODE, too_large)
+        framework_prediction(ON_NODE, too_large)
 
 
 FUSED = "flash-attention-2+fused-kernels+fused-cross-entropy+lora-rank-16+lora-attention"

@@ -92,30 +92,32 @@ def test_what_lies_on_the_host_is_the_layouts_and_the_layers() -> None:
     assert layout(offload="optimizer").offload == "optimizer"
 
 
-def test_a_run_without_fused_attention_is_of_releases_before_2022_where_they_have_a_stack() -> None:
-    def stack(**cells: str) -> str:
-        return setup(framework="deepspeed", zero_stage="3", **cells).request.stack.name
+def test_a_run_without_fused_attention_is_of_releases_before_2022_where_they_have_a_framework() -> (
+    None
+):
+    def framework(**cells: str) -> str:
+        return setup(framework="deepspeed", zero_stage="3", **cells).request.framework.name
 
-    assert stack(flash_attention="0") == "deepspeed@0.3"
-    assert stack() == stack(flash_attention="1") == "deepspeed"
+    assert framework(flash_attention="0") == "deepspeed@0.3"
+    assert framework() == framework(flash_attention="1") == "deepspeed"
     left_out = setup_of(
         ROW | {"framework": "deepspeed", "zero_stage": "3", "flash_attention": "0"},
         unknown={"deepspeed@0.3"},
     )
-    assert left_out.request.stack.name == "fsdp+eager-attention"
+    assert left_out.request.framework.name == "fsdp+eager-attention"
 
 
-def test_an_unknown_framework_gets_the_closest_stack_and_says_so() -> None:
-    assert setup(framework="mystery").request.stack.name == "unknown"
-    assert setup(framework="mystery", zero_stage="3").request.stack.name == "fsdp"
+def test_an_unknown_framework_is_priced_as_the_closest_and_says_so() -> None:
+    assert setup(framework="mystery").request.framework.name == "unknown"
+    assert setup(framework="mystery", zero_stage="3").request.framework.name == "fsdp"
     tuned = setup(framework="mystery", task="lora", tp="1", pp="1")
 
-    assert tuned.request.stack.name == "transformers"
+    assert tuned.request.framework.name == "transformers"
     assert not tuned.known
-    assert "framework 'mystery' priced as stack transformers" in tuned.assumed
+    assert "framework 'mystery' priced as transformers" in tuned.assumed
 
 
-def test_runs_have_the_options_that_those_of_their_stack_are_known_to_have_had() -> None:
+def test_runs_have_the_options_that_those_of_their_framework_are_known_to_have_had() -> None:
     plain, both = "nanotron", "nanotron+checked-collectives+polled-transfers"
     large = {"n_devices": "512", "global_batch_size": "256"}
 
@@ -125,12 +127,12 @@ def test_runs_have_the_options_that_those_of_their_stack_are_known_to_have_had()
     own = ROW | {"framework": "nanotron", "source": "nanotron_usp"}
     left_out = setup_of(own | large, left_out={"nanotron_usp"})
 
-    assert (one_node.request.stack.name, whole.request.stack.name) == (plain, plain)
-    assert two.request.stack.name == "nanotron+checked-collectives"
-    assert many.request.stack.name == both
+    assert (one_node.request.framework.name, whole.request.framework.name) == (plain, plain)
+    assert two.request.framework.name == "nanotron+checked-collectives"
+    assert many.request.framework.name == both
     assert isinstance(left_out, Setup)
-    assert left_out.request.stack.name == two.request.stack.name
-    assert left_out.request.stack.host.checked_s == two.request.stack.host.checked_s > 0
+    assert left_out.request.framework.name == two.request.framework.name
+    assert left_out.request.framework.host.checked_s == two.request.framework.host.checked_s > 0
 
 
 def test_what_no_convention_gives_is_a_reason() -> None:

@@ -72,7 +72,7 @@ def test_random_rows_are_predicted_as_their_plans_are(seeds: range) -> None:
             plan = plan_of(run)
         except ValueError:  # stages without layers, batches that do not divide
             continue
-        named += "+" in plan.backend
+        named += "+" in plan.framework
         said += 1
         found = predict_run(run)
         again = predict(plan, run.request.model, with_links(run).request.cluster)

@@ -63,7 +63,7 @@ def test_published_peaks_of_adapters_beside_a_model_of_16_bits(
         resolve_cluster("2xrtx-3090"),
         seq_len=seq_len,
         global_batch=2,
-        stack="fsdp_qlora",
+        framework="fsdp_qlora",
     )
     job = replace(request.job, lora=ADAPTERS)
     request = replace(request, job=job)

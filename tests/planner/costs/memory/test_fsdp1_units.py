@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.costs.memory import resident_states as flat_units
 from meshwright.planner.costs.memory import state_bytes as memory
 from meshwright.planner.costs.memory.state_bytes import StateSharding, state_types
 
 N, D = 1000.0, 8
 MIXED = StateSharding(
-    types=state_types(stacks()["llm-foundry-fsdp"], "bf16"),
+    types=state_types(frameworks()["llm-foundry-fsdp"], "bf16"),
     zero=3,
     shard=D,
     data=D,
@@ -19,7 +19,7 @@ MIXED = StateSharding(
     accumulated=False,
 )
 """fp32 masters; parameters, gradients and their reduction in 16 bits."""
-PURE = replace(MIXED, types=state_types(stacks()["litgpt"], "bf16"))
+PURE = replace(MIXED, types=state_types(frameworks()["litgpt"], "bf16"))
 """All in 16 bits, reduced in fp32."""
 
 
@@ -100,7 +100,7 @@ def test_the_root_waits_for_the_gradient_of_its_first_layer() -> None:
 
 
 def test_frozen_units_are_gathered_in_their_own_type_and_have_no_gradients() -> None:
-    four = state_types(stacks()["fsdp_qlora"], "bf16", quantised=True)
+    four = state_types(frameworks()["fsdp_qlora"], "bf16", quantised=True)
     pair = replace(PURE, types=four, shard=2, data=2)
 
     held = flat_units.fsdp1_frozen_states(64.0, pair)

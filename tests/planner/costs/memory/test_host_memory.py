@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from meshwright.planner.catalog import native, stacks
+from meshwright.planner.catalog import frameworks, native
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.costs.memory.host_memory import hosts, ranks_on_nodes, unknown, usable_share
 from meshwright.planner.documents.cluster import ClusterSpec
@@ -67,4 +67,4 @@ def test_a_host_that_nobody_describes_is_an_assumption(four_nodes: ClusterSpec) 
 def test_torch_pins_parameters_in_powers_of_two_and_the_arena_nothing() -> None:
     assert usable_share(native(), "optimizer") == 0.8
     assert usable_share(native(), "parameters") == 0.5
-    assert {usable_share(stacks()["deepspeed"], one) for one in ("none", "optimizer")} == {0.5}
+    assert {usable_share(frameworks()["deepspeed"], one) for one in ("none", "optimizer")} == {0.5}

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from meshwright.planner.calibration.tables.predictions import predict_run
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.layer_strategy import LayerBytes
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.memory import rank_memory
+from meshwright.planner.documents.framework import Framework, with_figures, with_options
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.stack import Stack, with_figures, with_options
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Setup
 
@@ -103,7 +103,7 @@ def test_buckets_of_deepspeed_take_room_and_are_allocated() -> None:
     layout = Layout(data_shard=8, zero=2, micro_batches=2)
 
     def parts(name: str, zero: int = 2) -> tuple[dict[str, float], float, float]:
-        request = Request.create(model, machine, seq_len=2048, global_batch=16, stack=name)
+        request = Request.create(model, machine, seq_len=2048, global_batch=16, framework=name)
         setup = Setup(request=request, layout=replace(layout, zero=zero), recompute="full")
         found = predict_run(setup)
         room = rank_memory.room_bytes(80e9, CostTables(request).costs_of(setup.layout))
@@ -144,12 +144,15 @@ def test_tensors_have_the_room_that_the_allocator_leaves_where_memory_is_short()
 
 def test_an_eager_adamw_has_roots_of_all_second_moments_at_once() -> None:
     """Of 7.24e9 parameters in 16 bits 10 bytes each, as a run on one device measured: 67.5 GiB."""
-    used = with_options(stacks()["transformers"], ["narrow-states"])
+    used = with_options(frameworks()["transformers"], ["narrow-states"])
     job = Job(seq_len=4096, global_batch=4)
 
-    def peak_bytes(stack: Stack) -> float:
+    def peak_bytes(framework: Framework) -> float:
         request = Request(
-            resolve_model("mistral-7b"), resolve_cluster("1xa100-sxm-80gb"), job, stack=stack
+            resolve_model("mistral-7b"),
+            resolve_cluster("1xa100-sxm-80gb"),
+            job,
+            framework=framework,
         )
         layout = Layout(micro_batch=4)
         found = predict_run(Setup(request=request, layout=layout, recompute="full"))

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from meshwright.planner.catalog import native, stacks
+from meshwright.planner.catalog import frameworks, native
 from meshwright.planner.costs.memory.state_bytes import (
     FirstLayer,
     LastLayer,
@@ -146,7 +146,7 @@ def test_a_heads_shard_from_the_host_is_gone_when_its_logits_are_there() -> None
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "reshard", "forward", "backward"),
+    ("prefetch", "reshard_after_forward", "forward", "backward"),
     [
         (0, None, 4e9, 2e9 + 1e9),
         (3, None, 4e9, 2e9 + 3e9),
@@ -155,9 +155,9 @@ def test_a_heads_shard_from_the_host_is_gone_when_its_logits_are_there() -> None
     ],
 )
 def test_nothing_is_asked_for_ahead_of_the_last_unit_but_what_stands_before_it(
-    prefetch: int, reshard: int | None, forward: float, backward: float
+    prefetch: int, reshard_after_forward: int | None, forward: float, backward: float
 ) -> None:
-    shared = replace(EIGHT, zero=3, prefetch=prefetch, reshard=reshard)
+    shared = replace(EIGHT, zero=3, prefetch=prefetch, reshard_after_forward=reshard_after_forward)
 
     found = states(1e9, shared, end=CHUNKS)
 
@@ -165,8 +165,8 @@ def test_nothing_is_asked_for_ahead_of_the_last_unit_but_what_stands_before_it(
     assert found.backward_transient_bytes == 2e9 + backward
 
 
-def of(stack: str, precision: str = "bf16", *, zero: int, shard: int = 8) -> StateSharding:
-    types = state_types(stacks()[stack], precision, zero=zero)
+def of(framework: str, precision: str = "bf16", *, zero: int, shard: int = 8) -> StateSharding:
+    types = state_types(frameworks()[framework], precision, zero=zero)
     return replace(EIGHT, types=types, zero=zero, shard=shard, data=shard)
 
 
@@ -204,8 +204,8 @@ def test_gradients_that_are_summed_where_they_are_made_stand_beside_nothing() ->
 
 
 def test_frozen_parameters_are_as_narrow_as_their_products_or_in_4_bits() -> None:
-    four = state_types(stacks()["fsdp_qlora"], "bf16", quantised=True)
-    eight = state_types(stacks()["megatron"], "fp8")
+    four = state_types(frameworks()["fsdp_qlora"], "bf16", quantised=True)
+    eight = state_types(frameworks()["megatron"], "fp8")
     alone = replace(ALONE, types=four)
 
     # Four bits, and scales that no rank shares: a byte for 64 and 4 more for 256 of these.

@@ -16,9 +16,9 @@ from meshwright.planner.catalog.expressions import resolve_cluster, resolve_mode
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.predict import placement_prediction, placements_of
 from meshwright.planner.documents.cluster import ClusterSpec
+from meshwright.planner.documents.framework import with_figures
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout, ScheduleName
-from meshwright.planner.documents.stack import with_figures
 from meshwright.planner.requests.pins import Pins, read_allowances
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules.closed_form import in_flight_counts, most_on_first_stage
@@ -341,9 +341,9 @@ def test_zero_bubble_plans_that_fit_are_found(node: ClusterSpec) -> None:
     They are the fastest where sums of gradients take no time.
     """
     model, job = resolve_model("llama-3.1-8b"), Job(seq_len=4096, global_batch=64)
-    stack = with_figures(native(), {"sharding.accumulation": "none"})
+    framework = with_figures(native(), {"sharding.accumulation": "none"})
 
-    answer = search(Request(model, node, job, stack=stack))
+    answer = search(Request(model, node, job, framework=framework))
 
     assert answer.closed_form.objective_s <= 3.979736
     assert answer.closed_form_bound_s == answer.closed_form.objective_s

@@ -96,7 +96,7 @@ NAMES = [name for name, _ in MODEL.chain]
 
 
 def asked(*texts: str, **fixed: object) -> Request:
-    pins = Pins(**{"pipeline": 2, "tensor": 1, "loss": "plain", **fixed})  # type: ignore[arg-type]
+    pins = Pins(**{"pipeline": 2, "tensor": 1, "loss": "full", **fixed})  # type: ignore[arg-type]
     return Request(
         MODEL,
         resolve_cluster("2xa100-sxm-40gb"),

@@ -139,7 +139,7 @@ def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
         micro_batch=random.Random(seed).choice([4, 6]),
         data=1,
         offload="none",
-        gradient_wire="full",
+        gradient_compression="full",
         allowed=frozenset({"offload", "compress"}),
     )
     every = candidates(model, TWO, pins)
@@ -200,7 +200,7 @@ def test_activations_of_a_graph_go_to_hosts_that_have_room(
         assert chosen.count("offload") == 2
 
 
-@pytest.mark.parametrize("saving", [{"offload": "optimizer"}, {"gradient_wire": "bf16"}])
+@pytest.mark.parametrize("saving", [{"offload": "optimizer"}, {"gradient_compression": "bf16"}])
 def test_states_on_the_host_and_narrow_gradients_are_planned_on_graphs(
     saving: dict[str, Any],
 ) -> None:
@@ -220,7 +220,7 @@ def test_states_on_the_host_and_narrow_gradients_are_planned_on_graphs(
     allowed = Pins(pipeline=2, allowed=frozenset({"offload", "compress"}))
     layouts = list(candidates(model, cluster, allowed).layouts())
     assert {one.offload for one in layouts} == {"none", "optimizer", "parameters"}
-    assert {one.gradient_wire for one in layouts} > {"full", "bf16"}
+    assert {one.gradient_compression for one in layouts} > {"full", "bf16"}
 
 
 def test_a_profile_of_a_graph_is_planned_with() -> None:

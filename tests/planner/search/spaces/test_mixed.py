@@ -63,12 +63,12 @@ class Case:
 
 
 CASES = [
-    Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, Pins(loss="plain")),
-    Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 3, Pins(data=1, tensor=1, loss="plain")),
+    Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, Pins(loss="full")),
+    Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 3, Pins(data=1, tensor=1, loss="full")),
     Case(
         "2xh100-sxm-80gb+2xa100-sxm-40gb+2xv100-sxm-32gb",
         4,
-        Pins(zero=1, micro_batch=1, loss="plain"),
+        Pins(zero=1, micro_batch=1, loss="full"),
     ),
     Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1, compile="block")),
     Case("4xa100-sxm-40gb+4xv100-sxm-16gb", 4, Pins(tensor=4, schedule="gpipe")),
@@ -205,13 +205,13 @@ def test_activations_go_to_the_host_or_into_8_bits_where_that_is_allowed() -> No
 @pytest.mark.matrix
 def test_states_go_to_hosts_and_gradients_travel_narrow_where_devices_differ() -> None:
     pins = Pins(pipeline=2, data=2, tensor=1, micro_batch=1, zero=1, schedule="1f1b")
-    case = Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 6, replace(pins, loss="plain"))
+    case = Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 6, replace(pins, loss="full"))
     choices = list(itertools.product(("none", "optimizer", "parameters"), ("full", "bf16")))
 
     answer = replace(case, pins=replace(case.pins, allowed=HOST)).search()
     each = {
         (offload, wire): replace(
-            case, pins=replace(case.pins, allowed=HOST, offload=offload, gradient_wire=wire)
+            case, pins=replace(case.pins, allowed=HOST, offload=offload, gradient_compression=wire)
         ).search()
         for offload, wire in choices
     }
@@ -221,7 +221,7 @@ def test_states_go_to_hosts_and_gradients_travel_narrow_where_devices_differ() -
     assert answer.closed_form.objective_s == pytest.approx(least_s, rel=1e-9)
     assert least_s < plain
     for (offload, wire), one in each.items():
-        assert (one.plan.offload, one.plan.gradient_wire) == (offload, wire)
+        assert (one.plan.offload, one.plan.gradient_compression) == (offload, wire)
         again = predict(one.plan, case.model, resolve_cluster(case.cluster))
         assert again == one.prediction
         assert again.fits
@@ -234,7 +234,7 @@ def test_states_go_to_hosts_and_gradients_travel_narrow_where_devices_differ() -
 def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
     host_bytes: int | None,
 ) -> None:
-    pins = Pins(pipeline=1, tensor=1, recompute="none", loss="plain", micro_batch=2, allowed=HOST)
+    pins = Pins(pipeline=1, tensor=1, recompute="none", loss="full", micro_batch=2, allowed=HOST)
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 2, pins)
     cluster = resolve_cluster(case.cluster)
     groups = []
@@ -254,7 +254,9 @@ def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
             least_s
         )
     fitting = {one.layout for one in found.values() if isinstance(one, SplitSolution)}
-    wires, offloads = ({getattr(o, n) for o in fitting} for n in ("gradient_wire", "offload"))
+    wires, offloads = (
+        {getattr(o, n) for o in fitting} for n in ("gradient_compression", "offload")
+    )
     assert wires >= {"full", "bf16", "fp16"}
     assert ("powersgd" in wires) == ("parameters" in offloads) == (host_bytes is None)
     assert "optimizer" in offloads
@@ -264,7 +266,7 @@ def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
 
 @pytest.mark.matrix
 def test_a_plan_of_shares_says_what_lies_on_hosts_and_is_predicted_again() -> None:
-    pins = Pins(pipeline=1, data=3, zero=0, recompute="none", loss="plain", allowed=HOST)
+    pins = Pins(pipeline=1, data=3, zero=0, recompute="none", loss="full", allowed=HOST)
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, pins)
     cluster = resolve_cluster(case.cluster)
 
@@ -385,7 +387,7 @@ def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
 
 @pytest.mark.matrix
 def test_two_groups_of_one_device_change_nothing() -> None:
-    pins = Pins(data=1, tensor=1, schedule="1f1b", loss="plain")
+    pins = Pins(data=1, tensor=1, schedule="1f1b", loss="full")
     plain = resolve_cluster("4xa100-sxm-40gb")
     twin = plain.groups[0].accelerator.model_copy(update={"tdp_w": 1.0})
     half = plain.groups[0].model_copy(update={"devices_per_node": 2})
@@ -457,7 +459,7 @@ def test_the_integer_program_finds_the_same_optimum() -> None:
 
 @pytest.mark.matrix
 def test_a_request_that_does_not_fit_is_explained() -> None:
-    pins = Pins(recompute="none", micro_batch=4, loss="plain")
+    pins = Pins(recompute="none", micro_batch=4, loss="full")
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 8, pins)
 
     with pytest.raises(NoPlanFits) as failure:

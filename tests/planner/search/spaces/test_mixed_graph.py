@@ -80,7 +80,7 @@ def test_no_treatment_of_activations_beats_the_plan(word: Allowance) -> None:
         schedule="1f1b",
         recompute="none",
         offload="none",
-        gradient_wire="full",
+        gradient_compression="full",
         allowed=frozenset({word}),
     )
 
@@ -99,7 +99,7 @@ def test_states_on_hosts_and_narrow_gradients_are_weighed_with_splits() -> None:
     pins = Pins(tensor=1, pipeline=3, data=2, zero=1, micro_batch=1, schedule="1f1b")
     allowed = replace(pins, activations="keep", allowed=frozenset({"offload", "compress"}))
     each = {
-        (offload, wire): replace(allowed, offload=offload, gradient_wire=wire)
+        (offload, wire): replace(allowed, offload=offload, gradient_compression=wire)
         for offload in ("none", "optimizer", "parameters")
         for wire in ("full", "bf16", "fp16")
     }
@@ -110,7 +110,7 @@ def test_states_on_hosts_and_narrow_gradients_are_weighed_with_splits() -> None:
     best_s = min(listed_s.values())
     assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-9)
     assert best_s < listed_s["none", "full"]
-    best = listed_s[answer.plan.offload, answer.plan.gradient_wire]
+    best = listed_s[answer.plan.offload, answer.plan.gradient_compression]
     assert best == pytest.approx(best_s, rel=1e-9)
     # What is pinned is solved too, wherever states are.
     for named, own in each.items():

@@ -44,7 +44,7 @@ def pins(seed: int, ranks: int) -> Pins:
         schedule=SCHEDULES[seed % 3],
         micro_batch=rng.choice((1, 2, 3, 4, 6)),
         recompute=rng.choice((None, "none")) if seed % 2 else "none",
-        loss="plain",
+        loss="full",
     )
 
 

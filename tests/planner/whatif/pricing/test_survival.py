@@ -117,11 +117,11 @@ def test_copies_in_memory_cost_a_share_and_save_steps() -> None:
             Failures(), RunSeconds(), figures, steps=10_000, step_s=5.0, every_steps=20, **more
         ).goodput  # type: ignore[arg-type]
 
-    assert goodput(survives=False) < goodput(survives=True)
-    assert goodput(survives=True) < goodput(survives=True, copies=0.01)
+    assert goodput(elastic=False) < goodput(elastic=True)
+    assert goodput(elastic=True) < goodput(elastic=True, copies=0.01)
     again = RunSeconds(attempts=3, restart_s=2000.0, start_s=10.0)
     known = expected_of(
-        Failures(), again, figures, steps=10_000, step_s=5.0, every_steps=20, survives=True
+        Failures(), again, figures, steps=10_000, step_s=5.0, every_steps=20, elastic=True
     )
     assert known.seconds["start"] == 10.0
     assert known.seconds["restarts"] == pytest.approx(known.failures * 1002.5)

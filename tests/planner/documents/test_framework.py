@@ -1,4 +1,4 @@
-"""Stacks are data: complete, told where they come from, and one file each."""
+"""Frameworks are data: complete, told where they come from, and one file each."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner import catalog
-from meshwright.planner.catalog import accelerators, stack, stack_name, stacks
+from meshwright.planner.catalog import accelerators, framework, framework_name, frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.compute import WATT_BASIS, WATT_FLOPS
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import KernelRates
-from meshwright.planner.documents.stack import (
+from meshwright.planner.documents.framework import (
     OPTION_BASIS,
     OPTIONS,
     Basis,
-    Stack,
+    Framework,
     base_of,
     figures,
+    framework_of,
     resting_on,
-    stack_of,
     studies,
     usual_of_release,
     with_options,
@@ -37,25 +37,25 @@ from meshwright.planner.search.search import search
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
 
 
-@pytest.mark.parametrize("name", stacks())
+@pytest.mark.parametrize("name", frameworks())
 def test_every_figure_that_is_not_neutral_says_where_it_comes_from(name: str) -> None:
-    assert without_basis(stacks()[name]) == []
+    assert without_basis(frameworks()[name]) == []
 
 
 def test_a_figure_without_provenance_is_found() -> None:
-    stack = Stack.of({**PLAIN, "host": {"step_s": 1.0}})
+    framework = Framework.of({**PLAIN, "host": {"step_s": 1.0}})
 
-    assert without_basis(stack) == ["host.step_s"]
+    assert without_basis(framework) == ["host.step_s"]
 
 
 def test_every_figure_is_read_by_some_formula() -> None:
     root = Path(__file__).parents[3] / "planner"
-    code = "\n".join(file.read_text() for file in root.rglob("*.py") if file.name != "stack.py")
+    code = "\n".join(file.read_text() for file in root.rglob("*.py") if file.name != "framework.py")
     by_name = {"norm", "gate", "rotary"}  # planner/operators/kernels.py
 
     unread = [
         path
-        for path, _ in figures(Stack.of(PLAIN))
+        for path, _ in figures(Framework.of(PLAIN))
         if (name := path.rpartition(".")[2]) not in by_name and not re.search(rf"\.{name}\b", code)
     ]
 
@@ -70,7 +70,7 @@ def test_every_figure_is_read_by_some_formula() -> None:
         ({"kernels": {"attention": "fa9"}}, "kernels.attention"),
         (
             {"basis": [{"fields": ["host.none"], "provenance": "assumed", "source": "x"}]},
-            "no figure of a stack",
+            "no figure of a framework",
         ),
         (
             {"basis": [{"fields": ["host.step_s"], "provenance": "fitted", "source": "x"}]},
@@ -82,37 +82,39 @@ def test_every_figure_is_read_by_some_formula() -> None:
         ),
     ],
 )
-def test_a_wrong_stack_is_one_message(changes: dict[str, object], said: str) -> None:
+def test_a_wrong_framework_is_one_message(changes: dict[str, object], said: str) -> None:
     with pytest.raises(DocumentError, match=said):
-        Stack.of({**PLAIN, **changes})
+        Framework.of({**PLAIN, **changes})
 
 
 @pytest.mark.parametrize(
     ("base", "said"), [("nothing", "known: a"), ("b", "extends another"), (7, "is 7")]
 )
-def test_a_stack_extends_a_known_one_that_extends_none(base: object, said: str) -> None:
+def test_a_framework_extends_a_known_one_that_extends_none(base: object, said: str) -> None:
     known = {"a": PLAIN, "b": {**PLAIN, "extends": "a"}}
 
     with pytest.raises(DocumentError, match=said):
-        stack_of({**PLAIN, "extends": base}, known)
+        framework_of({**PLAIN, "extends": base}, known)
 
 
-def test_names_and_aliases_are_of_one_stack_each() -> None:
-    names = [name for stack in stacks().values() for name in (stack.name, *stack.aliases)]
+def test_names_and_aliases_are_of_one_framework_each() -> None:
+    names = [
+        name for framework in frameworks().values() for name in (framework.name, *framework.aliases)
+    ]
 
     assert len(names) == len(set(names))
-    assert all(stack_name(name) in stacks() for name in names)
-    assert [stack_name(text) for text in ("Megatron LM", "NeMo", "FSDP2")] == [
+    assert all(framework_name(name) in frameworks() for name in names)
+    assert [framework_name(text) for text in ("Megatron LM", "NeMo", "FSDP2")] == [
         "megatron",
         "megatron",
         "fsdp",
     ]
 
 
-def test_a_stack_is_added_by_adding_one_file(
+def test_a_framework_is_added_by_adding_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Path(catalog.__file__).parent / "stacks"
+    known = Path(catalog.__file__).parent / "frameworks"
     for file in known.iterdir():
         (tmp_path / file.name).write_text(file.read_text())
     (tmp_path / "mine.yaml").write_text(
@@ -120,44 +122,48 @@ def test_a_stack_is_added_by_adding_one_file(
         "space: {zero: [3], recompute: [none, full], pipeline: 1, tensor: 1, context: 1}, "
         "basis: [{fields: [memory.context_bytes, space], provenance: assumed, source: made up}]}"
     )
-    found = catalog.read_stacks(tmp_path)
-    monkeypatch.setattr(catalog, "stacks", lambda: found)
+    found = catalog.read_frameworks(tmp_path)
+    monkeypatch.setattr(catalog, "frameworks", lambda: found)
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
-    asked = Request.create(model, cluster, seq_len=2048, global_batch=64, stack="fsdp")
+    asked = Request.create(model, cluster, seq_len=2048, global_batch=64, framework="fsdp")
 
-    mine = search(replace(asked, stack=found["mine"]))
+    mine = search(replace(asked, framework=found["mine"]))
 
     assert without_basis(found["mine"]) == []
     assert mine.closed_form_bound_s == pytest.approx(mine.closed_form.objective_s, rel=1e-9)
-    assert (mine.plan.backend, mine.plan.zero) == ("mine", 3)
+    assert (mine.plan.framework, mine.plan.zero) == ("mine", 3)
     again = predict(mine.plan, model, cluster)
     assert again == mine.prediction
     assert again.stages[0].memory_parts["context"] >= 3.0e9
 
 
-def test_a_name_with_options_is_that_stack_with_other_kernels() -> None:
-    plain, written = stack("fsdp"), stack("FSDP2+eager-attention+compiled")
+def test_a_name_with_options_is_that_framework_with_other_kernels() -> None:
+    plain, written = framework("fsdp"), framework("FSDP2+eager-attention+compiled")
 
     assert written.name == "fsdp+eager-attention+compiled"
     assert base_of(written.name) == "fsdp"
     assert not written.kernels.flash_attention
     assert (written.kernels.norm, plain.kernels.flash_attention) == ("fused", True)
-    assert stack("fsdp+flash") == plain
+    assert framework("fsdp+flash") == plain
     assert written.model_copy(update={"name": "fsdp", "kernels": plain.kernels}) == plain
     for name, said in (("megatron+flush", "did you mean"), ("native+compiled", "of its own")):
         with pytest.raises(DocumentError, match=said):
-            stack(name)
+            framework(name)
 
 
 def test_megatron_gathers_weights_in_8_bits_where_it_is_told_to() -> None:
     # --fp8-param-gather, which Megatron-Bridge's recipes give and the export writes.
-    assert stack("megatron").eight_bit.gathered == ("activations", "parameters")
-    assert stack("megatron+16-bit-gathers").eight_bit.gathered == ("activations",)
+    assert framework("megatron").eight_bit.gathered == ("activations", "parameters")
+    assert framework("megatron+16-bit-gathers").eight_bit.gathered == ("activations",)
 
 
 def test_megatron_hides_collectives_of_tensor_parallelism_where_it_is_told_to() -> None:
     # megatron/training/arguments.py: --tp-comm-overlap is a flag, off where it is not given.
-    assert stack("megatron").tensor.overlap == 0.0 < stack("megatron+tp-overlap").tensor.overlap
+    assert (
+        framework("megatron").tensor.overlap
+        == 0.0
+        < framework("megatron+tp-overlap").tensor.overlap
+    )
 
 
 SOURCES = frozenset(
@@ -183,12 +189,12 @@ SOURCES = frozenset(
 )
 
 
-def left_out(name: str, source: str) -> Stack:
-    return without_source(stacks()[name], source, SOURCES, stacks()["unknown"])
+def left_out(name: str, source: str) -> Framework:
+    return without_source(frameworks()[name], source, SOURCES, frameworks()["unknown"])
 
 
 def test_what_rests_on_one_source_is_left_out_and_what_code_says_stays() -> None:
-    found = stacks()["nanotron"]
+    found = frameworks()["nanotron"]
 
     without = left_out("nanotron", "nanotron_usp")
 
@@ -200,7 +206,7 @@ def test_what_rests_on_one_source_is_left_out_and_what_code_says_stays() -> None
 
 
 def test_a_figure_stands_without_a_source_if_two_other_studies_support_it() -> None:
-    megatron, deepspeed = stacks()["megatron"], stacks()["megatron-deepspeed"]
+    megatron, deepspeed = frameworks()["megatron"], frameworks()["megatron-deepspeed"]
 
     # Five sources are behind megatron's host; of the others two are tables of one paper.
     assert left_out("megatron", "mlperf") == megatron
@@ -224,20 +230,22 @@ def test_a_figure_stands_without_a_source_if_two_other_studies_support_it() -> N
     ],
 )
 def test_a_release_has_the_loss_of_its_code(release: str, peak_bytes: float) -> None:
-    stack = stacks()["transformers"]
+    framework = frameworks()["transformers"]
 
-    assert with_options(stack, usual_of_release(stack, release)).loss.peak_bytes == peak_bytes
+    assert (
+        with_options(framework, usual_of_release(framework, release)).loss.peak_bytes == peak_bytes
+    )
 
 
 def test_every_release_names_options_that_there_are() -> None:
-    for one in stacks().values():
+    for one in frameworks().values():
         for release in one.releases:
             assert OPTIONS.keys() >= set(release.options)
 
 
-@pytest.mark.parametrize("name", stacks())
+@pytest.mark.parametrize("name", frameworks())
 def test_no_figure_is_fitted_to_fewer_than_three_studies(name: str) -> None:
-    fitted = [entry for entry in stacks()[name].basis if entry.provenance == "fitted"]
+    fitted = [entry for entry in frameworks()[name].basis if entry.provenance == "fitted"]
 
     assert {entry.fields: studies(entry, SOURCES) for entry in fitted} == {
         entry.fields: studies(entry, SOURCES)
@@ -275,15 +283,15 @@ def test_figures_of_options_and_accelerators_rest_on_three_studies_or_are_derive
     assert not founded("fitted to mlperf, dgxc") and not founded("measured")
 
 
-def test_what_native_and_common_stacks_have_rests_on_no_single_source() -> None:
+def test_what_native_and_common_frameworks_have_rests_on_no_single_source() -> None:
     for name in ("native", "unknown", "megatron"):
         for source in SOURCES:
-            assert not resting_on(stacks()[name], source, SOURCES)
+            assert not resting_on(frameworks()[name], source, SOURCES)
 
 
 def test_blocks_recompute_attention_where_it_is_written_out_and_the_framework_can() -> None:
     for name in ("megatron", "nanotron"):
-        plain, written = stack(name).space, stack(f"{name}+eager-attention").space
+        plain, written = framework(name).space, framework(f"{name}+eager-attention").space
         assert plain is not None
         assert written is not None
         assert plain.recompute == ("none", "full")
@@ -299,7 +307,7 @@ def test_megatron_is_planned_with_selective_recompute_of_written_out_attention()
         seq_len=2048,
         global_batch=64,
         precision="fp16",
-        stack="megatron+eager-attention",
+        framework="megatron+eager-attention",
     )
     pins = Pins(tensor=8, pipeline=8, schedule="interleaved", virtual_stages=3, micro_batch=1)
     free, full = (

@@ -1,4 +1,4 @@
-"""What `--survive` costs is measured around the functions that a run has."""
+"""What `--elastic` costs is measured around the functions that a run has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.survive_cost import note_steps
+from benchmarks.elastic_cost import note_steps
 from meshwright.runtime.launch.training_loop import Loop
 
 

@@ -1,4 +1,4 @@
-"""The search over each stack's space, against a list of all of its plans.
+"""The search over each framework's space, against a list of all of its plans.
 
 What each framework executes is written out here once more, from its documentation; the list goes
 through every layout that keeps it, every split of stages and every recomputation.
@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.predict import predict
+from meshwright.planner.documents.framework_space import EVERYTHING
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout
 from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.documents.stack_space import EVERYTHING
 from meshwright.planner.errors import NoPlanFits
 from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.frameworks.native_limits import limit
@@ -109,7 +109,7 @@ def fsdp(layout: Layout) -> bool:
     return of_data(layout) and layout.zero >= 2
 
 
-STACKS: dict[str, tuple[Executes, Rule, tuple[Recompute, ...]]] = {
+FRAMEWORKS: dict[str, tuple[Executes, Rule, tuple[Recompute, ...]]] = {
     "torchtitan": (torchtitan, any_stages, ("none", "selective", "full")),
     "megatron": (megatron, even_but_ends, ("none", "full")),
     "nanotron": (nanotron, as_nanotron, ("none", "full")),
@@ -150,9 +150,9 @@ def least_s(
 ) -> float:
     """Return the closed form of the best plan of all that fit."""
     tables, best_s = CostTables(request), math.inf
-    plain = replace(request.pins, compile="none", loss="plain", prefetch=0)
+    plain = replace(request.pins, compile="none", loss="full", prefetch=0)
     every = list(layouts(Request(MODEL, CLUSTER, JOB, replace(plain, zero=None))))
-    if request.stack.name == "torchtitan":
+    if request.framework.name == "torchtitan":
         every = [replace(one, compile="block") for one in every]
         # FSDP's ranks are those of data_shard and context together.
         alone = [one for one in every if one.zero == 0 and one.context > 1]
@@ -170,7 +170,9 @@ def least_s(
         least = [stage.least_layers for stage in instance.stages]
         entries = len(instance.layers)
         for cuts in splits(layout, rule, least, entries):
-            for chosen in recomputed(request.stack.name, recompute, folded=entries < BLOCKS + 2):
+            for chosen in recomputed(
+                request.framework.name, recompute, folded=entries < BLOCKS + 2
+            ):
                 options = [
                     names[kind].index(name)
                     for kind, name in zip(instance.layers, chosen, strict=True)
@@ -181,11 +183,13 @@ def least_s(
     return best_s
 
 
-def recomputed(stack: str, kinds: tuple[Recompute, ...], *, folded: bool) -> Iterator[list[str]]:
+def recomputed(
+    framework: str, kinds: tuple[Recompute, ...], *, folded: bool
+) -> Iterator[list[str]]:
     """Yield what each layer recomputes; of FSDP's blocks, which are alike, so many of them."""
-    for kind in kinds if stack != "fsdp" else ():
+    for kind in kinds if framework != "fsdp" else ():
         yield ["none + none" if folded else "none", *[kind] * BLOCKS, *["none"] * (not folded)]
-    for full in range(BLOCKS + 1) if stack == "fsdp" else ():
+    for full in range(BLOCKS + 1) if framework == "fsdp" else ():
         yield ["none", *["full"] * full, *["none"] * (BLOCKS - full), "none"]
 
 
@@ -205,17 +209,17 @@ def recomputed(stack: str, kinds: tuple[Recompute, ...], *, folded: bool) -> Ite
 )
 @pytest.mark.parametrize("memory", [1.0, 0.62])
 @pytest.mark.parametrize(
-    ("stack", "fix"),
+    ("framework", "fix"),
     [
-        *((stack, "") for stack in STACKS),
+        *((framework, "") for framework in FRAMEWORKS),
         *(("torchtitan", fix) for fix in ("pp=2", "pp=2,zero=3", "pp=2,schedule=zbv")),
         *(("megatron", fix) for fix in ("pp=2", "pp=4", "pp=2,v=4", "tp=2")),
         *(("nanotron", fix) for fix in ("pp=2", "pp=4", "tp=2")),
-        *((stack, "zero=3") for stack in ("deepspeed", "fsdp")),
+        *((framework, "zero=3") for framework in ("deepspeed", "fsdp")),
     ],
 )
-def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: float) -> None:
-    runs, rule, recompute = STACKS[stack]
+def test_no_plan_of_the_space_that_fits_is_faster(framework: str, fix: str, memory: float) -> None:
+    runs, rule, recompute = FRAMEWORKS[framework]
     [group] = CLUSTER.groups
     device = group.accelerator.model_copy(
         update={"memory_bytes": int(memory * group.accelerator.memory_bytes)}
@@ -224,7 +228,9 @@ def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: 
         update={"groups": (group.model_copy(update={"accelerator": device}),)}
     )
     pins = read_pins([fix] if fix else [])
-    request = Request.create(MODEL, cluster, seq_len=4096, global_batch=16, stack=stack, pins=pins)
+    request = Request.create(
+        MODEL, cluster, seq_len=4096, global_batch=16, framework=framework, pins=pins
+    )
 
     best_s = least_s(request, rule, recompute, runs)
     if best_s == math.inf:
@@ -236,18 +242,18 @@ def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: 
     assert answer.closed_form_bound_s == pytest.approx(answer.closed_form.objective_s, rel=1e-9)
     assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-9)
     plan = answer.plan
-    assert plan.backend == stack
+    assert plan.framework == framework
     assert runs(plan.layout)
     assert predict(plan, MODEL, cluster).fits
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("stack", ["megatron", "nanotron", "torchtitan"])
+@pytest.mark.parametrize("framework", ["megatron", "nanotron", "torchtitan"])
 @pytest.mark.matrix
-def test_the_integer_program_finds_the_same_optimum(stack: str) -> None:
+def test_the_integer_program_finds_the_same_optimum(framework: str) -> None:
     cluster = resolve_cluster("8xa10g")
     pins = read_pins(["pp=4"])
-    request = Request.create(MODEL, cluster, global_batch=64, stack=stack, pins=pins)
+    request = Request.create(MODEL, cluster, global_batch=64, framework=framework, pins=pins)
 
     exact, program = search(request), search(request, solver="ilp")
 
@@ -262,7 +268,7 @@ def test_what_is_required_of_stages_and_the_rule_of_a_framework_hold_together() 
     required = read_requirements(["at most 4 layers on stage 0"], names)
     pins = replace(read_pins(["pp=4"]), require=required)
     request = Request.create(
-        MODEL, resolve_cluster("8xa10g"), global_batch=64, stack="megatron", pins=pins
+        MODEL, resolve_cluster("8xa10g"), global_batch=64, framework="megatron", pins=pins
     )
 
     answer = search(request)
@@ -272,11 +278,13 @@ def test_what_is_required_of_stages_and_the_rule_of_a_framework_hold_together() 
     assert even_but_ends([sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1])
     assert answer.closed_form_bound_s == pytest.approx(answer.closed_form.objective_s, rel=1e-9)
     with pytest.raises(NoPlanFits, match="at most 4 layers on stage 0"):
-        search(replace(request, stack=stacks()["nanotron"]))
+        search(replace(request, framework=frameworks()["nanotron"]))
 
 
 def test_the_best_of_several_meshes_are_plans_of_the_framework() -> None:
-    request = Request.create(MODEL, resolve_cluster("8xa10g"), global_batch=64, stack="megatron")
+    request = Request.create(
+        MODEL, resolve_cluster("8xa10g"), global_batch=64, framework="megatron"
+    )
 
     answer = search(request, top=3)
 
@@ -284,7 +292,7 @@ def test_the_best_of_several_meshes_are_plans_of_the_framework() -> None:
     steps_s = [ranked.objective_s for ranked in answer.top]
     assert min(steps_s) == pytest.approx(answer.closed_form.objective_s)
     assert all(megatron(ranked.plan.layout) for ranked in answer.top)
-    assert {ranked.plan.backend for ranked in answer.top} == {"megatron"}
+    assert {ranked.plan.framework for ranked in answer.top} == {"megatron"}
 
 
 @pytest.mark.parametrize("name", ["megatron", "megatron-deepspeed"])
@@ -300,24 +308,24 @@ def test_a_vocabulary_that_is_padded_is_divided(name: str) -> None:
         limit(model, cluster, job, layout, EVERYTHING)
         == "mesh.tensor: 8 does not divide vocab_size 50257"
     )
-    assert rules_of(stacks()[name])(model, cluster, job, layout) is None
+    assert rules_of(frameworks()[name])(model, cluster, job, layout) is None
     pins = Pins(tensor=8)
-    found = search(Request(model, cluster, job, pins=pins, stack=stacks()[name]))
+    found = search(Request(model, cluster, job, pins=pins, framework=frameworks()[name]))
     assert found.plan.mesh.tensor == 8
     assert found.closed_form_bound_s == pytest.approx(found.closed_form.objective_s, rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("stack", "fix"), [("megatron", "pp=2"), ("megatron", "pp=4"), ("nanotron", "pp=2")]
+    ("framework", "fix"), [("megatron", "pp=2"), ("megatron", "pp=4"), ("nanotron", "pp=2")]
 )
 @pytest.mark.long("megatron-pp=4")
 def test_no_cuts_by_the_rule_of_a_framework_simulate_below_their_bound(
-    stack: str, fix: str
+    framework: str, fix: str
 ) -> None:
     """And the program of a layout finds the fastest of them."""
-    _, rule, _ = STACKS[stack]
+    _, rule, _ = FRAMEWORKS[framework]
     request = Request.create(
-        MODEL, CLUSTER, seq_len=4096, global_batch=16, stack=stack, pins=read_pins([fix])
+        MODEL, CLUSTER, seq_len=4096, global_batch=16, framework=framework, pins=read_pins([fix])
     )
     (candidates,) = [
         Candidates(request, recompute=recompute)

@@ -1,9 +1,9 @@
-"""Stack: how a training framework of a certain kind and version trains, as a document.
+"""Framework: how a training framework of a version trains, as a document.
 
-A stack says which types states have, what is sharded, which kernels are fused, what selective
+It says which types states have, what is sharded, which kernels are fused, what selective
 recompute drops, which communication is hidden, and what the host and the allocator take.  Its
-figures are data in `planner/catalog/stacks/`, each with its provenance in `basis`; a formula reads
-fields and never a stack's name.  Devices, links and models are not in it.
+figures are data in `planner/catalog/frameworks/`, each with its provenance in `basis`; a formula
+reads fields and never a framework's name.  Devices, links and models are not in it.
 
 A field's default is neutral: nothing is sharded, nothing is hidden, a share is 1, a cost is 0; or,
 where there is no neutral value, that of mixed precision in plain PyTorch.
@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from meshwright.planner.documents.document import Document, Part, nearest
+from meshwright.planner.documents.framework_space import ConditionText, Space, StageRule
 from meshwright.planner.documents.plan import Scales
-from meshwright.planner.documents.stack_space import ConditionText, Space, StageRule
 from meshwright.planner.documents.units import (
     Amount,
     Count,
@@ -187,7 +187,7 @@ class Kernels(Part):
 
 
 class Recipe(Part):
-    """Products in 8 bits whose operands have other scales than a stack's usual ones."""
+    """Products in 8 bits whose operands have other scales than a framework's usual ones."""
 
     input_bytes: Amount
     """Memory traffic per element of bringing a product's input to 8 bits, for both of its products.
@@ -203,7 +203,7 @@ class Recipe(Part):
     wide_gradients: Flag = False
     """Gradients of weights are products in 16 bits."""
     gathers: Flag = True
-    """What a stack gathers in 8 bits is gathered so with these scales too."""
+    """What a framework gathers in 8 bits is gathered so with these scales too."""
 
 
 class EightBit(Part):
@@ -493,7 +493,7 @@ class Seen(Part):
 
 
 class RunsWith(Part):
-    """What measured runs had beside the stack, which a table of them does not say."""
+    """What measured runs had beside the framework, which a table of them does not say."""
 
     options: tuple[Text, ...]
     when: tuple[ConditionText, ...] = ()
@@ -504,21 +504,21 @@ class RunsWith(Part):
 
 
 class Accuracy(Part):
-    """What was measured of a stack's runs; `planner.costs.uncertainty` makes ranges of it."""
+    """What was measured of a framework's runs; `planner.costs.uncertainty` makes ranges of it."""
 
     seen: Seen | None = None
     runs_with: tuple[RunsWith, ...] = ()
 
 
 class Versions(Part):
-    """Which software a stack speaks of."""
+    """Which software a framework speaks of."""
 
     of: Text
     since: Text | None = None
     until: Text | None = None
     earlier: Text | None = None
-    """The stack of the releases before.  FlashAttention is of 2022: a run without fused attention
-    of a framework whose releases since then have it is read as one of those."""
+    """The framework of the releases before.  FlashAttention is of 2022: a run without fused
+    attention of a framework whose releases since then have it is read as one of those."""
 
 
 class Release(Part):
@@ -551,14 +551,14 @@ class Basis(Part):
         return self
 
 
-class Stack(Document):
+class Framework(Document):
     """How one framework trains."""
 
-    kind_of_document: ClassVar[str] = "stack"
+    kind_of_document: ClassVar[str] = "framework"
     name: Text
     aliases: tuple[Text, ...] = ()
     extends: Text | None = None
-    """The stack whose figures hold where this one gives none."""
+    """The framework whose figures hold where this one gives none."""
     summary: Text
     versions: Versions | None = None
     types: Types = Types()
@@ -590,7 +590,7 @@ class Stack(Document):
             for path in entry.fields:
                 if path not in figure_names:
                     raise ValueError(
-                        f"has a basis for '{path:.60}', which is no figure of a stack; leave it out"
+                        f"has a basis for '{path:.60}', which is no figure of a framework; leave it out"
                     )
                 counts[path] = counts.get(path, 0) + 1
         twice = sorted(path for path, count in counts.items() if count > 1)
@@ -618,24 +618,26 @@ GROUPS = (
 """Groups of figures, which `basis` gives a provenance each."""
 
 
-def figures(stack: Stack) -> Iterator[tuple[str, object]]:
-    """Yield every figure of a stack with its path: `host.layer_s`, PerPass(...)."""
+def figures(framework: Framework) -> Iterator[tuple[str, object]]:
+    """Yield every figure of a framework with its path: `host.layer_s`, PerPass(...)."""
     for group in GROUPS:
-        part = getattr(stack, group)
+        part = getattr(framework, group)
         for name in type(part).model_fields:
             yield f"{group}.{name}", getattr(part, name)
-    yield "space", stack.space
-    yield "accuracy.seen", stack.accuracy.seen
+    yield "space", framework.space
+    yield "accuracy.seen", framework.accuracy.seen
 
 
-def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
-    """Return a stack with other figures, given by their paths (`host.step_s`)."""
+def with_figures(framework: Framework, values: Mapping[str, object]) -> Framework:
+    """Return a framework with other figures, given by their paths (`host.step_s`)."""
     groups: dict[str, dict[str, object]] = {}
     for path, value in values.items():
         group, name = path.split(".")
         groups.setdefault(group, {})[name] = value
-    parts = {group: getattr(stack, group).model_copy(update=new) for group, new in groups.items()}
-    return stack.model_copy(update=parts)
+    parts = {
+        group: getattr(framework, group).model_copy(update=new) for group, new in groups.items()
+    }
+    return framework.model_copy(update=parts)
 
 
 ONE_STUDY = (frozenset({"vtrain_multi", "vtrain_single"}),)
@@ -644,7 +646,7 @@ FEWEST_OTHERS = 2
 """Sources that must support a fitted figure for it to stand without one more."""
 
 
-def resting_on(stack: Stack, source: str, sources: Collection[str]) -> frozenset[str]:
+def resting_on(framework: Framework, source: str, sources: Collection[str]) -> frozenset[str]:
     """Return the fitted figures that would not stand without the runs of one source.
 
     Those that fewer than two other studies of `sources` support, and which runs were measured.
@@ -652,7 +654,7 @@ def resting_on(stack: Stack, source: str, sources: Collection[str]) -> frozenset
     on no run.
     """
     paths: set[str] = set()
-    for entry in stack.basis:
+    for entry in framework.basis:
         fields = (
             entry.fields if entry.provenance == "fitted" else {"accuracy.seen"} & {*entry.fields}
         )
@@ -676,19 +678,21 @@ def _study(source: str) -> frozenset[str]:
     return next((study for study in ONE_STUDY if source in study), frozenset({source}))
 
 
-def without_source(stack: Stack, source: str, sources: Collection[str], usual: Stack) -> Stack:
-    """Return a stack as it would stand had nobody seen the runs of one source.
+def without_source(
+    framework: Framework, source: str, sources: Collection[str], usual: Framework
+) -> Framework:
+    """Return a framework as it would stand had nobody seen the runs of one source.
 
     Fitted figures that rest on it are those of `usual`, of which nothing else is known; what its
     runs alone are known to have had is gone.
     """
-    runs_with = tuple(run for run in stack.accuracy.runs_with if run.source != source)
-    dependents = resting_on(stack, source, sources)
-    if not dependents and runs_with == stack.accuracy.runs_with:
-        return stack
+    runs_with = tuple(run for run in framework.accuracy.runs_with if run.source != source)
+    dependents = resting_on(framework, source, sources)
+    if not dependents and runs_with == framework.accuracy.runs_with:
+        return framework
     instead = dict(figures(usual))
     values = {path: instead[path] for path in dependents} | {"accuracy.runs_with": runs_with}
-    return with_figures(stack, values)
+    return with_figures(framework, values)
 
 
 GRAPH_REPLAY_S = 5e-5
@@ -754,11 +758,11 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.rank_s": 0.0,
     },
 }
-"""What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
+"""What a run may say of its kernels beside its framework, in a plan as `megatron+eager-attention`."""
 
 OPTION_BASIS: Mapping[str, str] = {
     "deepep": "derived: 1.1 to 1.3 times the all-to-all of the collective library over the same "
-    "links (DeepEP, docs/legacy.md, as the stack hai-llm has it)",
+    "links (DeepEP, docs/legacy.md, as the framework hai-llm has it)",
     "expert-overlap": "derived: 20 of 132 multiprocessors send (DeepSeek-V3, section 3.2.2)",
     "shared-expert-overlap": "derived: a tenth stays seen, as of collectives beside products",
     "tp-overlap": "fitted to dgxc, megatron_bridge, mlperf",
@@ -771,14 +775,14 @@ OPTION_BASIS: Mapping[str, str] = {
 """What figures of options are fitted to, or derived from."""
 
 
-def usual_of_release(stack: Stack, release: str) -> tuple[str, ...]:
+def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
     """Return the options that runs of a release have where they do not say.
 
     A release is what versions it joins: `torch-2.4.1/transformers-4.45.2`.
 
     >>> later = Release(of="nemo", since="25.11", options=("deepep",), source="its recipes")
-    >>> stack = Stack(name="plain", summary="the defaults", releases=(later,))
-    >>> usual_of_release(stack, "nemo-26.02.01"), usual_of_release(stack, "nemo-25.09")
+    >>> framework = Framework(name="plain", summary="the defaults", releases=(later,))
+    >>> usual_of_release(framework, "nemo-26.02.01"), usual_of_release(framework, "nemo-25.09")
     (('deepep',), ())
     """
     versions: dict[str, tuple[int, ...]] = {}
@@ -786,7 +790,7 @@ def usual_of_release(stack: Stack, release: str) -> tuple[str, ...]:
         if match := _RELEASE.match(part):
             versions[match[1]] = _version(match[2])
     options_of: dict[str, Release] = {}
-    for entry in sorted(stack.releases, key=lambda entry: _version(entry.since)):
+    for entry in sorted(framework.releases, key=lambda entry: _version(entry.since)):
         if entry.of in versions and _version(entry.since) <= versions[entry.of]:
             options_of[entry.of] = entry
     return tuple(option for release in options_of.values() for option in release.options)
@@ -800,7 +804,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def base_of(name: str) -> str:
-    """Return the stack's own name, without options.
+    """Return the framework's own name, without options.
 
     >>> base_of("fsdp+compiled"), base_of("megatron")
     ('fsdp', 'megatron')
@@ -808,41 +812,41 @@ def base_of(name: str) -> str:
     return name.partition("+")[0]
 
 
-def with_options(stack: Stack, options: Sequence[str]) -> Stack:
-    """Return a stack with other kernels, of which its name then tells."""
+def with_options(framework: Framework, options: Sequence[str]) -> Framework:
+    """Return a framework with other kernels, of which its name then tells."""
     for option in options:
         if option not in OPTIONS:
             raise DocumentError(
-                "backend", f"'{option:.40}' is no option; {nearest(option, list(OPTIONS))}"
+                "framework", f"'{option:.40}' is no option; {nearest(option, list(OPTIONS))}"
             )
-        if stack.name == "native":
+        if framework.name == "native":
             raise DocumentError(
-                "backend",
+                "framework",
                 f"native has kernels of its own, so no '{option}'; "
-                "leave it out, or name another --backend",
+                "leave it out, or name another --framework",
             )
-        changed = with_figures(stack, OPTIONS[option])
-        if changed != stack:
-            stack = changed.model_copy(update={"name": f"{stack.name}+{option}"})
-    space = stack.space
-    if space is None or not space.selective_core or stack.kernels.flash_attention:
-        return stack
+        changed = with_figures(framework, OPTIONS[option])
+        if changed != framework:
+            framework = changed.model_copy(update={"name": f"{framework.name}+{option}"})
+    space = framework.space
+    if space is None or not space.selective_core or framework.kernels.flash_attention:
+        return framework
     choices = tuple(dict.fromkeys(("none", "selective", *space.recompute)))
-    return stack.model_copy(update={"space": space.model_copy(update={"recompute": choices})})
+    return framework.model_copy(update={"space": space.model_copy(update={"recompute": choices})})
 
 
-def without_basis(stack: Stack) -> list[str]:
+def without_basis(framework: Framework) -> list[str]:
     """Return the figures that differ from their defaults and say nothing of their provenance."""
-    stated = {path for entry in stack.basis for path in entry.fields}
-    plain = Stack(name="plain", summary="the defaults")
+    stated = {path for entry in framework.basis for path in entry.fields}
+    plain = Framework(name="plain", summary="the defaults")
     defaults = dict(figures(plain))
     return [
-        path for path, value in figures(stack) if value != defaults[path] and path not in stated
+        path for path, value in figures(framework) if value != defaults[path] and path not in stated
     ]
 
 
-def merge_stack_data(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Return a stack's data with what a patch gives in its place, group by group.
+def merge_framework_data(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """Return a framework's data with what a patch gives in its place, group by group.
 
     The patch's bases come first; those of the base stay for figures that the patch leaves alone.
     """
@@ -863,21 +867,23 @@ def merge_stack_data(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, A
     return result
 
 
-def stack_of(data: dict[str, Any], stacks_data: dict[str, dict[str, Any]]) -> Stack:
-    """Return a stack from its data, with the figures of the one that it extends.
+def framework_of(data: dict[str, Any], frameworks_data: dict[str, dict[str, Any]]) -> Framework:
+    """Return a framework from its data, with the figures of the one that it extends.
 
-    `stacks_data` has the data of stacks by name; one level of `extends` is followed.
+    `frameworks_data` has the data of frameworks by name; one level of `extends` is followed.
     """
     base = data.get("extends")
     if base is None:
-        return Stack.of(data)
-    if not isinstance(base, str) or base not in stacks_data:
-        raise DocumentError("extends", f"is {base!r:.60}; known: {', '.join(sorted(stacks_data))}")
-    if stacks_data[base].get("extends") is not None:
+        return Framework.of(data)
+    if not isinstance(base, str) or base not in frameworks_data:
+        raise DocumentError(
+            "extends", f"is {base!r:.60}; known: {', '.join(sorted(frameworks_data))}"
+        )
+    if frameworks_data[base].get("extends") is not None:
         raise DocumentError("extends", f"is '{base}', which extends another; name that one")
-    whole = {key: value for key, value in stacks_data[base].items() if key not in NOT_INHERITED}
-    return Stack.of(merge_stack_data(whole, data))
+    whole = {key: value for key, value in frameworks_data[base].items() if key not in NOT_INHERITED}
+    return Framework.of(merge_framework_data(whole, data))
 
 
 NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy", "releases")
-"""Of what a stack extends: its names, what it executes, how far its runs lay from predictions."""
+"""Of what a framework extends: its names, what it executes, how far its runs lay from predictions."""

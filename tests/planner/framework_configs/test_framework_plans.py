@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from meshwright.planner.catalog import stack
+from meshwright.planner.catalog import framework as catalog_framework
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.plan import Plan
@@ -180,7 +180,7 @@ def nanotron(text: str, world: int, layers: int) -> Asked:
         zero,
         step.forward_samples,
         step.forwards,
-        (),  # it divides blocks itself: by_products in tests/planner/search/test_stacks.py
+        (),  # it divides blocks itself: by_products in tests/planner/search/test_framework_spaces.py
         tuple(range(layers)) if axes["recompute_layer"] else (),
     )
 
@@ -242,7 +242,13 @@ def test_the_published_split_of_llama_3_is_asked_of_megatron() -> None:
     machine = resolve_cluster(name)
     pins = read_pins(["tp=8", "pp=16", "v=8", "micro_batch=1"])
     request = Request.create(
-        graph, machine, stack="megatron", called=name, seq_len=8192, global_batch=2048, pins=pins
+        graph,
+        machine,
+        framework="megatron",
+        called=name,
+        seq_len=8192,
+        global_batch=2048,
+        pins=pins,
     )
 
     answer = search(request)
@@ -295,14 +301,14 @@ def test_any_split_of_blocks_is_asked_of_megatron(blocks: tuple[int, ...]) -> No
     "native-llama-3.1-70b-8x8xh100-sxm-80gb",
 )
 @pytest.mark.parametrize(("model", "cluster"), TABLE)
-@pytest.mark.parametrize("backend", ["native", *READ])
-def test_the_default_plan_is_proven_and_exported(backend: str, model: str, cluster: str) -> None:
+@pytest.mark.parametrize("framework", ["native", *READ])
+def test_the_default_plan_is_proven_and_exported(framework: str, model: str, cluster: str) -> None:
     graph, machine = resolve_model(model), resolve_cluster(cluster)
     assert graph.architecture is not None
     layers = graph.architecture.layers
-    request = Request.create(graph, machine, stack=backend, called=cluster)
-    if (backend, model) in CANNOT:
-        with pytest.raises(NoPlanFits, match=CANNOT[backend, model]):
+    request = Request.create(graph, machine, framework=framework, called=cluster)
+    if (framework, model) in CANNOT:
+        with pytest.raises(NoPlanFits, match=CANNOT[framework, model]):
             search(request)
         return
 
@@ -311,29 +317,29 @@ def test_the_default_plan_is_proven_and_exported(backend: str, model: str, clust
     assert answer.closed_form_bound_s == pytest.approx(answer.closed_form.objective_s, rel=1e-9)
     plan = Plan.of(json.loads(answer.plan.model_dump_json()))
     assert plan == answer.plan
-    assert plan.backend == backend
+    assert plan.framework == framework
     prediction = predict(plan, graph, machine)
     assert prediction.fits
     assert prediction.step_time_s == answer.prediction.step_time_s
-    if backend == "native":
+    if framework == "native":
         return
-    assert configuration(plan, graph, backend, machine).strip()
+    assert configuration(plan, graph, framework, machine).strip()
     # What torchtitan 0.3 makes of a plan, itself says: docs/results/exports.md.
-    form = {"torchtitan": "torchtitan@0.2"}.get(backend, backend)
+    form = {"torchtitan": "torchtitan@0.2"}.get(framework, framework)
     text = configuration(plan, graph, form, machine)
-    asked, wanted = READ[backend](text, machine.devices, layers), said(plan, layers)
-    if backend == "nanotron":
+    asked, wanted = READ[framework](text, machine.devices, layers), said(plan, layers)
+    if framework == "nanotron":
         wanted = wanted._replace(blocks=())
-    if backend == "accelerate":
-        said_there = " ".join(in_the_script(plan, graph, backend, machine))
+    if framework == "accelerate":
+        said_there = " ".join(in_the_script(plan, graph, framework, machine))
         assert f"micro-batches of {plan.micro_batch}," in said_there
         assert f"gradient_accumulation_steps={plan.micro_batches}" in said_there
         wanted = wanted._replace(samples=0, forwards=0)
-    if backend == "deepspeed":
+    if framework == "deepspeed":
         recomputed = any(choice == "full" for _, choice in blocks_of(plan, layers))
-        told = " ".join(in_the_script(plan, graph, backend))
+        told = " ".join(in_the_script(plan, graph, framework))
         assert ("gradient_checkpointing_enable" in told) is recomputed
         wanted = wanted._replace(recomputed=())
     assert asked == wanted
-    if not stack(backend).space.recompute_by_layer:  # type: ignore[union-attr]
+    if not catalog_framework(framework).space.recompute_by_layer:  # type: ignore[union-attr]
         assert len({choice for _, choice in blocks_of(plan, layers)}) == 1

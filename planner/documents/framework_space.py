@@ -1,4 +1,4 @@
-"""What a framework executes, as data: the space of layouts that the search looks at for a stack.
+"""What a framework executes, as data: the space of layouts that the search looks at.
 
 Most of it are lists and limits: schedules, recompute kinds, degrees.  What goes with what is said
 by conditions over the names of `FACTS`, as `data_shard x context = 1` or `precision = bf16|fp8`:
@@ -28,7 +28,7 @@ from meshwright.planner.documents.plan import (
     Axis,
     Compile,
     Dispatch,
-    GradientWire,
+    GradientCompression,
     Job,
     Layout,
     Offload,
@@ -36,7 +36,7 @@ from meshwright.planner.documents.plan import (
     Scales,
     ScheduleName,
     TensorOverlap,
-    WeightWire,
+    WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.documents.units import Flag, Positive, Text
@@ -283,21 +283,21 @@ class Space(Part):
     """Fixed: tensor innermost, then context, data and pipeline."""
     activations: tuple[Activations, ...] = ("keep", "offload", "compress")
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
-    wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
+    gradient_compressions: tuple[GradientCompression, ...] = ("full", "bf16", "fp16", "powersgd")
     prefetch: tuple[Prefetch, ...] = (0,)
-    """Depths that a layout may ask for; 0 is what its stack does by itself."""
-    reshard: Flag = False
+    """Depths that a layout may ask for; 0 is what its framework does by itself."""
+    reshard_after_forward: Flag = False
     """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
     chunked_loss: Flag = False
     """A layout may say that its loss is computed in chunks."""
     scales: tuple[Scales, ...] = ("tensorwise",)
-    weight_wires: tuple[WeightWire, ...] = ("full",)
+    weight_gather_dtypes: tuple[WeightGatherDtype, ...] = ("full",)
     dispatches: tuple[Dispatch, ...] = ("alltoall",)
-    """What a layout may say; others gather weights, and bring tokens, as their stack has it."""
-    relay: Flag = False
+    """What a layout may say; others gather weights, and bring tokens, as their framework has it."""
+    hierarchical_all_to_all: Flag = False
     """Tokens may be sent once to ranks that hand them on."""
     compile: tuple[Compile, ...] = ("none",)
-    """What a layout may say; others are compiled or not as their stack has it."""
+    """What a layout may say; others are compiled or not as their framework has it."""
     tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
     precisions: tuple[Precision, ...] | None = None
     """None: every precision there is."""
@@ -312,13 +312,15 @@ class Space(Part):
         """Return the scales of a layout that asks for none: of products in fp8, the first."""
         return self.scales[0] if precision == "fp8" else "tensorwise"
 
-    def usual_wire(self, precision: Precision, scales: Scales) -> WeightWire:
+    def usual_gather_dtype(self, precision: Precision, scales: Scales) -> WeightGatherDtype:
         """Return how weights travel that ZeRO-3 gathers, if a layout does not ask.
 
         In 8 bits where products round them so anyway: that halves what is sent and resident and
         changes no value.
         """
-        narrow = precision == "fp8" and scales == "tensorwise" and "fp8" in self.weight_wires
+        narrow = (
+            precision == "fp8" and scales == "tensorwise" and "fp8" in self.weight_gather_dtypes
+        )
         return "fp8" if narrow else "full"
 
     def most_ranks(self, axis: Axis, devices_per_node: int) -> int | None:

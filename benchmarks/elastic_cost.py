@@ -1,12 +1,12 @@
-"""What `--survive` costs while nothing fails: processor seconds a step, each part within one run.
+"""What `--elastic` costs while nothing fails: processor seconds a step, each part within one run.
 
-    python -m benchmarks.survive_cost                   # three runs of two ranks
+    python -m benchmarks.elastic_cost                   # three runs of two ranks
 
 Two ranks train a model of 4 million parameters.  One run counts what the calls take that only
-`--survive` makes, in ranks and in the launcher, over what their processes take.  In two more blocks
+`--elastic` makes, in ranks and in the launcher, over what their processes take.  In two more blocks
 of steps, each of which is copied, alternate with blocks without copies: what a copy takes with what
 it does to the work behind it, over its calls alone.  In each of these one of both ranks, with equal
-work, is forked as `--survive` has it, and the other started afresh.  Page faults are counted with
+work, is forked as `--elastic` has it, and the other started afresh.  Page faults are counted with
 the seconds.  Whatever else the machine does meets both sides of each comparison, which pairs of
 whole runs do not have: they differ by more than what is sought.
 """
@@ -98,11 +98,11 @@ def planned(folder: Path) -> Path:
 
 
 def run(folder: Path, forks: Zygote, plan: Path, *, steps: int, begins_with: str) -> None:
-    """Train under `--survive`; launcher and forked ranks run some code before all else."""
+    """Train under `--elastic`; launcher and forked ranks run some code before all else."""
     (folder / "logs").mkdir(parents=True)
     room = Room(folder)
     room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
-    options = ["launch", str(plan), "--data", str(room.text), "--steps", str(steps), "--survive"]
+    options = ["launch", str(plan), "--data", str(room.text), "--steps", str(steps), "--elastic"]
     options += ["--checkpoint", str(folder / "saved"), "--checkpoint-every", "100000"]
     options += ["--output", str(folder / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_SECRET": "of this alone"}
@@ -118,7 +118,7 @@ def run(folder: Path, forks: Zygote, plan: Path, *, steps: int, begins_with: str
 
 
 def count_calls(folder: Path) -> None:
-    """Count, in this process and its forks, what calls take that only `--survive` makes."""
+    """Count, in this process and its forks, what calls take that only `--elastic` makes."""
     took: Counter[str] = Counter()
 
     def counted(owner: Any, name: str, kind: str, sign: int = 1) -> None:
@@ -209,7 +209,7 @@ def start_afresh(folder: Path, rank: int) -> None:
     start = Zygote.start
     code = (
         f"import sys; from pathlib import Path; from meshwright.runtime.launch import rank_main as rank\n"
-        f"from benchmarks.survive_cost import note_steps\n"
+        f"from benchmarks.elastic_cost import note_steps\n"
         f"note_steps(Path({str(folder)!r}), 'afresh')\n"
         f"rank.leave(rank.main(sys.argv[1:]))"
     )
@@ -294,9 +294,9 @@ def blocks(folder: Path, forks: Zygote, plan: Path, *, steps: int) -> tuple[floa
         own = folder / f"afresh-{fresh}"
         (notes := own / "notes").mkdir(parents=True)
         begins_with = (
-            "from pathlib import Path; from benchmarks import survive_cost\n"
-            f"survive_cost.note_steps(Path({str(notes)!r}), 'forked')\n"
-            f"survive_cost.start_afresh(Path({str(notes)!r}), {fresh})"
+            "from pathlib import Path; from benchmarks import elastic_cost\n"
+            f"elastic_cost.note_steps(Path({str(notes)!r}), 'forked')\n"
+            f"elastic_cost.start_afresh(Path({str(notes)!r}), {fresh})"
         )
         run(own / "run", forks, plan, steps=FROM_STEP + steps, begins_with=begins_with)
         plain_s: dict[str, float] = {}
@@ -327,7 +327,7 @@ def main() -> int:
         behind, forked = blocks(Path(name), forks, plan, steps=args.steps)
         print(f"a copy takes {behind:.2f} times its calls; a forked rank {100 * forked:+.2f} %")
         (counted := Path(name) / "calls").mkdir()
-        counts = "from pathlib import Path; from benchmarks.survive_cost import count_calls\n"
+        counts = "from pathlib import Path; from benchmarks.elastic_cost import count_calls\n"
         counts += f"count_calls(Path({str(counted)!r}))"
         # Ranks write behind the step, and the launcher once a second.
         steps = FROM_STEP + COUNTED_STEPS + 10

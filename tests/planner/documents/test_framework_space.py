@@ -1,4 +1,4 @@
-"""Spaces of stacks: conditions read as they are written, and what they refuse."""
+"""Spaces of frameworks: conditions read as they are written, and what they refuse."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.catalog import stacks
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.documents.framework import Framework
+from meshwright.planner.documents.framework_space import Facts, Space, condition_of, obstacles
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.stack import Stack
-from meshwright.planner.documents.stack_space import Facts, Space, condition_of, obstacles
 from meshwright.planner.errors import DocumentError
 
 MODEL, CLUSTER = resolve_model("mixtral-8x7b"), resolve_cluster("2x8xh100-sxm-80gb")
@@ -60,10 +60,10 @@ def test_conditions_compare_products_of_what_is_known(text: str, holds: bool) ->
         ("2 x precision = 2", "multiplies a word"),
     ],
 )
-def test_what_cannot_be_read_is_refused_where_the_stack_is(text: str, message: str) -> None:
+def test_what_cannot_be_read_is_refused_where_the_framework_is(text: str, message: str) -> None:
     conflict = {"when": [text], "why": "so"}
     with pytest.raises(DocumentError, match=message):
-        Stack.of({"format": 1, "name": "x", "summary": "x", "space": {"conflicts": [conflict]}})
+        Framework.of({"format": 1, "name": "x", "summary": "x", "space": {"conflicts": [conflict]}})
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_refused_where_the_stack_is(text: str, message: s
             "4 stages on a rank",
         ),
         ({"offload": ["none"]}, {"offload": "optimizer"}, "optimizer on the host"),
-        ({"wires": ["full"]}, {"gradient_wire": "bf16"}, "travel as bf16"),
+        ({"gradient_compressions": ["full"]}, {"gradient_compression": "bf16"}, "travel as bf16"),
         ({"precisions": ["fp32"]}, {}, "precision bf16"),
         (
             {"axis_order": "fixed"},
@@ -136,7 +136,7 @@ def test_a_conflict_that_speaks_of_layouts_says_nothing_of_their_degrees() -> No
 def test_nanotron_asks_for_as_many_micro_batches_as_pipeline_ranks_less_one() -> None:
     # Its OneForwardOneBackwardPipelineEngine asserts nb_microbatches >= pg.size() - 1.
     dense = facts()._replace(model=resolve_model("llama-2-7b"))
-    space = stacks()["nanotron"].space or Space()
+    space = frameworks()["nanotron"].space or Space()
 
     for micro_batches, refuses in ((2, True), (3, False), (8, False)):
         layout = Layout(pipeline=4, micro_batches=micro_batches)
@@ -149,4 +149,4 @@ def test_nanotron_asks_for_as_many_micro_batches_as_pipeline_ranks_less_one() ->
 def test_only_numbers_divide(what: str) -> None:
     rule = {"what": what, "by": "pipeline", "why": "so"}
     with pytest.raises(DocumentError, match=r"divisible\[0\].what"):
-        Stack.of({"format": 1, "name": "x", "summary": "x", "space": {"divisible": [rule]}})
+        Framework.of({"format": 1, "name": "x", "summary": "x", "space": {"divisible": [rule]}})
