@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.costs.cost_cache import FigureStore, KindFigures
 from meshwright.planner.costs.cut_tensors import Boundaries
 from meshwright.planner.costs.hardware_rates import Rates, assumptions, host_assumptions, rates
 from meshwright.planner.costs.layer_cost_breakdown import LayerParts, Moved, parts_key
@@ -46,17 +46,20 @@ from meshwright.planner.costs.memory.resident_states import (
     loss_gradients,
 )
 from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
-from meshwright.planner.costs.sharding import ShardingTraffic
 from meshwright.planner.costs.slowdown import pace_of, slower_framework, slower_profile
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
-from meshwright.planner.documents.plan import Activations, Layout
-from meshwright.planner.documents.prediction import Assumption
-from meshwright.planner.documents.profile import ChunkedLoss, Recompute
 from meshwright.planner.frameworks.native_limits import caveat, refusal
 from meshwright.planner.operators import layer_operators as arithmetic
 from meshwright.planner.operators.kernels import kernels_of
 from meshwright.planner.operators.operator_table import RECOMPUTES, Setting
-from meshwright.planner.requests.request import Request
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.cost_cache import FigureStore, KindFigures
+    from meshwright.planner.costs.sharding import ShardingTraffic
+    from meshwright.planner.documents.plan import Activations, Layout
+    from meshwright.planner.documents.prediction import Assumption
+    from meshwright.planner.documents.profile import ChunkedLoss, Recompute
+    from meshwright.planner.requests.request import Request
 
 __all__ = [
     "CostTables",

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""

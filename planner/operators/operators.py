@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce
 from operator import and_
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.planner.documents.model import Architecture
-from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.kernels import MODULES, KernelSettings
 from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import Architecture
+    from meshwright.planner.operators.expert_routing import Routing
 
 NARROW_MULTIPLE = 16
 """Rows and columns of a matrix in 8 bits are multiples of it: cuBLAS (16 bytes), torchao's filter,

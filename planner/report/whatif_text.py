@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,11 +15,13 @@ from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.whatif.conclusions import verdicts
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts, slack_days
 from meshwright.planner.whatif.formatting import days_text, names_text, price_ages, range_text
-from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.pricing.break_even import BreakEven
 from meshwright.planner.whatif.ranking import Rank, measured_first
-from meshwright.planner.whatif.run_study import Changed, Result
-from meshwright.planner.whatif.study import Order
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.pricing.break_even import BreakEven
+    from meshwright.planner.whatif.run_study import Changed, Result
+    from meshwright.planner.whatif.study import Order
 
 FEW = 3
 """Candidates of a model that are listed in ten lines."""

@@ -18,16 +18,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import EQUAL
-from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
 from meshwright.planner.search.proof_budget import GOAL, Effort, GapProgress
 from meshwright.planner.search.queue import Pruned, QueueEntry, SearchGoal, SearchSpace
 from meshwright.planner.search.space import complexity, kind
 from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.search.plan_candidate import Ranked
 
 ALIKE = 2
 """Layouts near the optimum of one schedule and one number of stages a rank."""

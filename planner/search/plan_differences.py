@@ -10,20 +10,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import balanced_cuts, predict
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework import base_of
-from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, Stage
-from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import Request
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.prediction import Prediction
 
 _AXES = ("tensor", "context", "pipeline", "expert")
 _TOGETHER = 3

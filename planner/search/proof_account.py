@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.framework import Framework
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser, PlanProof
 from meshwright.planner.documents.profile import CHUNK_ROWS
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import percent_text
 from meshwright.planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework
+    from meshwright.planner.documents.plan import Layout
 
 RUNNERS_UP = 5
 PROVEN = 2e-6

@@ -16,15 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
-from meshwright.planner.frameworks.native_limits import Rules
 from meshwright.planner.requests.pins import outside
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import SCHEDULES, schedule_of
 from meshwright.planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from meshwright.planner.search.bounds.layout_bounds import Candidates, candidates_of
@@ -45,8 +42,13 @@ from meshwright.planner.search.space import complexity, kind
 from meshwright.planner.search.spaces import simulated_chain
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
-from meshwright.planner.solver.graph_instance import GraphEffort
 from meshwright.planner.system.gc_pause import pause_collector
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.cost_cache import FigureStore
+    from meshwright.planner.frameworks.native_limits import Rules
+    from meshwright.planner.requests.request import Request
+    from meshwright.planner.solver.graph_instance import GraphEffort
 
 MARGIN = 0.03
 """Of graphs and of devices that differ, plans so far beyond the optimum of the closed form are

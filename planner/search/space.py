@@ -17,14 +17,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from meshwright.planner.costs.collectives import fastest_relay
 from meshwright.planner.costs.layer_seconds import ENDS
 from meshwright.planner.documents.axes import computed_by
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework_space import EVERYTHING, Facts, Space, conflicts
-from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Axis,
@@ -41,8 +39,6 @@ from meshwright.planner.documents.plan import (
 )
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
 from meshwright.planner.operators.expert_routing import routing_of
-from meshwright.planner.requests.pins import Pins
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from meshwright.planner.schedules.schedule import obstacle, too_long
 from meshwright.planner.search import axis_orders
@@ -53,6 +49,12 @@ from meshwright.planner.search.partition.stage_counts import (
     run_of,
     virtual_stages,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.requests.pins import Pins
+    from meshwright.planner.requests.request import Request
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
 from meshwright.planner.catalog.expressions import resolve_cluster
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES
 from meshwright.planner.errors import DocumentError
@@ -49,6 +48,9 @@ from meshwright.planner.whatif.study import (
 )
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, span_of, total
 from meshwright.planner.whatif.what_if_changes import changed_cluster
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
 
 MONTHS_PER_YEAR = 12.0
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})

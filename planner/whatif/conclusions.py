@@ -8,9 +8,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.units import seconds_text
-from meshwright.planner.whatif.candidates import Candidate
 from meshwright.planner.whatif.formatting import (
     days_text,
     names_text,
@@ -18,12 +18,15 @@ from meshwright.planner.whatif.formatting import (
     range_text,
     usd_text,
 )
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.ranking import Rank, figure, ordered_by, sure
-from meshwright.planner.whatif.run_study import Result
-from meshwright.planner.whatif.study import Order
 from meshwright.planner.whatif.uncertain_value import exact
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.candidates import Candidate
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.run_study import Result
+    from meshwright.planner.whatif.study import Order
 
 
 def verdicts(result: Result) -> list[str]:
@@ -106,8 +109,8 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
     for (first_name, best_name), models in texts.items():
         yield (
             f"Ranked by the fastest public framework on each cluster; under our own runtime "
-            f"(--framework native) {first_name} ranks before {best_name} for "
-            f"{names_text(models)} a step."
+            f"(--framework native) {first_name} ranks before {best_name} for {names_text(models)} "
+            "a step."
         )
 
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.planner.catalog import facility
-from meshwright.planner.whatif.candidates import Candidate
 from meshwright.planner.whatif.formatting import MOST_NAMES, names_text
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.break_even import Against, over_years, present_value_usd
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
 from meshwright.planner.whatif.pricing.financing import AT_ONCE
 from meshwright.planner.whatif.pricing.queueing import load, shortest_first_h, wait_h
 from meshwright.planner.whatif.ranking import measured_first, sure, tie
-from meshwright.planner.whatif.run_study import Changed, Result
 from meshwright.planner.whatif.what_if_changes import WORDS
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.candidates import Candidate
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.run_study import Changed, Result
 
 MOST_YEARS = 3
 """Candidates for which the answer says how a year of jobs uses them."""

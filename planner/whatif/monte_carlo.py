@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.documents.tolerances import NOTHING
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.probabilities import DRAWS, normals, outcomes_of
-from meshwright.planner.whatif.study import Order
-from meshwright.planner.whatif.uncertain_value import UncertainValue
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.study import Order
+    from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 Draws = NDArray[np.float64]
 

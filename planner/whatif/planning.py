@@ -15,27 +15,29 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
-from meshwright.planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Job, Plan
-from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.proof_budget import BRIEF
 from meshwright.planner.search.search import search
 from meshwright.planner.system.gc_pause import pause_collector
-from meshwright.planner.whatif.candidates import Candidate
 from meshwright.planner.whatif.study import PUBLIC, YEAR, Study
 from meshwright.planner.whatif.study import JobOfYear as StudyJob
 from meshwright.planner.whatif.what_if_changes import changed_cluster
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Job, Plan
+    from meshwright.planner.documents.prediction import Prediction
+    from meshwright.planner.search.answer import Answer
+    from meshwright.planner.whatif.candidates import Candidate
 
 TUNERS = ("transformers", "megatron")
 """Frameworks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""

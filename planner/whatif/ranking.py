@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import assert_never, get_args
+from typing import TYPE_CHECKING, assert_never, get_args
 
 from meshwright.planner.whatif.monte_carlo import chances_to_be_first
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.study import Order, Study
-from meshwright.planner.whatif.uncertain_value import UncertainValue
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 KERNELS, LINKS, GOODPUT, PRICE = "kernels", "links", "goodput", "price"
 """Causes of a range."""

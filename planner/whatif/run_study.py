@@ -19,9 +19,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from meshwright.planner.catalog import Rent
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError
@@ -34,13 +33,16 @@ from meshwright.planner.whatif.evaluate import (
     with_load,
     with_sizes,
 )
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, same_plan
 from meshwright.planner.whatif.pricing.break_even import BreakEven, break_evens
 from meshwright.planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, rank_outcomes
 from meshwright.planner.whatif.study import PUBLIC, ChangeName, Study
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from meshwright.planner.whatif.what_if_changes import WORDS, changed_cluster
+
+if TYPE_CHECKING:
+    from meshwright.planner.catalog import Rent
+    from meshwright.planner.whatif.outcome import CandidateOutcome
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -57,11 +57,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.framework import Framework, OptimizerRule, Types, Unit
-from meshwright.planner.documents.plan import GradientCompression, Offload
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework, OptimizerRule, Types, Unit
+    from meshwright.planner.documents.plan import GradientCompression, Offload
 
 FOUR_BITS = 0.5
 """Bytes of a parameter in 4 bits, without its scale."""

@@ -29,21 +29,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.costs.layer_strategy import Recomputes
-from meshwright.planner.costs.layout_costs import LayoutCosts
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
-from meshwright.planner.frameworks.stage_rules import Rows
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.bounds.layout_groups import StatedProblem
 from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.partition.rank_partition import RankProblem
@@ -51,6 +44,15 @@ from meshwright.planner.solver.bounds.downsets import Downsets, Prefixes
 from meshwright.planner.solver.chain import with_allowed_options
 from meshwright.planner.solver.highs import highspy, silent_highs
 from meshwright.planner.solver.partition_problem import Instance, Option, Solution, evaluate_split
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layer_strategy import Recomputes
+    from meshwright.planner.costs.layout_costs import LayoutCosts
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.frameworks.stage_rules import Rows
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+    from meshwright.planner.search.bounds.layout_groups import StatedProblem
 
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
