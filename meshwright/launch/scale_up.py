@@ -67,7 +67,7 @@ class Growth:
             f"{nodes - len(epoch.members)} more nodes are there, and save "
             f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
         )
-        growth.ask(self._run.output)
+        growth.request_end(self._run.output)
         said = f"ranks end after the next save, because {self.why}"
         print(f"meshwright: {lines(said)}", file=sys.stderr)
 

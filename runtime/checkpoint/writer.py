@@ -38,7 +38,7 @@ from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
 from meshwright.runtime.checkpoint.shard_manifest import WrittenPart
 from meshwright.runtime.checkpoint.storage import TensorWriter
-from meshwright.runtime.core.object_collectives import raise_on_all, broadcast_json
+from meshwright.runtime.core.object_collectives import broadcast_json, raise_on_all
 from meshwright.runtime.run.locks_and_signals import alone_in
 from meshwright.runtime.run.metrics import Metrics
 from meshwright.runtime.run.run_folder import RankOrders
@@ -315,7 +315,7 @@ class SaveSchedule:
         if metrics is None or took is None or took is self._told:
             return
         self._told = took
-        metrics.happened(
+        metrics.log_event(
             Saved(
                 at_unix_s=time.time(),
                 step=took.step,
@@ -341,7 +341,7 @@ class SaveSchedule:
         before, self._every = self._every, int(every)
         if metrics is not None and self._every != before:
             figures = self._figures
-            metrics.happened(
+            metrics.log_event(
                 Decision(
                     at_unix_s=time.time(),
                     reaction="interval",

@@ -30,8 +30,8 @@ from meshwright.runtime.core.side_effects import (
     PythonNumbers,
     RandomNumbers,
     deepcopy_module,
-    seed_all,
     restore_side_effects,
+    seed_all,
 )
 from meshwright.runtime.engine.module_graph import SAMPLES, Loss, few_samples
 from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Value
@@ -166,9 +166,9 @@ class _LossTrial:
             except _LossError as error:
                 if last:
                     raise BatchError(
-                        f"loss: fails with the module's outputs ({_structure_text(made)}) and the batch "
-                        f"({_structure_text(self._batch)}): {error}; it is loss(outputs, batch), and takes "
-                        "its targets out of the batch"
+                        f"loss: fails with the module's outputs ({_structure_text(made)}) and the "
+                        f"batch ({_structure_text(self._batch)}): {error}; it is loss(outputs, batch), and "
+                        "takes its targets out of the batch"
                     ) from error.__cause__
         return None
 

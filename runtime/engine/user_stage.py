@@ -20,7 +20,7 @@ from meshwright.planner.frameworks.native_limits import script_obstacle
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.seeds import seed_of
-from meshwright.runtime.engine.apply_plan import Script, Staged, is_block, apply_plan
+from meshwright.runtime.engine.apply_plan import Script, Staged, apply_plan, is_block
 from meshwright.runtime.engine.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
@@ -310,7 +310,7 @@ def script_stage(
     """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
     made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
-    unused = made.keep(recorder.unused if stage == 0 else (), module)
+    unused = made.keep(recorder.unread_names if stage == 0 else (), module)
     made.to(device)
     for parameter in made.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():

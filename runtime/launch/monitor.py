@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from meshwright.planner.documents.events import Drift, PhaseDone, SaveFailed, StepRecord, events_of
 from meshwright.planner.documents.prediction import Prediction
-from meshwright.runtime.launch.failure_report import log_event, hung
+from meshwright.runtime.launch.failure_report import hung, log_event
 from meshwright.runtime.launch.host_memory_limits import most_bytes
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.preflight import Preflight
@@ -76,7 +76,7 @@ class Looks:
     def after_step(self) -> int:
         """The last step that was done, as far as this node knows."""
         places = [] if self.seen is None else self.seen.places()
-        return max([self.shown.step, *(place.done for place in places)])
+        return max([self.shown.step, *(place.steps_done for place in places)])
 
     def __call__(self) -> None:
         """Look once; raises RanksHang where a rank hangs."""
