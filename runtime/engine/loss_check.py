@@ -167,8 +167,8 @@ class _LossTrial:
                 if last:
                     raise BatchError(
                         f"loss: fails with the module's outputs ({_structure_text(made)}) and the "
-                        f"batch ({_structure_text(self._batch)}): {error}; it is loss(outputs, batch), and "
-                        "takes its targets out of the batch"
+                        f"batch ({_structure_text(self._batch)}): {error}; it is "
+                        "loss(outputs, batch), and takes its targets out of the batch"
                     ) from error.__cause__
         return None
 

@@ -127,8 +127,8 @@ def launch(asked: Launch) -> RunReport | None:
             if error.filename is None:
                 raise
             raise LaunchError(
-                f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. The folder "
-                f"of a run, {ready.output}, must stay as it is until the run has ended"
+                f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. The "
+                f"folder of a run, {ready.output}, must stay as it is until the run has ended"
             ) from error
         finally:
             shown.close()

@@ -408,7 +408,7 @@ class HuggingFace(Adapter):
         return fixed
 
     def _in_documents(self, index: int, starts: Tensor) -> dict[str, Any]:
-        """Return the `_fixed_arguments` that change: positions from `starts`, keys before are hidden.
+        """Return the `_fixed_arguments` that change: positions from `starts`, hidden keys.
 
         Kernels get the ends of documents, where they take them.  Else a mask is written out,
         [sample, 1, query, key], once for all layers of a micro-batch that are alike, and in the
