@@ -155,8 +155,8 @@ def tensor_styles(
 
     with restore_side_effects(build):
         module, few = built(build, {}), few_samples(batch, SAMPLES)
-        recorder = Recorder.of(module, few, inputs, units=units)
-        return TensorStyles.of(DerivedStyles(module, recorder, few).of(ranks), ranks)
+        recorder = Recorder.of_units(module, few, inputs, units=units)
+        return TensorStyles.for_units(DerivedStyles(module, recorder, few).units_at(ranks), ranks)
 
 
 def predict(

@@ -315,7 +315,7 @@ class SaveSchedule:
         if metrics is None or took is None or took is self._told:
             return
         self._told = took
-        metrics.happened(
+        metrics.log_event(
             Saved(
                 at_unix_s=time.time(),
                 step=took.step,
@@ -341,7 +341,7 @@ class SaveSchedule:
         before, self._every = self._every, int(every)
         if metrics is not None and self._every != before:
             figures = self._figures
-            metrics.happened(
+            metrics.log_event(
                 Decision(
                     at_unix_s=time.time(),
                     reaction="interval",

@@ -364,7 +364,7 @@ def _tensor(staged: Staged) -> None:
         for name, layer in layers.items():
             styles = of.adapter.tensor_plan(name)
             if plan.mesh.expert > 1:
-                styles = tensor.apart(styles)
+                styles = tensor.without_experts(styles)
             partial = tensor.divide(layer, styles, mesh, pieces=pieces)
             staged.summed |= {f"{name}.{parameter}" for parameter in partial}
         of.adapter.tie(layers)  # again, since `divide` made new parameters
@@ -508,7 +508,7 @@ def _data(staged: Staged, at: int) -> None:
                 unit, plan, place.data, device, root=False, besides=unsharded_parameters(staged)
             )
             if staged.narrow is not None:
-                staged.narrow.take(unit)
+                staged.narrow.gather_in_8_bits(unit)
 
 
 def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:

@@ -310,7 +310,7 @@ def script_stage(
     """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
     made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
-    unused = made.keep(recorder.unused if stage == 0 else (), module)
+    unused = made.keep(recorder.unread_names if stage == 0 else (), module)
     made.to(device)
     for parameter in made.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():

@@ -122,13 +122,13 @@ def launch(asked: Launch) -> RunReport | None:
             _supervise(ready, rendezvous, shared, looks, asked)
             return _report(ready, rendezvous, orders, started_s)
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted {shown.after}{way_on(ready)}") from None
+            raise Interrupted(f"interrupted {shown.progress_text}{way_on(ready)}") from None
         except OSError as error:
             if error.filename is None:
                 raise
             raise LaunchError(
-                f"{error.filename}: {error.strerror} {shown.after}{way_on(ready)}. The folder of "
-                f"a run, {ready.output}, must stay as it is until the run has ended"
+                f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. The "
+                f"folder of a run, {ready.output}, must stay as it is until the run has ended"
             ) from error
         finally:
             shown.close()

@@ -76,7 +76,7 @@ class Looks:
     def after_step(self) -> int:
         """The last step that was done, as far as this node knows."""
         places = [] if self.seen is None else self.seen.places()
-        return max([self.shown.step, *(place.done for place in places)])
+        return max([self.shown.step, *(place.steps_done for place in places)])
 
     def __call__(self) -> None:
         """Look once; raises RanksHang where a rank hangs."""

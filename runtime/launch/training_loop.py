@@ -350,7 +350,7 @@ class Loop:
             ends = "max_seconds" if result.out_of_time else None
             if result.noticed and self._saver is not None and step < self.orders.steps:
                 ends = "notice"
-            self._beacon.tell(step, "evaluate")
+            self._beacon.begin_part(step, "evaluate")
             held_out = self._held_out if ends != "notice" else None
             last = ends == "max_seconds"
             eval_loss = None if held_out is None else self._eval_loss(held_out, last=last)
@@ -363,7 +363,7 @@ class Loop:
             if self._saver is not None and schedule is not None:
                 self._look_at_save(self._saver, metrics)
                 if ends or step == self.orders.steps or schedule.due(step):
-                    self._beacon.tell(step, "save")
+                    self._beacon.begin_part(step, "save")
                     self._look_at_save(self._saver, metrics, waits=True)
                     schedule.saves(step, step_s, metrics)
                     state = self.engine.state()
@@ -374,7 +374,7 @@ class Loop:
                 schedule.after_step(step, step_s, metrics)
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)
-        self._beacon.tell(self.steps_done, "end")
+        self._beacon.begin_part(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
         saved = self._last_saved()
         if schedule is not None:
@@ -409,7 +409,7 @@ class Loop:
                 step_s=min(step_s[-MEASURED:]),
             )
             if self._replays is not None:
-                self._replays.copied(step)
+                self._replays.forget_before(step)
 
     def _look_at_save(self, saver: Saver, metrics: Metrics | None, *, waits: bool = False) -> None:
         """Tell if a checkpoint could not be written; wait for it, if it `waits`.
@@ -424,7 +424,7 @@ class Loop:
         failed = saver.take_failure(waits=waits)
         if failed is not None and metrics is not None:
             step, why = failed
-            metrics.happened(SaveFailed(at_unix_s=time.time(), step=step, why=why[:MOST_WHY]))
+            metrics.log_event(SaveFailed(at_unix_s=time.time(), step=step, why=why[:MOST_WHY]))
 
     def _save_schedule(self, saver: Saver) -> SaveSchedule:
         """Return when this run is saved from here on."""
@@ -474,13 +474,13 @@ class Loop:
     def _step(self) -> StepResult:
         if not self._beacon.is_seen:
             return self._take_step(self._next_batch())
-        self._beacon.tell(self.steps_done + 1, "batch")
+        self._beacon.begin_part(self.steps_done + 1, "batch")
         begin_s = time.perf_counter()
         batch = self._next_batch()
-        self._beacon.tell(self.steps_done + 1, "step")
+        self._beacon.begin_part(self.steps_done + 1, "step")
         data_s, before_s = time.perf_counter() - begin_s, self._own_s()
         result = self._take_step(batch)
-        self._beacon.stepped(
+        self._beacon.count_step(
             data_s=data_s,
             work_s=self._own_s() - before_s,
             whole_s=time.perf_counter() - begin_s,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
 from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
 from meshwright.runtime.data.sample_digest import SampleDigest
-from meshwright.runtime.resilience.peer_restore import gathered, key_of
+from meshwright.runtime.resilience.peer_restore import key_of, restore_from_peers
 from meshwright.runtime.resilience.shared_memory import NodeSlots, slots_of_node
 
 MEASURED = 3
@@ -85,7 +85,7 @@ class Mirror:
         # Each slot of a node is looked at by one of its ranks.
         pairs = [*self._node.own, *self._node.wards]
         mine = [slot for pair in pairs[self._local_rank :: self._ranks] for slot in pair]
-        restored = gathered(mine, needed, of_run=self._run if of_this else None)
+        restored = restore_from_peers(mine, needed, of_run=self._run if of_this else None)
         if restored is None:
             return None
         key, snapshots, label = restored
@@ -106,7 +106,7 @@ class Mirror:
         if self._node.kept is None:
             return True
         self._asked_step = step - self._every // 2  # where it is not kept, ask again soon
-        kept = torch.tensor([int(self._node.kept.has(self._run, self._last_step))])
+        kept = torch.tensor([int(self._node.kept.has_copy(self._run, self._last_step))])
         dist.all_reduce(kept, op=dist.ReduceOp.MIN)
         return bool(kept)
 
@@ -146,9 +146,9 @@ class Mirror:
         if len(self._copies_s) == MEASURED:
             sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
             copy_s = COPY_OVER_CALLS * statistics.fmean(self._copies_s) + sent_s
-            self._every = self._agreed(copy_s / (COPIES_SHARE * step_s))
+            self._every = self._slowest_interval(copy_s / (COPIES_SHARE * step_s))
 
-    def _agreed(self, every: float) -> int:
+    def _slowest_interval(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""
         longest = torch.tensor([every])
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)

@@ -43,7 +43,9 @@ class Metrics:
 
     def write(self, record: StepRecord) -> None:
         """Add a step."""
-        self.happened(StepDone(at_unix_s=time.time(), record=record, predicted_s=self._predicted_s))
+        self.log_event(
+            StepDone(at_unix_s=time.time(), record=record, predicted_s=self._predicted_s)
+        )
         for step_record in (*self._before, record):
             run.append_record(step_record, self._lines)
         self._before = ()
@@ -53,7 +55,7 @@ class Metrics:
             with run.never_fatal(type(logger).__name__, Exception):
                 logger.log(record.step, values)
 
-    def happened(self, event: Event) -> None:
+    def log_event(self, event: Event) -> None:
         """Add what is no step."""
         run.append_record(event, self._events)
 

@@ -33,7 +33,7 @@ class ProgressLine:
         self._metrics: AddedLines | None = None
 
     @property
-    def after(self) -> str:
+    def progress_text(self) -> str:
         """How far training has come, in words."""
         return f"after step {self.step}" if self.step else "before the first step"
 

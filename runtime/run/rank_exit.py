@@ -29,7 +29,7 @@ def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
     except BaseException as error:
         with contextlib.suppress(OSError):  # of a log without room
             traceback.print_exc()
-        tell(
+        report_failure(
             type(error).__name__,
             str(error),
             rank=rank,
@@ -42,7 +42,7 @@ def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
     return 0
 
 
-def tell(
+def report_failure(
     kind: str,
     message: str,
     *,

@@ -95,12 +95,12 @@ def exposition(figures: Iterator[TelemetryFigure]) -> str:
         if figure.name not in named:
             named.add(figure.name)
             lines += [f"# HELP {figure.name} {figure.help}", f"# TYPE {figure.name} gauge"]
-        labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in figure.labels)
+        labels = ",".join(f'{name}="{_escape(value)}"' for name, value in figure.labels)
         lines.append(f"{figure.name}{f'{{{labels}}}' if labels else ''} {figure.value!r}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
