@@ -763,7 +763,7 @@ def validate(
     if rows is not None:
         document.write_text(rows_csv(result), rows)
     if html is not None:
-        from meshwright.planner.report.validation import page as validation_page  # noqa: PLC0415 - loads jinja2
+        from meshwright.planner.report.validation_report import validation_page  # noqa: PLC0415
 
         document.write_text(validation_page(result), html)
     return result

@@ -435,7 +435,7 @@ class ScaleUp:
             f"{nodes - len(epoch.members)} more nodes are there, and save "
             f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
         )
-        growth.ask(self._run.output)
+        growth.request_end(self._run.output)
         notice = f"ranks end after the next save, because {self.why}"
         print(f"meshwright: {lines(notice)}", file=sys.stderr)
 
