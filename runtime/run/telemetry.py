@@ -43,8 +43,8 @@ class TelemetryFigure:
 def figures(view: RunView, *, now_s: float) -> Iterator[TelemetryFigure]:
     """Yield the figures of a run.
 
-    >>> from meshwright.planner.whatif.run_status import viewed
-    >>> [one.name for one in figures(viewed([]), now_s=0.0)][:2]
+    >>> from meshwright.planner.whatif.run_status import run_view
+    >>> [figure.name for figure in figures(run_view([]), now_s=0.0)][:2]
     ['meshwright_attempts', 'meshwright_steps_lost']
     """
     figure = _figure
