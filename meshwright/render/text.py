@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from meshwright.planner.framework_configs.import_plan import Imported
     from meshwright.planner.search.answer import Alternative, Answer
-    from meshwright.profiler.measurement_plan import MeasurementRequest
+    from meshwright.profiler.measurement_plan import LayerRequest
     from meshwright.profiler.profile import ProfileAgenda
     from meshwright.runtime.run.run_report import Comparison, RunReport
 
@@ -374,12 +374,12 @@ def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
     yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
 
 
-def _setting_text(of: MeasurementRequest | StageMeasurement) -> str:
+def _setting_text(of: LayerRequest | StageMeasurement) -> str:
     """Return a setting of layers as people write it.
 
-    >>> from meshwright.profiler.measurement_plan import MeasurementRequest
+    >>> from meshwright.profiler.measurement_plan import LayerRequest
     >>> setting = {"tensor": 2, "context": 2, "micro_batch": 4, "recompute": "full"}
-    >>> _setting_text(MeasurementRequest(**setting, value=1.0))
+    >>> _setting_text(LayerRequest(**setting, value=1.0))
     'tp 2 cp 2, micro-batch 4, recompute full'
     """
     compiled = ", compiled" * getattr(of, "compiled", False)
@@ -387,7 +387,7 @@ def _setting_text(of: MeasurementRequest | StageMeasurement) -> str:
     return f"{division}, micro-batch {of.micro_batch}, recompute {of.recompute}{compiled}"
 
 
-def _division_text(of: MeasurementRequest | StageMeasurement | LayerMeasurement) -> str:
+def _division_text(of: LayerRequest | StageMeasurement | LayerMeasurement) -> str:
     parts = [("tp", of.tensor), ("cp", of.context), ("ep", of.expert)]
     return " ".join(f"{name} {degree}" for name, degree in parts if degree > 1 or name == "tp")
 

@@ -78,13 +78,43 @@ def search(
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
-    Where none can take less than `below_s` in the closed form, NoneFaster ends the search early.
-    `candidates` are those of an answer to the same request under other pins: what was worked out
-    there is not worked out again.
-    `top` plans of different kinds are found, if there are as many (see planner.search.space.kind).
-    `rules` say which layouts are refused, by default those of the request's framework.
-    `store` has what layers take on other clusters, and gets what is worked out here.
-    `effort` is what the proof may take; `gap_progress` hears the gap that is left.
+    The mathematical program, over layouts L of the request's space and their stages:
+
+        minimise    T(L, x)                         simulated seconds of a step
+        subject to  sum_s x[l, s] = 1               each layer sits in one stage
+                    sum_s s x[l, s] <= sum_s s x[l+1, s]    stages are in order (chains)
+                    M_r(L, x) <= capacity_r         peak bytes of each rank r
+                    H_h(L, x) <= memory_h           bytes on each host h
+                    Rules(L) accepts                the framework executes L
+
+    T is simulated by `planner.costs.predict.predict`; `solve_chain` minimises its closed form
+    exactly.  Lower bounds prune, each on what the one before has left, cheapest first:
+
+        compute of a family                 FamilyBounds.computation_s
+        compute within memory, families     FamilyBounds.rooms_s, shared_rooms_s
+        communication of one layout         Candidates.communication_s
+        both within memory, one layout      Candidates.memory_s
+        dominance by another layout         Candidates.dominator
+        simulated step, one layout          SimulatedCandidates.memory_s, within_memory_s
+        simulated step, all its cuts        ColumnProgram.cut_s, ColumnProgram.optimum
+
+    The search stops when the lowest bound cannot beat the incumbent, or its effort is spent; the
+    certificate has the lowest bound that is left.
+
+    Parameters
+    ----------
+    below_s
+        Where no plan takes less in the closed form, NoneFaster ends the search early.
+    candidates
+        Those of an answer to the same request under other pins: nothing is worked out twice.
+    top
+        Plans of different kinds to return, if there are as many (`planner.search.space.kind`).
+    rules
+        Which layouts are refused, by default those of the request's framework.
+    store
+        What layers take on other clusters; it gets what is worked out here.
+    effort, gap_progress
+        What the proof may take; who hears the gap that is left.
     """
     started = time.process_time()
     _check_asked(request, solver)
