@@ -274,7 +274,7 @@ def compare_best(
         mine=wanted,
         prediction=mine,
         best=answer,
-        changes=waterfall(wanted, best, graph, machine),
+        changes=waterfall(wanted, best, graph, machine, machine_of(best.cluster, None)),
         warnings=tuple(_warnings(mine, answer.prediction)),
     )
 

@@ -37,13 +37,11 @@ from meshwright.planner.search.search import check_request, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 
-MOST_BOUNDED = 32
+MOST_BOUNDED = 64
 """Parts whose configurations are bounded, beside a plan that is known."""
 MOST_SEARCHED = 6
 """Parts that are searched like the whole cluster, and of which no plan may be known."""
-BOUNDED = Effort(
-    likely=0, tried=0, families=1_500, memory_stages=400, cut_stages=0, solved=0, programs=0
-)
+BOUNDED = Effort(likely=0, tried=0, programs=0)
 """What bounds of a part's configurations may take."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
