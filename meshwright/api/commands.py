@@ -50,12 +50,8 @@ from meshwright.planner.requests.request import (
     pinned_layout,
 )
 from meshwright.planner.search.answer import Alternative, Answer, Progress
-from meshwright.planner.search.plan_preference import (
-    Prefer,
-    alternative_row,
-    not_worth_eight_bits,
-    with_preference,
-)
+from meshwright.planner.search.cluster_parts import idle_text, search_parts
+from meshwright.planner.search.plan_preference import Prefer, alternative_row, not_worth_eight_bits
 from meshwright.planner.search.proof_budget import EFFORTS, GapProgress, Prove
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
@@ -161,8 +157,9 @@ def answer_to(
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     gap_progress = None if progress is None or prove == "usual" else _closing(progress)
     try:
-        searched = search(
+        searched = search_parts(
             request,
+            prefer,
             solver=solver,
             top=top,
             progress=progress,
@@ -171,11 +168,12 @@ def answer_to(
         )
     except NoPlanFits as error:
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
-    answer = with_preference(request, searched, prefer)
+    answer = searched.answer
     prediction = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
     prediction = prediction.with_notes(
+        *idle_text(request, searched),
         *without_effect(request.pins, answer.plan.layout),
-        *not_worth_eight_bits(request, answer.plan, prediction),
+        *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
 
@@ -276,7 +274,7 @@ def compare_best(
         mine=wanted,
         prediction=mine,
         best=answer,
-        changes=waterfall(wanted, best, graph, machine),
+        changes=waterfall(wanted, best, graph, machine, machine_of(best.cluster, None)),
         warnings=tuple(_warnings(mine, answer.prediction)),
     )
 

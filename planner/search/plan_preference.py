@@ -85,8 +85,12 @@ def features(plan: Plan) -> list[str]:
     return axes
 
 
-def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest") -> Answer:
+def with_preference(
+    request: Request, answer: Answer, prefer: Prefer = "simplest", *, at_most_s: float = LARGE_S
+) -> Answer:
     """Return the answer with the plan that is preferred, and the table of choices.
+
+    A simpler plan takes `at_most_s` a step.
 
     The table has the plan, the fastest, the best of data parallelism alone and of tensor and
     pipeline parallelism; the last two where chains of like layers are on devices that are alike.
@@ -103,7 +107,8 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
         every += _simpler(request, answer, _fastest(every))
     chosen = fastest = _fastest(every)
     if prefer == "simplest":
-        limit_s = fastest.prediction.step_time_s * (1 + NEAR)
+        least_s = fastest.prediction.step_time_s
+        limit_s = max(least_s, min(least_s * (1 + NEAR), at_most_s))
         near = (candidate for candidate in every if candidate.prediction.step_time_s <= limit_s)
         chosen = min(near, key=lambda one: (len(features(one.plan)), one.prediction.step_time_s))
     rows = {"chosen": chosen, "fastest": fastest, **usual}

@@ -154,6 +154,30 @@ def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certi
     return certificate.model_copy(update={"plan": proof, "statement": statement})
 
 
+def of_parts(certificate: Certificate, bounds_s: Sequence[float], *, left: int) -> Certificate:
+    """Return the certificate of a part with what is proven of the cluster and all of its parts.
+
+    `left` of them were not looked at to the end, and count by their bounds.
+    """
+    bound_s = min(certificate.objective_s, *bounds_s)
+    claim = f" That holds for {len(bounds_s)} parts of the cluster, all devices among them"
+    claim += f"; {left} of them are excluded no further." if left else "."
+    update: dict[str, object] = {
+        "lower_bound_s": bound_s,
+        "gap": _gap(certificate.objective_s, bound_s),
+        "optimal": bound_s >= certificate.objective_s * (1 - PROVEN),
+        "parts": len(bounds_s),
+    }
+    proof = certificate.plan
+    if proof is not None:
+        least_s = min(bound_s, proof.step_time_s)
+        text = _statement(proof.step_time_s, least_s, certificate.configurations) + claim
+        gap = _gap(proof.step_time_s, least_s)
+        changes = {"lower_bound_s": least_s, "gap": gap, "statement": text}
+        update |= {"plan": proof.model_copy(update=changes), "statement": text}
+    return certificate.model_copy(update=update)
+
+
 def _gap(step_s: float, bound_s: float) -> float:
     """Return how far a step may be above the least, relatively."""
     return 1 - bound_s / step_s if step_s and bound_s < step_s * (1 - EQUAL) else 0.0

@@ -75,6 +75,7 @@ def search(
     effort: Effort = USUAL,
     gap_progress: GapProgress | None = None,
     store: FigureStore | None = None,
+    faster_than: Ranked | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
@@ -115,9 +116,11 @@ def search(
         What layers take on other clusters; it gets what is worked out here.
     effort, gap_progress
         What the proof may take; who hears the gap that is left.
+    faster_than
+        Nothing is simulated that cannot be faster than this plan of another part of the cluster.
     """
     started = time.process_time()
-    _check_asked(request, solver)
+    check_request(request, solver)
     goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal, progress=progress)
     spaces: list[Any] = []
@@ -134,7 +137,7 @@ def search(
     every = [goal.home(best).candidate_of(best) for best in bests]
     chained = all(isinstance(space, ChainSpace) for space in spaces)
     start = every[:1] if chained else _plans_near_optimum(queue, goal, every[0])
-    proof = _prove(request, spaces, goal, start, effort, gap_progress)
+    proof = _prove(request, spaces, goal, start, effort, gap_progress, faster_than)
     order = proof.finalists()
     chosen = order[0]
     others = [
@@ -240,9 +243,11 @@ def _prove(
     start: Sequence[Ranked],
     effort: Effort,
     gap_progress: GapProgress | None,
+    faster_than: Ranked | None,
 ) -> _Proof:
     """Bound the simulated steps of all layouts, beginning with some plans, the fastest first."""
-    goal = SimulatedStepGoal(_fastest(start), effort, gap_progress)
+    others = () if faster_than is None else (faster_than,)
+    goal = SimulatedStepGoal(_fastest((*start, *others)), effort, gap_progress)
     queue = Queue(goal, account=PruningStatistics(framework=request.framework.name))
     proof = _Proof(request, goal, queue, start)
     bound_s = closed_form.bound_s()
@@ -301,7 +306,7 @@ def _recompute(space: Any) -> str:
     return f" recompute={'|'.join(sorted(choices)) or 'none'}"
 
 
-def _check_asked(request: Request, solver: str) -> None:
+def check_request(request: Request, solver: str) -> None:
     """Refuse what is searched for our own runtime alone, and pins that the space does not have."""
     if solver not in SOLVERS:
         raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")

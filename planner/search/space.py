@@ -277,7 +277,7 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
         return [n for n in degrees if fewest <= n and (most is None or n <= most)]
 
     for tensor in _allowed_values(degrees_within("tensor", divisors(devices)), pins.tensor):
-        if tensor > _most_tensor_parallel(model):
+        if tensor > most_tensor_parallel(model):
             continue
         length = model.positions or job.seq_len
         contexts = degrees_within("context", _context_degrees(length, devices // tensor, pins))
@@ -659,7 +659,7 @@ def _allowed_values(values: list[int], pinned: int | None) -> list[int]:
     return values if pinned is None else [value for value in values if value == pinned]
 
 
-def _most_tensor_parallel(model: ModelGraph) -> int:
+def most_tensor_parallel(model: ModelGraph) -> int:
     if model.architecture:
         return model.architecture.heads
     return max((1, *model.tensor_degrees))

@@ -1,0 +1,250 @@
+"""Idle devices: no answer is slower than that of any part of the cluster.
+
+Parts have some nodes, and some devices of each.  One number of devices may divide a batch, layers
+or heads where another does not, and links between nodes may cost more than the nodes bring.  Parts
+are looked at in the order of a bound that depends on their number of devices alone
+(planner.search.bounds.device_counts), the whole cluster among them: once a plan is known, most fall
+to that.  What is left falls to the bounds of its configurations, or is searched like the whole.
+
+Devices of a CPU are processes, of which the user says how many there are; of devices that differ
+whole groups may stay idle (planner.search.search).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.planner.catalog.expressions import part_name
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents.tolerances import EQUAL
+from meshwright.planner.documents.units import count_text, seconds_text
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.answer import Answer, Progress
+from meshwright.planner.search.bounds.device_counts import least_steps_s
+from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.goals import SimulatedStepGoal
+from meshwright.planner.search.plan_candidate import Ranked
+from meshwright.planner.search.plan_preference import Prefer, with_preference
+from meshwright.planner.search.proof_account import of_parts
+from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort, GapProgress
+from meshwright.planner.search.queue import Queue
+from meshwright.planner.search.search import check_request, search, spaces_of
+from meshwright.planner.search.spaces.chain import ChainSpace
+from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
+
+MOST_BOUNDED = 64
+"""Parts whose configurations are bounded, beside a plan that is known."""
+MOST_SEARCHED = 6
+"""Parts that are searched like the whole cluster, and of which no plan may be known."""
+BOUNDED = Effort(likely=0, tried=0, programs=0)
+"""What bounds of a part's configurations may take."""
+ANY_S = sys.float_info.max
+"""Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPart:
+    """A part of a cluster, or all of it."""
+
+    request: Request
+    bound_s: float
+    """No plan takes less."""
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PartAnswer:
+    """The answer of a part, as the user prefers it."""
+
+    part: ClusterPart
+    found: Answer
+    """By its fastest plan."""
+    answer: Answer
+
+
+def has_parts(request: Request) -> bool:
+    """Whether some of the cluster's devices may stay idle."""
+    groups = request.cluster.groups
+    return len(groups) == 1 and groups[0].devices > 1 and groups[0].accelerator.kind != "cpu"
+
+
+def parts_of(request: Request, store: FigureStore | None = None) -> Iterator[ClusterPart]:
+    """Yield the whole cluster and its parts, the lowest bound first, then the most devices."""
+    if not has_parts(request):
+        yield ClusterPart(request, 0.0, whole=True)
+        return
+    [group] = request.cluster.groups
+    least_s = least_steps_s(request, store)
+    shapes = sorted(
+        (float(least_s[nodes * each]), -nodes * each, nodes, each)
+        for each in range(1, group.devices_per_node + 1)
+        for nodes in range(1, group.nodes + 1)
+        if math.isfinite(least_s[nodes * each]) or nodes * each == group.devices
+    )
+    for bound_s, _, nodes, each in shapes:
+        if nodes * each == group.devices:
+            yield ClusterPart(request, bound_s, whole=True)
+            continue
+        name = part_name(request.cluster_name, nodes=nodes, devices_per_node=each)
+        cluster = request.cluster.smaller(nodes=nodes, devices_per_node=each)
+        yield ClusterPart(replace(request, cluster=cluster, called=name), bound_s, whole=False)
+
+
+def search_parts(
+    request: Request,
+    prefer: Prefer = "simplest",
+    *,
+    solver: str = "exact",
+    top: int = 1,
+    progress: Progress | None = None,
+    effort: Effort = USUAL,
+    gap_progress: GapProgress | None = None,
+) -> PartAnswer:
+    """Return the answer that no part of the cluster has a faster one than, with its part.
+
+    NoPlanFits says why the whole cluster has no plan, where no part has one either.
+    """
+    check_request(request, solver)
+    store = FigureStore()
+    best: PartAnswer | None = None
+    whole: PartAnswer | None = None
+    bounds_s: list[float] = []
+    counts: Counter[str] = Counter()
+    for part in parts_of(request, store):
+        limit_s = math.inf if best is None else best.answer.prediction.step_time_s * (1 - EQUAL)
+        if part.bound_s >= limit_s:
+            bounds_s.append(part.bound_s)
+            counts["arithmetic"] += 1
+            if not has_parts(request):
+                break
+            continue
+        known: tuple[Candidates, ...] = ()
+        if best is not None:
+            if counts["bounded"] >= MOST_BOUNDED:
+                bounds_s.append(part.bound_s)
+                counts["left"] += 1
+                continue
+            counts["bounded"] += 1
+            bound_s, known = _bound(part, best.answer, store)
+            if bound_s >= limit_s or counts["searched"] >= MOST_SEARCHED:
+                bounds_s.append(bound_s)
+                counts["left"] += bound_s < limit_s
+                continue
+        if not part.whole and counts["searched"] >= MOST_SEARCHED:
+            bounds_s.append(part.bound_s)
+            counts["left"] += 1
+            continue
+        counts["searched"] += 1
+        try:
+            found = search(
+                part.request,
+                solver=solver,
+                top=top,
+                progress=progress if part.whole else None,
+                below_s=ANY_S if has_parts(request) else math.inf,
+                candidates=known,
+                effort=effort,
+                gap_progress=gap_progress if part.whole else None,
+                store=store,
+                faster_than=None if best is None else _ranked(best.answer),
+            )
+        except NoPlanFits:
+            if not has_parts(request):
+                raise
+            continue
+        except DocumentError:
+            if part.whole:
+                raise
+            continue
+        bounds_s.append(found.certificate.lower_bound_s)
+        if found.prediction.step_time_s >= limit_s:
+            continue
+        answer = with_preference(part.request, found, prefer)
+        new = PartAnswer(part, found, answer)
+        whole = new if part.whole else whole
+        if answer.prediction.step_time_s < limit_s:
+            best = new
+    if best is None:
+        search(request, solver=solver)  # says why
+        raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
+    if whole is not None and not best.part.whole:
+        best = _with_all_devices(request, whole, best, prefer)
+    if not has_parts(request):
+        return best
+    certificate = of_parts(best.answer.certificate, bounds_s, left=counts["left"])
+    return replace(best, answer=replace(best.answer, certificate=certificate))
+
+
+def _with_all_devices(
+    request: Request, whole: PartAnswer, best: PartAnswer, prefer: Prefer
+) -> PartAnswer:
+    """Return a plan on all devices that is as fast as that of a part, if there is one."""
+    step_s = best.answer.prediction.step_time_s
+    if whole.found.prediction.step_time_s > step_s * (1 + EQUAL):
+        return best
+    answer = with_preference(request, whole.found, prefer, at_most_s=step_s)
+    return replace(whole, answer=answer) if answer.prediction.step_time_s <= step_s else best
+
+
+def _ranked(answer: Answer) -> Ranked:
+    return Ranked(plan=answer.plan, objective_s=math.inf, prediction=answer.prediction)
+
+
+def _bound(
+    part: ClusterPart, best: Answer, store: FigureStore
+) -> tuple[float, tuple[Candidates, ...]]:
+    """Return what no plan of a part takes less than, as far as that matters beside the best.
+
+    With it come the candidates that were bounded.
+    """
+    goal = SimulatedStepGoal(_ranked(best), BOUNDED)
+    queue, spent = Queue(goal), Spent()
+    try:
+        spaces = list(spaces_of(part.request, store=store))
+    except DocumentError:
+        return math.inf, ()
+    chains = [
+        SimulatedChain(space, goal, spent, 0.0) for space in spaces if isinstance(space, ChainSpace)
+    ]
+    if len(chains) < len(spaces):
+        return part.bound_s, ()
+    queue.run(*chains)
+    lowest = queue.lowest()
+    bound_s = best.prediction.step_time_s if lowest is None else lowest.bound_s
+    return max(part.bound_s, bound_s), tuple(chain.closed_form.candidates for chain in chains)
+
+
+def idle_text(request: Request, answer: PartAnswer) -> Iterator[str]:
+    """Yield where devices stay idle, and what a batch that all of them divide would bring."""
+    if answer.part.whole:
+        return
+    [group], [used] = request.cluster.groups, answer.part.request.cluster.groups
+    nodes = f"{used.nodes} of {group.nodes} nodes"
+    each = f"{used.devices_per_node} of {group.devices_per_node} devices of each node"
+    whole_nodes = used.devices_per_node == group.devices_per_node
+    where = nodes if whole_nodes else each if used.nodes == group.nodes else f"{nodes}, {each}"
+    yield f"the plan uses {where}: more are no faster with a global batch of " + (
+        f"{request.job.global_batch}"
+    )
+    below, left = divmod(request.job.global_batch, group.devices)
+    if not left:
+        return
+    near = (below + (2 * left >= group.devices or not below)) * group.devices
+    asked = replace(request, job=replace(request.job, global_batch=near))
+    prediction = answer.answer.prediction
+    try:
+        other = search(asked, below_s=ANY_S, effort=BRIEF).prediction
+    except (NoPlanFits, DocumentError):
+        return
+    rate, unit = other.throughput
+    if rate > prediction.throughput[0]:
+        yield (
+            f"a global batch of {near}, which all {group.devices} devices divide, would take "
+            f"{seconds_text(other.step_time_s)} a step: {count_text(rate)} {unit} in place of "
+            f"{count_text(prediction.throughput[0])}"
+        )
