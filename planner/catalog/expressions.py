@@ -3,8 +3,8 @@
 MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
 document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
 (`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a cluster
-document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.  A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with
-torch.
+document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.  A user's
+own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def resolve_cluster(text: str) -> ClusterSpec:
     (128, [('nvlink', 8), ('network', 128)])
     """
     whole, _, shape = text.rpartition(":")
-    if whole and (counts := re.fullmatch(r"(\d{1,9})x(\d{1,9})", shape)):
-        return _part_of_cluster(resolve_cluster(whole), int(counts[1]), int(counts[2]), text)
+    if whole and (part := re.fullmatch(r"(\d{1,9})x(\d{1,9})", shape)):
+        return _part_of_cluster(resolve_cluster(whole), int(part[1]), int(part[2]), text)
     if text == "local" or text.startswith("local:"):
         from meshwright.planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
 

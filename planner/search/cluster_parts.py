@@ -95,7 +95,7 @@ def parts_of(request: Request, store: FigureStore | None = None) -> Iterator[Clu
         yield ClusterPart(replace(request, cluster=cluster, called=name), bound_s, whole=False)
 
 
-def search_parts(
+def search_parts(  # noqa: PLR0912, PLR0915 - one pass over the parts, with its account
     request: Request,
     prefer: Prefer = "simplest",
     *,
