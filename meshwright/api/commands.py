@@ -41,7 +41,12 @@ from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
 from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
-from meshwright.planner.requests.pins import outside, read_layout, without_effect
+from meshwright.planner.requests.pins import (
+    check_micro_batches,
+    outside,
+    read_layout,
+    without_effect,
+)
 from meshwright.planner.requests.request import (
     AS_PREDICTED,
     FACTORY_SEQ_LEN,
@@ -433,6 +438,7 @@ def predicted_plan(
         framework=framework,
     )
     wanted_layout = pinned_layout(request, idle=idle)
+    check_micro_batches(layout or "", wanted_layout)
     notes = tuple(without_effect(pins, wanted_layout))
     if framework != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
