@@ -25,6 +25,7 @@ from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from meshwright.planner.documents.training import Training
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash.interpreter import Surroundings
 from meshwright.planner.framework_configs.readers import (
     accelerate,
     deepspeed,
@@ -35,7 +36,6 @@ from meshwright.planner.framework_configs.readers import (
     torchtitan,
     transformers,
 )
-from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
 from meshwright.planner.framework_configs.torchtitan import REGISTERED
 from meshwright.planner.frameworks.stage_rules import by_products, ends_of
@@ -44,9 +44,12 @@ from meshwright.planner.schedules import PLAIN
 from meshwright.planner.schedules.schedule import obstacle
 
 
-def read_batch_script(text: str) -> ParsedConfig:
+def read_batch_script(text: str, surroundings: Surroundings | None = None) -> ParsedConfig:
     """Return what the script's command says, by what it looks like."""
-    words = shell.words(limits.check_size(text, "slurm"))
+    return shell.parsed(text, "slurm", lambda words: _of_words(words, text), surroundings)
+
+
+def _of_words(words: list[str], text: str) -> ParsedConfig:
     flags = shell.flags(words)
     asked = shell.directives(text)
     each, nodes = _plain_count(flags, "nproc-per-node", "num-gpus", "gpus-per-node"), None

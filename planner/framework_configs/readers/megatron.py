@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash.interpreter import Surroundings
 from meshwright.planner.framework_configs.megatron import RECIPES
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron, shell
@@ -24,9 +25,12 @@ _MOST_LAYOUT = 100_000
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read(text: str) -> ParsedConfig:
+def read(text: str, surroundings: Surroundings | None = None) -> ParsedConfig:
     """Return what the arguments say."""
-    words = shell.words(limits.check_size(text, "megatron"))
+    return shell.parsed(text, "megatron", lambda words: _of_words(words, text), surroundings)
+
+
+def _of_words(words: list[str], text: str) -> ParsedConfig:
     flags = shell.flags(words)
     for name, value in list(flags.items()):  # a script behind `torchrun --nproc_per_node 8 x.py`
         if isinstance(value, list) and any(word.endswith(".py") for word in value):
