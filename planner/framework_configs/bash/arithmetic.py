@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-
-
-_TOKEN = re.compile(r"\s*(\d+|[A-Za-z_]\w*|\*\*|<=|>=|==|!=|&&|\|\||<<|>>|[-+*/%<>!~?:()&|^])", re.A)
+_TOKEN = re.compile(
+    r"\s*(\d+|[A-Za-z_]\w*|\*\*|<=|>=|==|!=|&&|\|\||<<|>>|[-+*/%<>!~?:()&|^])", re.A
+)
 _WIDEST = 2**63
 _BINARY: tuple[tuple[str, ...], ...] = (
     ("||",),
@@ -95,7 +95,7 @@ class _Reader:
             raise NoNumberError("**")
         return _bounded(base**exponent)
 
-    def _single(self) -> int:
+    def _single(self) -> int:  # noqa: PLR0912 - a case for each sign
         self._depth += 1
         if self._depth > _MOST_DEPTH:
             raise NoNumberError("nested")

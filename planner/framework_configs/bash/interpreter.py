@@ -7,11 +7,12 @@ followed: `Way` has the commands of one, and what was decided on it.
 
 from __future__ import annotations
 
-import os.path
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import PurePosixPath
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash import arithmetic, patterns, syntax
@@ -53,29 +54,35 @@ _OPEN = BEGIN + "*"
 """What an unknown value begins with that may be no word, or several."""
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 
-HARMLESS = frozenset(
-    "echo printf cd pushd popd mkdir rmdir module ml conda micromamba mamba pip pip3 sleep rm cp mv "
-    "ln ls cat tee touch tail head date hostname nvidia-smi rocm-smi git wget curl tar unzip chmod "
-    "chown which type ulimit umask trap wait kill pkill set shopt unset alias unalias hash jobs "
-    "true false : return exit test [ read printenv dirname basename realpath readlink scontrol "
-    "squeue sinfo scancel pwd whoami id uname df du free lscpu ps grep sed awk sort uniq wc find "
-    "seq nproc numfmt tr cut diff md5sum sha256sum huggingface-cli hf wandb rsync scp zip gzip "
-    "apt apt-get yum brew uv virtualenv source . deactivate sync logger xargs jq yq openssl "
-    "docker-compose nsys-ui ibstat ibv_devinfo ip ifconfig getent ping nc clear tput stty".split()
-)
+_HARMLESS_WORDS = """
+    echo printf cd pushd popd mkdir rmdir module ml conda micromamba mamba pip pip3 sleep
+    rm cp mv ln ls cat tee touch tail head date hostname nvidia-smi rocm-smi git wget curl
+    tar unzip chmod chown which type ulimit umask trap wait kill pkill set shopt unset
+    alias unalias hash jobs true false : return exit test [ read printenv dirname basename
+    realpath readlink scontrol squeue sinfo scancel pwd whoami id uname df du free lscpu
+    ps grep sed awk sort uniq wc find seq nproc numfmt tr cut diff md5sum sha256sum
+    huggingface-cli hf wandb rsync scp zip gzip apt apt-get yum brew uv virtualenv source
+    . deactivate sync logger xargs jq yq openssl docker-compose nsys-ui ibstat ibv_devinfo
+    ip ifconfig getent ping nc clear tput stty
+"""
+HARMLESS = frozenset(_HARMLESS_WORDS.split())
 """Commands that train nothing: their words are passed over."""
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
-_BEFORE = frozenset("exec nohup time command builtin sudo nice stdbuf setsid chrt ionice".split())
+_BEFORE_WORDS = """
+    exec nohup time command builtin sudo nice stdbuf setsid chrt ionice
+"""
+_BEFORE = frozenset(_BEFORE_WORDS.split())
 """What stands before a command and changes nothing of it."""
-_ELSEWHERE = frozenset(
-    "srun mpirun mpiexec mpiexec.hydra docker podman singularity apptainer kubectl enroot ssh pdsh "
-    "clush parallel-ssh flux jsrun aprun prun deepspeed accelerate torchrun python python3 "
-    "numactl taskset timeout env oc nsys ncu salloc xargs screen tmux unbuffer".split()
-)
+_ELSEWHERE_WORDS = """
+    srun mpirun mpiexec mpiexec.hydra docker podman singularity apptainer kubectl enroot
+    ssh pdsh clush parallel-ssh flux jsrun aprun prun deepspeed accelerate torchrun python
+    python3 numactl taskset timeout env oc nsys ncu salloc xargs screen tmux unbuffer
+"""
+_ELSEWHERE = frozenset(_ELSEWHERE_WORDS.split())
 """What starts a command that stands among its words."""
 
 
-class _Stop(Exception):
+class _Stop(Exception):  # noqa: N818 - an end, not an error
     """The end of a script, a function or a loop."""
 
     def __init__(self, what: str, count: int = 1, failed: bool = False) -> None:
@@ -118,9 +125,10 @@ def ways(text: str, surroundings: Surroundings | None = None, of: str = "script"
     waiting: list[tuple[bool, ...]] = [()]
     results: dict[tuple[tuple[str, ...], ...], Way] = {}
     followed = 0
+    decided: list[tuple[str, bool]] = []
     while waiting:
         if followed == MOST_WAYS:
-            names = ", ".join(dict.fromkeys(text for text, _ in run.decisions))
+            names = ", ".join(dict.fromkeys(text for text, _ in decided))
             raise DocumentError(
                 of,
                 f"has more than {MOST_WAYS} ways through it; say what decides: {names:.200} "
@@ -129,6 +137,7 @@ def ways(text: str, surroundings: Surroundings | None = None, of: str = "script"
         planned = waiting.pop()
         run = _Run(surroundings, budget, planned, of)
         run.whole(body)
+        decided = run.decisions
         followed += 1
         for at in range(len(planned), len(run.decisions)):
             chosen = tuple(choice for _, choice in run.decisions[:at])
@@ -220,10 +229,8 @@ class _Run:
 
     def whole(self, body: Node) -> None:
         """Follow a script to its end."""
-        try:
+        with contextlib.suppress(_Stop):
             self.run(body)
-        except _Stop:
-            pass
 
     def _decide(self, text: str) -> bool:
         """Return how an unknown condition comes out on this way."""
@@ -251,7 +258,7 @@ class _Run:
         finally:
             self._depth -= 1
 
-    def _run(self, node: Node) -> bool | None:
+    def _run(self, node: Node) -> bool | None:  # noqa: PLR0911, PLR0912 - a case for each form
         match node:
             case Sequence(commands):
                 status: bool | None = True
@@ -360,9 +367,8 @@ class _Run:
             if stage is not stages[-1]:
                 self._captured = None
             status = self._apart(stage)
-            if captured is not None:
-                if len(stages) > 1:
-                    captured.append(_unknown("$(" + self._started(stages[-1]) + ")"))
+            if captured is not None and len(stages) > 1:
+                captured.append(_unknown("$(" + self._started(stages[-1]) + ")"))
             self._captured = captured
         return status
 
@@ -435,7 +441,7 @@ class _Run:
 
     # Values.
 
-    def _value(self, name: str) -> Value | None:
+    def _value(self, name: str) -> Value | None:  # noqa: PLR0911 - a case for each form
         """Return the value of a variable or argument; None if it is unset."""
         state = self.state
         if name in state.variables:
@@ -510,7 +516,9 @@ class _Run:
             keyed[key] = keyed.get(key, "") + text if append else text
             self._set(name, keyed)
             return
-        array = list(before) if isinstance(before, list) else [] if before is None else [str(before)]
+        array = (
+            list(before) if isinstance(before, list) else [] if before is None else [str(before)]
+        )
         at = self._number(key)
         if at is None or not 0 <= at <= len(array):
             raise self.refuse(f"{name}[{_shown(key):.40}] is set, and which element is not known")
@@ -583,8 +591,7 @@ class _Run:
     def _split(self, word: Word) -> list[list[Piece]]:
         """Return the fields of a word: split where an expansion without quotes has blanks."""
         plain = "".join(
-            part.text if isinstance(part, Literal) and not part.quoted else "x"
-            for part in word
+            part.text if isinstance(part, Literal) and not part.quoted else "x" for part in word
         )
         if _BRACES.search(plain):
             return self._braces(word)
@@ -609,7 +616,7 @@ class _Run:
         return fields
 
     def _braces(self, word: Word) -> list[list[Piece]]:
-        """Return the numbers of `{1..4}` or the words of `{a,b}`; unknown where it is no plain one."""
+        """Return the numbers of `{1..4}` or the words of `{a,b}`, unknown if neither."""
         if len(word) == 1 and isinstance(word[0], Literal):
             text = word[0].text
             numbers = re.fullmatch(r"([\w.=/-]*)\{(\d{1,4})\.\.(\d{1,4})\}([\w.=/-]*)", text)
@@ -741,7 +748,7 @@ class _Run:
                 pieces[-1] += more
         return pieces
 
-    def _changed(self, part: Parameter, text: str) -> str | None:
+    def _changed(self, part: Parameter, text: str) -> str | None:  # noqa: PLR0911 - a case for each form
         """Return a known value under an operator; None where that is not followed."""
         operator, word = part.operator, part.word
         pieces = self._pieces(word)
@@ -776,7 +783,9 @@ class _Run:
             return None
         return None
 
-    def _listed(self, part: Parameter, value: Value | None, *, star: bool) -> list[list[Piece]]:
+    def _listed(  # noqa: PLR0911, PLR0912 - a case for each form
+        self, part: Parameter, value: Value | None, *, star: bool
+    ) -> list[list[Piece]]:
         quoted = part.quoted
         if value is None:
             if part.counted:
@@ -917,7 +926,7 @@ class _Run:
             frame = self.state.frames[-1]
             frame.setdefault(variable, self.state.variables.get(variable))
 
-    def _command(self, words: list[str], command: Simple | None) -> bool | None:
+    def _command(self, words: list[str], command: Simple | None) -> bool | None:  # noqa: PLR0911 - a case for each form
         self.budget.spend(sum(map(len, words)))
         name = words[0]
         if name in self.state.functions:
@@ -925,7 +934,7 @@ class _Run:
         builtin = _BUILTINS.get(name)
         if builtin is not None:
             return builtin(self, words, command)
-        base = os.path.basename(name)
+        base = PurePosixPath(name).name
         if base in _BEFORE and len(words) > 1:
             rest = _after_options(words[1:])
             return self._command(rest, command) if rest else None
@@ -1052,8 +1061,8 @@ class _Run:
     def _elsewhere(self, base: str, words: list[str], command: Simple | None) -> bool | None:
         """Follow what a launcher starts: a shell among its words, a script, or the words alone."""
         for at, word in enumerate(words[1:], start=1):
-            name = os.path.basename(word)
-            if name in _SHELLS and not words[at - 1] == "--entrypoint":
+            name = PurePosixPath(word).name
+            if name in _SHELLS and words[at - 1] != "--entrypoint":
                 prefix = (*map(_shown, words[:at]), ";")
                 return self._shell(words[at:], command, prefix)
             if name in self.state.functions and base in ("time", "env"):
@@ -1215,7 +1224,7 @@ class _Tests:
             return self._run._value(text) is not None
         return None
 
-    def _compared(self, left: str, sign: str, right: list[Piece]) -> bool | None:
+    def _compared(self, left: str, sign: str, right: list[Piece]) -> bool | None:  # noqa: PLR0911 - a case for each form
         text = _joined(right)
         if sign in _NUMERIC:
             a, b = self._run._number(left), self._run._number(text)

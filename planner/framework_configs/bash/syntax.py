@@ -461,7 +461,7 @@ class _Parser:
             if not words or declares:
                 assignment = self._assignment()
                 if assignment is not None:
-                    (words if words else assignments).append(assignment)  # type: ignore[attr-defined]
+                    (words if words else assignments).append(assignment)
                     continue
             word = self._word()
             if not word:
@@ -791,7 +791,7 @@ class _Parser:
                 return self._nested(inside)._quoted_text("")
             depth += (char == "(") - (char == ")")
             self.at += 1
-        self.refuse("'((' is not closed")
+        return self.refuse("'((' is not closed")
 
     # Signs.
 

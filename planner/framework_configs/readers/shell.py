@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import one_line
@@ -44,13 +44,18 @@ def parsed(
             f"runs no command that is known to train{also}; give the script that starts it, or "
             "say what the script's command line gives it: --set 1=VALUE, --set NAME=VALUE",
         )
-    configs = [(way, parse(_training_words(way, of))) for way in followed]
+    configs = []
+    for way in followed:
+        words = _training_words(way, of)
+        config = parse(words)
+        config.unknown += loose_variables(words)
+        configs.append((way, config))
     first = configs[0][1]
     others = [way for way, config in configs[1:] if config != first]
     if others:
         raise DocumentError(of, _which(configs, first))
-    unfollowed = dict.fromkeys(name for way in followed for name in way.unfollowed)
-    first.unknown += [f"{name} (another script)" for name in unfollowed]
+    absent = dict.fromkeys(name for way in followed for name in way.unfollowed)
+    first.unknown += [f"{name} (another script)" for name in absent]
     return first
 
 
@@ -65,9 +70,7 @@ def _which(configs: Sequence[tuple[Way, ParsedConfig]], first: ParsedConfig) -> 
         ]
         if any(a != b for a in sides[0] for b in sides[1]) or not all(sides):
             deciding.append(text)
-    names = dict.fromkeys(
-        name for text in deciding for name in re.findall(r"\$\{(\w+)\}", text)
-    )
+    names = dict.fromkeys(name for text in deciding for name in re.findall(r"\$\{(\w+)\}", text))
     how = " ".join(f"--set {name}=VALUE" for name in list(names)[:3])
     shown = "; ".join(one_line(text)[:60] for text in deciding[:3])
     if not how and deciding:
@@ -117,7 +120,7 @@ def _trains(command: tuple[str, ...]) -> bool:
         if word.startswith("-"):
             continue
         named = word.endswith(".py") or at == 0 or command[at - 1] in ("-m", "--module", ";")
-        if (named or not word.startswith("/")) and _TRAINS.search(os.path.basename(word)):
+        if (named or not word.startswith("/")) and _TRAINS.search(PurePosixPath(word).name):
             return True
     return command[0].startswith("--")
 
@@ -133,12 +136,29 @@ def flags(words: list[str]) -> dict[str, str | bool | list[str]]:
             values[name] = [value] if sign else []
         elif word in ("&&", "||", ";", "|", "\\") or word.startswith((">", "<", "2>")):
             name = None
-        elif name is not None:
+        elif name is not None and not (values[name] and _is_variable(word)):
             values[name].append(word)
     return {
         name: True if not several else several[0] if len(several) == 1 else several
         for name, several in values.items()
     }
+
+
+def loose_variables(words: list[str]) -> list[str]:
+    """Return variables that nothing sets and that stand for words of their own."""
+    loose, room = [], False
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            room = "=" not in word
+        elif _is_variable(word) and not room:
+            loose.append(word)
+        else:
+            room = False
+    return loose
+
+
+def _is_variable(word: str) -> bool:
+    return re.fullmatch(r"\$\{[^}]*\}|\$\(.*", word, re.DOTALL) is not None
 
 
 def directives(text: str) -> dict[str, str]:

@@ -79,7 +79,7 @@ class Script:
         return self.rng.choice(
             [
                 f'[ "${name}" = 7 ]',
-                f'[[ ${name} == 7* ]]',
+                f"[[ ${name} == 7* ]]",
                 f'[[ "${name}" != x && -n ${name} ]]',
                 f'[ -z "${name}" ]',
                 f'[ -n "${{{name}:-}}" -a 1 -lt 2 ]',
@@ -87,7 +87,7 @@ class Script:
                 f"(( {self.rng.randint(0, 3)} > 1 ))",
                 "true",
                 "! false",
-                f'[[ ${name} =~ ^[0-9]+$ ]]',
+                f"[[ ${name} =~ ^[0-9]+$ ]]",
                 f'[ ! "${name}" == x ] && true',
             ]
         )
@@ -115,13 +115,16 @@ class Script:
 
     def heredoc(self) -> str:
         sign = self.rng.choice(["EOF", "'EOF'"])
-        return f"{self.name()}=$(cat <<{sign}\nit's $A and \"$B\" `echo c` \\$A\nEOF\n)"
+        return f'{self.name()}=$(cat <<{sign}\nit\'s $A and "$B" `echo c` \\$A\nEOF\n)'
 
     def if_(self) -> str:
-        other = f"; elif {self.condition()}; then {self.command()}" if self.rng.random() < 0.4 else ""
+        other = (
+            f"; elif {self.condition()}; then {self.command()}" if self.rng.random() < 0.4 else ""
+        )
         other = other if "<<" not in other else ""
         body, otherwise = self.command(), self.command()
-        return f"if {self.condition()}; then\n{body}\n{other.removeprefix('; ')}\nelse\n{otherwise}\nfi"
+        begin = f"if {self.condition()}; then\n{body}\n{other.removeprefix('; ')}"
+        return f"{begin}\nelse\n{otherwise}\nfi"
 
     def for_(self) -> str:
         return f"for {self.name()} in {self.words()} 1 2; do\n{self.command()}\ndone"
@@ -140,7 +143,7 @@ class Script:
     def function(self) -> str:
         name = f"f{len(self.functions)}"
         self.functions.append(name)
-        body = f"local A=${{1:-none}}; launch --in $A \"$@\" $#\n{self.command()}"
+        body = f'local A=${{1:-none}}; launch --in $A "$@" $#\n{self.command()}'
         return f"{name}() {{\n{body}\n}}\n{name} {self.words()}"
 
     def subshell(self) -> str:
@@ -163,4 +166,4 @@ class Script:
         return f"{self.condition()} && {self.assign()} || {self.assign()}"
 
     def set_arguments(self) -> str:
-        return f"set -- {self.words()} end; launch --args \"$@\" $1; shift; launch --shifted $*"
+        return f'set -- {self.words()} end; launch --args "$@" $1; shift; launch --shifted $*'
