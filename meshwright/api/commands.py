@@ -41,7 +41,12 @@ from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
 from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
-from meshwright.planner.requests.pins import outside, read_layout, without_effect
+from meshwright.planner.requests.pins import (
+    check_micro_batches,
+    outside,
+    read_layout,
+    without_effect,
+)
 from meshwright.planner.requests.request import (
     AS_PREDICTED,
     FACTORY_SEQ_LEN,
@@ -59,7 +64,7 @@ from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfi
 
 if TYPE_CHECKING:
     from meshwright.planner.calibration.scores.validate import Validation
-    from meshwright.planner.framework_configs.import_plan import Imported
+    from meshwright.planner.framework_configs.bash.interpreter import Surroundings
     from meshwright.planner.search.plan_differences import Change
     from meshwright.planner.solver.problem_document import Problem
     from meshwright.profiler.profile import ProfileAgenda
@@ -304,13 +309,15 @@ def import_plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     output: str | None = None,
-) -> Imported:
+    values: Sequence[str] = (),
+) -> ImportedPlan:
     """Read another framework's configuration as a plan; nothing of it is executed.
 
     `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
-    runs one of them.
+    runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
+    from meshwright.planner.framework_configs.harmless_words import bounded  # noqa: PLC0415 - its table
 
     try:
         imported_plan = configs.import_plan(
@@ -321,12 +328,64 @@ def import_plan(
             called=cluster,
             seq_len=seq_len,
             global_batch=global_batch,
+            surroundings=_surroundings(source, values),
         )
     except DocumentError as error:
         raise (error if error.file else error.in_file(source)) from error
+    machine = machine_of(cluster, None)
+    graph = (
+        plan_model(imported_plan.plan, None) if model is None else model_of(model, seq_len=seq_len)
+    )
+    prediction = bounded(
+        _with_caveats(imported_plan.plan, graph, machine), imported_plan.not_understood
+    )
     if output is not None:
         document.write(imported_plan.plan, output)
-    return imported_plan
+    return ImportedPlan(
+        plan=imported_plan.plan,
+        assumed=imported_plan.assumed,
+        unknown=imported_plan.unknown,
+        not_understood=imported_plan.not_understood,
+        prediction=prediction,
+    )
+
+
+def _surroundings(source: str, values: Sequence[str]) -> Surroundings:
+    """Return what a script finds where it stands: values that are given, and files beside it."""
+    from meshwright.planner.framework_configs.bash.interpreter import Surroundings  # noqa: PLC0415
+
+    settled: dict[str, str] = {}
+    for item in values:
+        name, sign, value = item.rpartition("=") if item.startswith("[") else item.partition("=")
+        if not sign or not name:
+            raise DocumentError("set", f"'{item:.60}': write NAME=VALUE")
+        settled[name] = value
+    folder = Path(source).resolve().parent
+
+    def text_of(name: str) -> str | None:
+        """Return the text of a file beside the script, or in a folder beside it."""
+        plain = Path(name)
+        places = [folder / plain.name]
+        if not plain.is_absolute() and ".." not in plain.parts:
+            places.insert(0, folder / plain)
+        file = next((place for place in places if place.is_file()), None)
+        return None if file is None else document.read_text(str(file))
+
+    return Surroundings(values=settled, files=text_of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedPlan:
+    """The plan of a configuration, what it takes, and how far it is what the configuration says."""
+
+    plan: Plan
+    assumed: tuple[str, ...]
+    unknown: tuple[str, ...]
+    """Keys that were not used."""
+    not_understood: tuple[str, ...]
+    """Those that may change seconds or bytes, the most decisive first."""
+    prediction: Prediction
+    """Its range is wider where words were not understood."""
 
 
 def of_plan(
@@ -431,6 +490,7 @@ def predicted_plan(
         framework=framework,
     )
     wanted_layout = pinned_layout(request, idle=idle)
+    check_micro_batches(layout or "", wanted_layout)
     notes = tuple(without_effect(pins, wanted_layout))
     if framework != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks

@@ -34,7 +34,7 @@ from meshwright.studies import study_command as studies
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.planner.framework_configs.import_plan import Imported
+    from meshwright.api.commands import ImportedPlan
     from meshwright.runtime.checkpoint.weight_export import Exported
     from meshwright.runtime.parallel.tensor_styles_search import TensorStyles
 
@@ -288,11 +288,12 @@ def import_plan(
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
-) -> Imported:
+    values: Sequence[str] = (),
+) -> ImportedPlan:
     """Read another framework's configuration as a plan; nothing in it is executed.
 
     `of` is megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, nanotron,
-    fsdp, or slurm: a script that runs one of them.
+    fsdp, or slurm: a script that runs one of them.  `values` are those of a script's variables.
 
     >>> import meshwright, pathlib, tempfile
     >>> file = pathlib.Path(tempfile.mkdtemp(), "run.sh")
@@ -305,7 +306,13 @@ def import_plan(
     Raises DocumentError where a configuration is none, or none that can run there.
     """
     return commands.import_plan(
-        str(path), of=of, cluster=cluster, model=model, seq_len=seq_len, global_batch=global_batch
+        str(path),
+        of=of,
+        cluster=cluster,
+        model=model,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        values=values,
     )
 
 

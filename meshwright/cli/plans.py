@@ -183,13 +183,20 @@ def import_(
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Value of a script's variable, NAME=VALUE, or of its first argument, 1=VALUE",
+        ),
+    ] = None,
     output: Output = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Read another framework's configuration as a plan.
 
-    It executes nothing of it, and prints what was assumed and which keys were not read.
+    It executes nothing of it, and prints what the plan takes and which words were not understood.
     """
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
@@ -205,6 +212,7 @@ def import_(
         seq_len=seq_len,
         global_batch=global_batch,
         output=output,
+        values=values or (),
     )
     if json:
         print(as_json(imported_json(imported)))

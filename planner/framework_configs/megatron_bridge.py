@@ -84,6 +84,13 @@ def _model(wanted: FrameworkPlan) -> dict[str, Any]:
         config["fp8_dot_product_attention"] = True
     if mesh.expert > 1:
         config["expert_tensor_parallel_size"] = mesh.expert_tensor
+    a = wanted.model.architecture
+    if a is not None and a.experts is not None:
+        config["moe_grouped_gemm"] = True
+        by_kernels = megatron.dispatches_by_kernels(wanted)
+        config["moe_token_dispatcher_type"] = "flex" if by_kernels else "alltoall"
+        if by_kernels:
+            config["moe_flex_dispatcher_backend"] = "deepep"
     layout = megatron.layout_of(wanted)
     if layout is not None:
         config["pipeline_model_parallel_layout"] = layout
