@@ -18,7 +18,8 @@ from meshwright.planner.search.search import search
 MODELS = ("gpt2-small", "llama-3.2-1b")
 DEVICES = ("h100-sxm-80gb", "a100-sxm-40gb", "rtx-4090", "l40s")
 COUNTS = (3, 5, 6, 7, 9, 10, 12)
-FEW = 12
+FEW = 3
+"""In every run, on three or five devices: each part is searched for itself."""
 
 
 def request_of(cluster: str, model: str, batch: int, seq_len: int = 1024) -> Request:
@@ -32,10 +33,10 @@ def request_of(cluster: str, model: str, batch: int, seq_len: int = 1024) -> Req
     )
 
 
-def drawn(seed: int) -> tuple[Request, Prefer]:
+def drawn(seed: int, counts: tuple[int, ...] = COUNTS) -> tuple[Request, Prefer]:
     """Return a request on up to 12 devices, which often do not divide its batch."""
     draw = random.Random(seed)
-    count = draw.choice(COUNTS)
+    count = draw.choice(counts)
     each = draw.choice([size for size in (1, 2, 3, 4, 5, 6, 7, 8) if count % size == 0])
     nodes = f"{count // each}x" if count > each else ""
     cluster = f"{nodes}{each}x{draw.choice(DEVICES)}"
@@ -66,8 +67,8 @@ def answer_or_none(request: Request, prefer: Prefer) -> PartAnswer | None:
         return None
 
 
-def check(seed: int) -> None:
-    request, prefer = drawn(seed)
+def check(seed: int, counts: tuple[int, ...] = COUNTS) -> None:
+    request, prefer = drawn(seed, counts)
     steps, answer = steps_of_parts(request, prefer), answer_or_none(request, prefer)
     assert (answer is None) == (not steps)
     if answer is not None:
@@ -78,10 +79,10 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(FEW))
 def test_no_answer_is_slower_than_that_of_a_part(seed: int) -> None:
-    check(seed)
+    check(seed, COUNTS[:2])
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", range(FEW, 300))
+@pytest.mark.parametrize("seed", range(300))
 def test_no_answer_is_slower_than_that_of_a_part_of_many_clusters(seed: int) -> None:
     check(seed)
