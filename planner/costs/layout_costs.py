@@ -155,13 +155,10 @@ class CostTables:
             slower_framework(request.framework, pace_of(profile)),
             head_dim=a.head_dim if a else 128,
         )
-        self.prices_adapters = self._rates.framework.kernels.adapters != "none"
-        """Whether frozen weights take less time; else they take that of trained ones."""
-        frozen = job.lora is not None and self.prices_adapters
         self._kernels = kernels_of(
             self._rates.framework,
             job.precision,
-            frozen=frozen,
+            frozen=job.lora is not None,
             quantised=job.lora is not None and job.lora.quantised,
         )
         warning = caveat(model, cluster) if request.framework.name == "native" else None
