@@ -39,6 +39,7 @@ from meshwright.planner.costs.layer_strategy import (
     choices_of,
     strategy_cost,
 )
+from meshwright.planner.costs.lora import reach_feed_forward
 from meshwright.planner.costs.memory.host_memory import usable_share
 from meshwright.planner.costs.memory.resident_states import (
     ResidentParameters,
@@ -161,7 +162,10 @@ class CostTables:
             frozen=job.lora is not None,
             quantised=job.lora is not None and job.lora.quantised,
         )
-        warning = caveat(model, cluster) if request.framework.name == "native" else None
+        native = request.framework.name == "native"  # others' constants are fitted to their rule
+        if native and job.lora is not None and not reach_feed_forward(model, job.lora):
+            self._kernels = replace(self._kernels, frozen="attention")
+        warning = caveat(model, cluster) if native else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
             *((warning,) if warning else ()),

@@ -40,9 +40,9 @@ def wide() -> ModelGraph:
     return graph_of(figures, name="wide")
 
 
-def plan(model: ModelGraph, **layout: Any) -> Plan:
-    made = cases.plan(model, global_batch=2, **{"micro_batches": 1, **layout})
-    training = made.training.model_copy(update={"lora": ADAPTERS})
+def plan(model: ModelGraph, lora: Lora = ADAPTERS, **layout: Any) -> Plan:
+    made = cases.plan(model, **{"global_batch": 2, "micro_batches": 1, **layout})
+    training = made.training.model_copy(update={"lora": lora})
     return made.model_copy(update={"training": training})
 
 
@@ -106,3 +106,23 @@ def test_frozen_weights_are_held_once(ranks: int, layouts: dict[str, dict[str, A
         assert found.between_steps <= 1.01 * found.frozen + 20 * adapters, name
         [stage] = predict(one, model, cluster()).stages
         assert stage.peak_memory_bytes == pytest.approx(found.peak, rel=0.03), name
+
+
+TARGETS = {"every product": ("all-linear",), "attention": ("q_proj", "v_proj")}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("targets", TARGETS)
+def test_what_has_no_gradient_keeps_no_input(targets: str) -> None:
+    """Products without adapters keep nothing, nor do frozen norms for their weights."""
+    figures = {"heads": 8, "kv_heads": 4, "head_dim": 16, "vocab_size": 256, "max_positions": 512}
+    model = cases.transformer("llama", hidden_size=128, ffn_size=384, layers=4, **figures)
+    lora = Lora(rank=2, targets=TARGETS[targets])
+    one = plan(model, lora, precision="bf16", global_batch=8)
+    one = one.model_copy(update={"seq_len": 256})
+
+    ((held,),) = on_ranks(1, held_bytes, [one], model)
+
+    [stage] = predict(one, model, cluster()).stages
+    assert stage.memory_parts["activations"] > 0.5 * held.peak
+    assert stage.peak_memory_bytes == pytest.approx(held.peak, rel=0.02)
