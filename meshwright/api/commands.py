@@ -427,11 +427,13 @@ def predict(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
     profile: str | None = None,
     framework: str = "native",
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
+    `lora` are settings of adapters that alone are trained, as of `plan`.
     With another framework than ours a layout is priced by its accounting rules.
     """
     return predicted_plan(
@@ -441,6 +443,7 @@ def predict(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
+        lora=lora,
         profile=profile,
         framework=framework,
     ).prediction
@@ -454,6 +457,7 @@ def predicted_plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
     profile: str | None = None,
     framework: str = "native",
 ) -> PredictedPlan:
@@ -462,6 +466,15 @@ def predicted_plan(
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
+        given: dict[str, object] = {
+            "seq-len": seq_len,
+            "global-batch": global_batch,
+            "precision": precision,
+            "lora": lora or None,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise DocumentError(name, "a plan has its own already; give a model instead")
         if framework != "native":
             raise DocumentError(
                 "framework", "a plan has its framework already; give a model instead"
@@ -485,6 +498,7 @@ def predicted_plan(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
+        lora=lora,
         pins=pins,
         profile=measured,
         framework=framework,

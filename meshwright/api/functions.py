@@ -167,12 +167,14 @@ def predict(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
     profile: str | None = None,
     framework: str = "native",
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
-    A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1".
+    A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1" and with `lora`,
+    settings of adapters that alone are trained, such as ["rank=16"].
 
     >>> import meshwright
     >>> a100 = "8xa100-sxm-80gb"
@@ -189,10 +191,17 @@ def predict(
             seq_len=seq_len,
             global_batch=global_batch,
             precision=precision,
+            lora=lora,
             profile=profile,
             framework=framework,
         )
-    given = {"layout": layout, "seq_len": seq_len, "global_batch": global_batch}
+    given: dict[str, object] = {
+        "layout": layout,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "precision": precision,
+        "lora": lora or None,
+    }
     for name, value in given.items():
         if value is not None:
             raise DocumentError(name, "a plan has its own already; give a model instead")

@@ -102,6 +102,10 @@ ProfileOption = Annotated[
         help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
     ),
 ]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+]
 PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seq_len": (SeqLen, None),
     "document_len": (
@@ -116,13 +120,7 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "global_batch": (GlobalBatch, None),
     "precision": (PrecisionOption, None),
-    "lora": (
-        Annotated[
-            list[str] | None,
-            typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
-        ],
-        None,
-    ),
+    "lora": (LoraOption, None),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[

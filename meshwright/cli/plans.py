@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
@@ -18,6 +19,7 @@ from meshwright.cli.options import (
     GlobalBatch,
     Html,
     Json,
+    LoraOption,
     ModelArgument,
     OfPlan,
     Output,
@@ -230,6 +232,7 @@ def predict(
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
+    lora: LoraOption = None,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
@@ -250,14 +253,16 @@ def predict(
             mine.value_of("cluster", cluster),
             mine.value_of("framework", framework),
         )
-    wanted = mine.precision(precision.value if precision else None) if not is_plan(model) else None
+    wanted = precision.value if precision else None
+    usual = wanted if is_plan(model) else mine.precision(wanted)
     predicted = commands.predicted_plan(
         model,
         cluster,
         layout=layout,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=wanted,
+        precision=usual,
+        lora=lora or (),
         profile=profile,
         framework=framework or "native",
     )
@@ -273,10 +278,11 @@ def predict(
                 "global-batch": (global_batch, job.global_batch),
             }
         )
+    adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
     then = (
         f"compare {model} --best"
         if is_plan(model)
-        else f"plan {model} --cluster {predicted.cluster}"
+        else f"plan {model} --cluster {predicted.cluster}{adapters}"
     )
     more_facts = [*defaults_facts(mine.notes), next_fact(f"meshwright {then}", explain=explain)]
     facts = [Fact(label="layout", text=prediction.layout)]

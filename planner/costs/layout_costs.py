@@ -39,6 +39,7 @@ from meshwright.planner.costs.layer_strategy import (
     choices_of,
     strategy_cost,
 )
+from meshwright.planner.costs.lora import reach_feed_forward
 from meshwright.planner.costs.memory.host_memory import usable_share
 from meshwright.planner.costs.memory.resident_states import (
     ResidentParameters,
@@ -155,16 +156,16 @@ class CostTables:
             slower_framework(request.framework, pace_of(profile)),
             head_dim=a.head_dim if a else 128,
         )
-        self.prices_adapters = self._rates.framework.kernels.adapters != "none"
-        """Whether frozen weights take less time; else they take that of trained ones."""
-        frozen = job.lora is not None and self.prices_adapters
         self._kernels = kernels_of(
             self._rates.framework,
             job.precision,
-            frozen=frozen,
+            frozen=job.lora is not None,
             quantised=job.lora is not None and job.lora.quantised,
         )
-        warning = caveat(model, cluster) if request.framework.name == "native" else None
+        native = request.framework.name == "native"  # others' constants are fitted to their rule
+        if native and job.lora is not None and not reach_feed_forward(model, job.lora):
+            self._kernels = replace(self._kernels, frozen="attention")
+        warning = caveat(model, cluster) if native else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
             *((warning,) if warning else ()),

@@ -58,13 +58,6 @@ if TYPE_CHECKING:
 Placement = tuple[tuple[str, Recompute, Activations], ...]
 """Layer kinds of one stage in order, each with its choices."""
 
-FULL_TIME = Assumption(
-    what="time of training adapters: that of training the whole model",
-    provenance="an upper bound; memory counts gradients and optimizer state of adapters alone",
-    source="planner/costs/lora.py",
-)
-"""What a prediction for adapters says."""
-
 TOLD = "not known of the run"
 """Source of what is assumed of a run."""
 
@@ -401,7 +394,6 @@ def placement_prediction(
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
             *seats.assumptions([on_host[rank] > 0 for rank in home]),
             *unknown(tables.cluster, layout, on_host),
-            *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
         ),
     )
 

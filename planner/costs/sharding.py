@@ -134,7 +134,7 @@ def traffic(
     if not (sharing.is_wrapped or sharing.data > 1):
         return ShardingTraffic(backward_copies_s=added_s)
     working = types.working * trained
-    if types.unit != "buffer" or sharing.zero == 3:  # else whole copies stay as they are
+    if not sharing.has_whole_frozen:
         working += types.frozen * frozen
     if narrow and (sharing.gathers_again or types.unit == "buffer"):
         working = min(working, NARROW * (parameters - wide) + types.working * wide)

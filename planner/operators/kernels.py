@@ -148,7 +148,7 @@ def kernels_of(
         expert_once=framework.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and framework.experts.narrow_sends,
         shared_divided=framework.experts.shared == "divided",
-        frozen=rule.adapters if frozen and rule.adapters != "none" else None,
+        frozen=rule.adapters if frozen else None,
         adapters_drop=frozen and rule.adapter_dropout,
         restored_bytes=rule.restored_bytes if quantised else 0.0,
     )

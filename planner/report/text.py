@@ -16,7 +16,6 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from meshwright.planner.costs.predict import FULL_TIME
 from meshwright.planner.costs.uncertainty import own_miss
 from meshwright.planner.documents.plan import Job, PlacedLayer, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
@@ -71,9 +70,8 @@ AMORTISED_STEPS = 1000
 """Over which the seconds of compilation are shown."""
 SURE = 0.95
 """A plan that fits with a lower probability is extra to."""
-NOTED = (CAVEAT_SOURCE, FULL_TIME.source)
-"""Sources of assumptions that no answer leaves out: it cannot be launched, or its time is a bound.
-"""
+NOTED = (CAVEAT_SOURCE,)
+"""Sources of assumptions that no answer leaves out: it cannot be launched."""
 
 
 def answer_text(

@@ -41,6 +41,7 @@ from meshwright.runtime.models.safetensors_weights import Weights
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import tensor_parallel as tensor
 from meshwright.runtime.parallel.data_parallel import (
+    activation_type,
     let_go_before,
     no_view,
     over_data,
@@ -306,7 +307,7 @@ def _adapters(staged: Staged) -> None:
     """LoRA: matrices of low rank beside frozen ones; a script's module has them when recorded."""
     plan, layers = staged.plan, staged.layers
     assert plan.training.lora is not None
-    frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    frozen = activation_type(plan.precision)
     staged.adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     if staged.stage == 0:
         next(iter(layers.values())).register_forward_hook(lora.wants_gradient)

@@ -254,6 +254,7 @@ class ResidentStates:
             narrow=layout.weight_gather_dtype == "fp8" or self._gathers_narrow,
             gathers_before=self._framework.sharding.backward_prefetch == "before",
             syncs_each=self._framework.sharding.syncs_each,
+            leaves_frozen=self._framework.sharding.leaves_frozen,
         )
 
     def resident_parameters(
