@@ -34,7 +34,7 @@ from meshwright.planner.whatif.monte_carlo import drawn_figure
 from meshwright.planner.whatif.outcome import CandidateOutcome, YearlyRun
 from meshwright.planner.whatif.planning import Planned, plan_candidate
 from meshwright.planner.whatif.pricing import economics
-from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR
+from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR, Hourly
 from meshwright.planner.whatif.pricing.goodput import goodput_of
 from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.probabilities import probability_within, quantile
@@ -195,8 +195,19 @@ def evaluate(
     outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
     if planned_run.runs:
         outcome = replace(outcome, jobs=tuple(_yearly(planned_run, outcome)))
-        candidate = with_load(candidate, outcome)
-    return _with_goal(study, candidate, outcome)
+    outcome = _with_hours(study, outcome)
+    return _with_goal(study, with_load(candidate, outcome), outcome)
+
+
+def _with_hours(study: Study, outcome: CandidateOutcome) -> CandidateOutcome:
+    """Add the hours of the goal's tokens, and of what they alone have to pay."""
+    tokens = study.tokens_of(outcome.parameters)
+    if tokens is None:
+        return outcome
+    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
+    run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
+    whole = HOURS_PER_YEAR if outcome.jobs else None
+    return replace(outcome, hours=run_hours, tokens=tokens, term_hours=whole)
 
 
 def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyRun]:
@@ -257,14 +268,10 @@ def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         **_prices(candidate),
         **_data(candidate, outcome),
     )
-    tokens = study.tokens_of(outcome.parameters)
-    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
-    if tokens is not None:
-        run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
-        outcome = replace(outcome, hours=run_hours, tokens=tokens)
+    run_hours = outcome.hours
+    if run_hours is not None:
         if outcome.usd_per_device_hour is not None:
-            paid_hours = economics.at_least(run_hours, outcome.minimum_hours)
-            rent = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
+            rent = _rent_usd(outcome, outcome.usd_per_device_hour, run_hours)
             outcome = replace(
                 outcome,
                 usd=total([rent, outcome.data_usd]),
@@ -303,20 +310,35 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Uncert
     )
 
 
+def _rent_usd(
+    outcome: CandidateOutcome, usd_per_device_hour: UncertainValue, run_hours: UncertainValue
+) -> UncertainValue:
+    """Return what devices cost: their share by the hours used, or all that their terms fix."""
+    fixed, used = outcome.fixed_usd_per_device_hour, outcome.used_usd_per_device_hour
+    if outcome.fixed_hours is None or fixed is None or used is None:
+        paid_hours = economics.at_least(run_hours, outcome.minimum_hours)
+        return economics.rent_usd(outcome.devices, paid_hours, usd_per_device_hour)
+    hourly = Hourly(fixed=fixed, used=used)
+    return economics.whole_usd(outcome.devices, hourly, outcome.fixed_hours, run_hours)
+
+
 def _outlay_usd(
     candidate: Candidate, outcome: CandidateOutcome, rent: UncertainValue
 ) -> UncertainValue:
     """Return what leaves a budget: what terms bind to, and what a run pays of the rest."""
     beside, run_hours, used = candidate.priced.beside, outcome.hours, candidate.assumed.utilisation
-    each = candidate.priced.outlay_usd_per_device(used, run_hours)
+    kept_hours = outcome.fixed_hours if outcome.jobs else run_hours
+    each = candidate.priced.outlay_usd_per_device(used, kept_hours)
     if each is None:
         return rent
     outlay = each.times(candidate.devices)
     if beside is None or run_hours is None:
         return outlay
-    return total(
-        [outlay, economics.rent_usd(outcome.devices, run_hours, beside.useful_hour_usd(used))]
-    )
+    if outcome.fixed_hours is not None:
+        rest = economics.whole_usd(outcome.devices, beside, outcome.fixed_hours, run_hours)
+    else:
+        rest = economics.rent_usd(outcome.devices, run_hours, beside.useful_hour_usd(used))
+    return total([outlay, rest])
 
 
 def _data(candidate: Candidate, outcome: CandidateOutcome) -> dict[str, Any]:
@@ -340,6 +362,8 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     outlay = priced.outlay_usd_per_device(candidate.assumed.utilisation)
     return {
         "minimum_hours": priced.minimum_hours,
+        "fixed_usd_per_device_hour": priced.hourly.fixed,
+        "used_usd_per_device_hour": priced.hourly.used,
         "usd_per_device_hour": priced.hourly.useful_hour_usd(candidate.assumed.utilisation),
         "price_quote_weight": priced.quote_weight(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
