@@ -77,7 +77,7 @@ def whatif(
         float | None, typer.Option("--electricity", help="US dollars per kWh")
     ] = None,
     utilisation: Annotated[
-        float | None, typer.Option("--utilisation", help="Share of bought hours used: 0.8")
+        float | None, typer.Option("--utilisation", help="Share of bought or reserved hours that all work uses")
     ] = None,
     years: Annotated[
         float | None, typer.Option("--years", help="Years until bought devices are sold")

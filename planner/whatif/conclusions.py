@@ -76,6 +76,7 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
         sentence += f" (our own runtime: step {seconds_text(best.native_step_s)})"
     if best.capital_usd is not None:
         sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
+        sentence += _paid_whole_text(best)
     sentence += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
     return sentence
 
@@ -85,6 +86,17 @@ def commitment_text(candidate: Candidate, usd: float) -> str:
     bought = candidate.priced.purchase
     word = "Commitment" if bought is None or bought.leased else "Capex"
     return f"{word} {usd:,.0f} USD"
+
+
+def _paid_whole_text(outcome: CandidateOutcome) -> str:
+    """Say that one run pays a commitment whole, and how other work on it would be stated."""
+    if outcome.jobs or outcome.hours is None or outcome.fixed_hours is None:
+        return ""
+    share = outcome.hours.value / outcome.fixed_hours.value
+    return (
+        f", paid whole: the run uses {100 * share:.0f} % of its hours; if other work uses it too, "
+        "give utilisation"
+    )
 
 
 def _by_our_runtime(result: Result) -> Iterator[str]:

@@ -38,13 +38,15 @@ export function evaluate(candidate, given, goal, drawn = true) {
   const tokens = tokensOf(goal, plan.parameters);
   const run = tokens === null ? null : hours(tokens, tokensPerS, goodput);
   const jobs = plan.jobs.length ? yearly(plan, tokens, run) : [];
-  const termHours = jobs.length ? HOURS_PER_YEAR : null;
-  const fixedHours = fixedHoursOf({ termHours, hours: run, jobs });
-  const assumed = jobs.length ? { ...given, utilisation: Math.min(1, load(jobs)) } : given;
+  const termHours = jobs.length ? HOURS_PER_YEAR : wholeTermHours(candidate, given);
+  const termRenews = candidate.terms.kind === "rented";
+  const fixedHours = fixedHoursOf({ termHours, termRenews, hours: run, jobs });
+  const assumed = fixedHours
+    ? { ...given, utilisation: Math.min(1, run.value / fixedHours.value) } : given;
   const priced = pricedOf(candidate, assumed);
   const watts = wattsOf(candidate.groups, assumed, candidate.power_limit);
   const outcome = {
-    candidate, assumed, priced, plan, devices, watts, tokensPerS, goodput, jobs, tokens, termHours, fixedHours,
+    candidate, assumed, priced, plan, devices, watts, tokensPerS, goodput, jobs, tokens, termHours, termRenews, fixedHours,
     leadDays: priced.purchase && !jobs.length ? assumed.lead_days : null,
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
     capitalUsd: null, outlayUsd: null, hours: run, usd: null, energyKwh: null, carbonKg: null,
@@ -68,11 +70,18 @@ export function evaluate(candidate, given, goal, drawn = true) {
   return outcome;
 }
 
+/** Hours of a commitment that one run has to pay whole; null where other work shares it. */
+function wholeTermHours({ terms }, { shared, years }) {
+  if (shared) return null;
+  if (terms.kind === "bought") return years * HOURS_PER_YEAR;
+  return terms.kind === "rented" && terms.years ? terms.years * HOURS_PER_YEAR : null;
+}
+
 /** Hours whose fixed price is paid whole; null where other work shares it. @returns {?Span} */
-function fixedHoursOf({ termHours, hours: run, jobs }) {
+function fixedHoursOf({ termHours, termRenews, hours: run, jobs }) {
   if (termHours === null || run === null) return null;
   if (jobs.length) return exact(Math.max(termHours, run.value));
-  return times(termsBegun(run, termHours), termHours);
+  return termRenews ? times(termsBegun(run, termHours), termHours) : atLeast(run, termHours);
 }
 
 const goodputFor = ({ plan, devices, nodes, spot }, assumed) => assumed.goodput

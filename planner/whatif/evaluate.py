@@ -195,19 +195,25 @@ def evaluate(
     outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
     if planned_run.runs:
         outcome = replace(outcome, jobs=tuple(_yearly(planned_run, outcome)))
-    outcome = _with_hours(study, outcome)
+    outcome = _with_hours(study, candidate, outcome)
     return _with_goal(study, with_load(candidate, outcome), outcome)
 
 
-def _with_hours(study: Study, outcome: CandidateOutcome) -> CandidateOutcome:
+def _with_hours(study: Study, candidate: Candidate, outcome: CandidateOutcome) -> CandidateOutcome:
     """Add the hours of the goal's tokens, and of what they alone have to pay."""
     tokens = study.tokens_of(outcome.parameters)
     if tokens is None:
         return outcome
     assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
     run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
-    whole = HOURS_PER_YEAR if outcome.jobs else None
-    return replace(outcome, hours=run_hours, tokens=tokens, term_hours=whole)
+    whole = HOURS_PER_YEAR if outcome.jobs else candidate.whole_term_hours
+    return replace(
+        outcome,
+        hours=run_hours,
+        tokens=tokens,
+        term_hours=whole,
+        term_renews=candidate.priced.reservation is not None,
+    )
 
 
 def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyRun]:
@@ -220,10 +226,10 @@ def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyR
 
 
 def with_load(candidate: Candidate, outcome: CandidateOutcome) -> Candidate:
-    """Return a candidate of whose hours a year of jobs uses what it takes."""
-    if not outcome.jobs:
+    """Return a candidate of whose hours the work uses what it takes, where nothing else does."""
+    if outcome.hours is None or outcome.fixed_hours is None:
         return candidate
-    used = min(1.0, load(outcome.arrivals))
+    used = min(1.0, outcome.hours.value / outcome.fixed_hours.value)
     assumed = candidate.assumed.model_copy(update={"utilisation": used})
     return replace(candidate, assumed=assumed)
 

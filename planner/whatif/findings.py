@@ -504,7 +504,8 @@ def _buying(result: Result) -> Iterator[str]:
     """
     for name, against in _cheapest_pairs(result):
         assumed = result.candidates[name].assumed
-        text = _against_text(name, against, assumed.utilisation)
+        whole = result.candidates[name].whole_term_hours is not None
+        text = _against_text(name, against, assumed.utilisation, whole=whole)
         if against.payback_years is not None:
             text += f" Payback after {against.payback_years:.1f} years."
         if against.waiting_usd is not None:
@@ -629,7 +630,7 @@ def _sizes(result: Result) -> Iterator[str]:
         yield f"{text}."
 
 
-def _against_text(name: str, against: Against, utilisation: float) -> str:
+def _against_text(name: str, against: Against, utilisation: float, *, whole: bool) -> str:
     share = against.share
     if share is None:
         text = f"{name} is never cheaper than {against.name}"
@@ -642,9 +643,11 @@ def _against_text(name: str, against: Against, utilisation: float) -> str:
     high = "never" if against.high is None else f"{100 * against.high:.0f} %"
     low = "never" if against.low is None else f"{100 * against.low:.0f} %"
     wins = "so it is" if utilisation > share else "so it is not"
+    how = "this work alone uses {}" if whole else "{} are assumed"
+    used = how.format(f"{100 * utilisation:.0f} %")
     return (
         f"{name} is cheaper than {against.name} above {100 * share:.0f} % utilisation ({low} to "
-        f"{high} as its costs vary); {100 * utilisation:.0f} % are assumed, {wins}."
+        f"{high} as its costs vary); {used}, {wins}."
     )
 
 

@@ -74,14 +74,16 @@ function costs(outcome, duration) {
   return found;
 }
 
-/** What is paid whole: a year of jobs has one year, a run each term that it begins. */
+/** What is paid whole: a year of jobs has one year, a run each term of a contract it begins. */
 function wholeCosts(outcome, duration, found) {
   const { priced: { hourly: { fixed, used } }, devices, termHours: term, hours, candidate } = outcome;
   const [fixedPrice, usedPrice] = [fixed, used].map((part) => (part.value === 0 ? null
     : priceMultipliers(part, `price ${candidate.cause || candidate.how}`, outcome.quoteWeight)));
   const year = outcome.jobs.length ? Math.max(term, hours.value) : null;
   for (let k = 0; k < DRAWS; k++) {
-    const whole = year ?? term * Math.max(1, Math.ceil(duration[k] / term * (1 - ROUNDING)));
+    const whole = year ?? (outcome.termRenews
+      ? term * Math.max(1, Math.ceil(duration[k] / term * (1 - ROUNDING)))
+      : Math.max(term, duration[k]));
     const fixedUsd = fixedPrice === null ? 0 : fixed.value * fixedPrice[k] * whole;
     const usedUsd = usedPrice === null ? 0 : used.value * usedPrice[k] * duration[k];
     found[k] = (fixedUsd + usedUsd) * devices;

@@ -95,10 +95,12 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
 
 
 def _fixed_hours(outcome: CandidateOutcome, duration: Draws) -> Draws | float:
-    """Return the hours whose fixed price is paid: a year of jobs has one, a run each it begins."""
+    """Return the hours whose fixed price is paid whole, as `CandidateOutcome.fixed_hours` has it."""
     assert outcome.term_hours is not None and outcome.hours is not None
     if outcome.jobs:
         return max(outcome.term_hours, outcome.hours.value)
+    if not outcome.term_renews:
+        return np.maximum(duration, outcome.term_hours)
     begun = np.ceil(duration / outcome.term_hours * (1 - ROUNDING))
     return outcome.term_hours * np.maximum(1.0, begun)
 

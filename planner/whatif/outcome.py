@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.planner.costs.uncertainty import link_seconds
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.whatif.pricing.economics import terms_begun
+from meshwright.planner.whatif.pricing.economics import at_least, terms_begun
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, total
 
 
@@ -69,6 +69,8 @@ class CandidateOutcome:
     term_hours: float | None = None
     """Of what is paid whole, since this work alone uses it: a year of jobs, or a contract.  None
     where other work shares what is fixed."""
+    term_renews: bool = False
+    """A run that takes longer begins another such term, as of a contract; else it just goes on."""
     day_usd: float | None = None
     """What the result is worth more, a day sooner, where the goal says it."""
     price: str = ""
@@ -120,12 +122,15 @@ class CandidateOutcome:
     def fixed_hours(self) -> UncertainValue | None:
         """Hours whose fixed price is paid whole; None where other work shares it.
 
-        Jobs have their year, whatever hours they take; a run has each term that it begins.
+        Jobs have their year, whatever hours they take.  A run has each term of a contract that it
+        begins, and of a purchase its years or more.
         """
         if self.term_hours is None or self.hours is None:
             return None
         if self.jobs:
             return exact(max(self.term_hours, self.hours.value))
+        if not self.term_renews:
+            return at_least(self.hours, self.term_hours)
         return terms_begun(self.hours, self.term_hours).times(self.term_hours)
 
     @property

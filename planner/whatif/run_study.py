@@ -270,7 +270,7 @@ def _carried_out(
     except KeyboardInterrupt:
         interrupted = True
     outcomes = tuple(done[index] for index in sorted(done))
-    if study.jobs:  # each candidate's outcome says how much of it is used
+    if len(study.rows) == 1:  # its outcome says how much of each candidate is used
         candidates |= {o.candidate: with_load(candidates[o.candidate], o) for o in outcomes}
     result = Result(
         study=study,

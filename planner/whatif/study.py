@@ -436,7 +436,8 @@ class Assumptions(Part):
     owning: Owning = Owning()
     data: Data = Data()
     utilisation: Fraction = 0.8
-    """Share of the hours of what is bought or reserved that are used."""
+    """Share of the hours of what is bought or reserved that are used, by all work on it.  Where a
+    study leaves it out, a run pays a commitment whole and a year of jobs the year."""
     years: Years = 3.0
     """Until bought devices are sold, and over which purchases and rents are compared."""
     interest: Interest = 0.08

@@ -109,3 +109,50 @@ def test_hours_are_no_doubt_of_what_is_fixed() -> None:
     assert doubts(asked, outcome) == []
     [rented] = outcomes_of_year([{"cluster": "8xa10g", "rent": on_demand(1.5)}])
     assert sum(doubt.share for doubt in doubts(asked, rented)) == pytest.approx(1.0)
+
+
+def test_a_run_pays_each_term_of_a_contract_that_it_begins() -> None:
+    """By hand: eight devices at 1.20 USD, 730 hours a term; the run is made 0.3 and 2.4 terms."""
+    offers = [{"cluster": "8xa10g", "rent": contract(1.2, 1.0)}]
+    plain = study(offers=offers)
+    [candidate] = candidates_of(plain)
+    planned = plan_candidate(plain, "gpt2", candidate)
+    once = evaluate(plain, "gpt2", candidate, planned)
+    assert once.hours is not None
+    for terms, paid in ((0.3, 1), (2.4, 3)):
+        asked = study(offers=offers, goal={"tokens": 1e9 * terms * 730 / once.hours.value})
+        outcome = evaluate(asked, "gpt2", candidate, planned)
+        assert outcome.usd is not None
+        assert outcome.usd.value == pytest.approx(8 * 1.2 * 730 * paid)
+        assert outcome.outlay_usd is not None
+        assert outcome.outlay_usd.value == pytest.approx(outcome.usd.value)
+
+    short = evaluate(plain, "gpt2", candidate, planned)
+    shared = study(offers=offers, assumptions={"utilisation": 0.5})
+    [other] = candidates_of(shared)
+    share = evaluate(shared, "gpt2", other, planned)
+    assert share.usd is not None and short.usd is not None
+    assert share.usd.value == pytest.approx(8 * 1.2 * once.hours.value / 0.5)
+
+
+def test_a_purchase_is_paid_whole_by_the_only_run_on_it() -> None:
+    """By hand: no interest, resale or running costs: 8 x 9,000 USD and nothing else."""
+    nothing = {"value": 0.0, "low": 0.0, "high": 0.0, "source": "by hand"}
+    names = ("storage_usd_per_device", "spares", "support_a_year", "insurance_a_year")
+    names += ("staff_usd_per_device_year", "hosting_usd_per_kw_month", "idle_power")
+    owning = {name: nothing for name in names}
+    owning |= {"income_tax": 0.0, "sales_tax": 0.0, "residual_by_age": [0.0, 0.0, 0.0]}
+    buy = {"usd_per_device": 9000.0, "network_usd_per_device": 0.0, **QUOTE}
+    ends = {"low": 9000.0, "high": 9000.0}
+    power = {"value": 1e-12, "low": 1e-12, "high": 1e-12, "source": "by hand"}
+    asked = study(
+        offers=[{"cluster": "8xa10g", "buy": {**buy, **ends}}],
+        assumptions={"owning": owning, "interest": 0.0, "electricity_usd_per_kwh": power},
+    )
+    [candidate] = candidates_of(asked)
+    outcome = evaluate(asked, "gpt2", candidate)
+
+    assert outcome.usd is not None and outcome.hours is not None
+    assert outcome.hours.value < 1000
+    assert outcome.usd.value == pytest.approx(72_000.0)
+    assert outcome.usd.high == pytest.approx(72_000.0)
