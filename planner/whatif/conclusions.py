@@ -134,6 +134,8 @@ def _native_figure(outcome: CandidateOutcome, by: Order) -> float:
     return waits + (figure(outcome, by) - waits) * ratio
 
 
+CERTAIN = 0.995
+"""A probability that is written as 1.00, and not said."""
 FIRST_IN: dict[Order, str] = {
     "cost": "cheapest",
     "time": "fastest",
@@ -214,7 +216,10 @@ def _kept_texts(outcome: CandidateOutcome, confidence: float = 0.0) -> list[str]
 
 def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
     """Say how surely the first meets the goals, and how surely it is the best of all."""
-    texts = _kept_texts(best, result.study.goal.confidence)
+    texts = [f"fits with probability {best.fit_probability:.2f}"]
+    if best.fit_probability >= CERTAIN:
+        texts = []
+    texts += _kept_texts(best, result.study.goal.confidence)
     if not sure(result.study, best):
         texts += _surest_texts(best, ranks)
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]

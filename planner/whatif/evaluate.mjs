@@ -10,7 +10,7 @@ import {
   SECONDS_PER_HOUR, termsBegun, wholeUsd,
 } from "./pricing/economics.mjs";
 import { goodputOf } from "./pricing/goodput.mjs";
-import { load } from "./pricing/queueing.mjs";
+
 import { exact, inverse, product, times, total } from "./uncertain_value.mjs";
 import { movedUsd, storedUsdPerHour } from "./pricing/transfers.mjs";
 import { boundUsd, outlayOf, pricedOf, quoteWeight, usefulHour, wattsOf } from "./pricing/terms.mjs";
@@ -66,7 +66,7 @@ export function evaluate(candidate, given, goal, drawn = true) {
   outcome.drawn = drawnFigures(outcome);
   outcome.chances = Object.fromEntries(limits.filter(({ figure }) => figure !== null)
     .map(({ name, limit }) => [name, chanceOf(name, outcome, limit * (1 + ROUNDING))]));
-  outcome.chance = Math.min(1, ...Object.values(outcome.chances));
+  outcome.chance = Math.min(plan.fit_probability, ...Object.values(outcome.chances));
   return outcome;
 }
 
@@ -171,13 +171,19 @@ function share(drawn, most) {
 }
 
 function chanceOf(name, outcome, limit) {
+  if (name === "power cap") return within(outcome.watts, limit); // whatever its devices hold
+  return outcome.plan.fit_probability * chanceOfRun(name, outcome, limit);
+}
+
+/** Probability that a run which fits keeps a limit. */
+function chanceOfRun(name, outcome, limit) {
   if (name === "hours of a year") return share(outcome.drawn.time, limit);
   if (name === "deadline") return share(outcome.drawn.time, 24 * limit);
   if (name === "emission cap") {
     return share(outcome.drawn.energy, 1e6 * limit / outcome.assumed.grams_per_kwh);
   }
   if (name === "budget" && outcome.capitalUsd === null) return share(outcome.drawn.cost, limit);
-  return within(name === "budget" ? outcome.outlayUsd : outcome.watts, limit);
+  return within(outcome.outlayUsd, limit);
 }
 
 /** Tokens for which budget and deadline both suffice; null without a budget or a price. */

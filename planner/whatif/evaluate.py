@@ -36,7 +36,6 @@ from meshwright.planner.whatif.planning import Planned, plan_candidate
 from meshwright.planner.whatif.pricing import economics
 from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR, Hourly
 from meshwright.planner.whatif.pricing.goodput import goodput_of
-from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.probabilities import probability_within, quantile
 from meshwright.planner.whatif.study import Data, Goal, Offer, Order, Study
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, span_of, total
@@ -109,6 +108,14 @@ def chances_of(goal: Goal, outcome: CandidateOutcome) -> dict[str, float]:
 
 
 def _chance(name: str, outcome: CandidateOutcome, limit: float) -> float:
+    if name == "power cap":  # devices draw it whatever they hold
+        assert outcome.watts is not None
+        return probability_within(outcome.watts, limit)
+    return outcome.fit_probability * _chance_of_run(name, outcome, limit)
+
+
+def _chance_of_run(name: str, outcome: CandidateOutcome, limit: float) -> float:
+    """Return the probability that a run which fits keeps a limit."""
     if name == "hours of a year":
         return _share(outcome, "time", limit)
     if name == "deadline":
@@ -118,9 +125,8 @@ def _chance(name: str, outcome: CandidateOutcome, limit: float) -> float:
         return _share(outcome, "energy", 1e6 * limit / outcome.grams_per_kwh)
     if name == "budget" and outcome.capital_usd is None:
         return _share(outcome, "cost", limit)
-    figure = outcome.outlay_usd if name == "budget" else outcome.watts
-    assert figure is not None
-    return probability_within(figure, limit)
+    assert outcome.outlay_usd is not None
+    return probability_within(outcome.outlay_usd, limit)
 
 
 def _share(outcome: CandidateOutcome, by: Order, limit: float) -> float:
@@ -186,6 +192,7 @@ def evaluate(
         memory_parts=tuple(dict(stage.memory_parts) for stage in prediction.stages),
         peak_bytes=fullest.peak_memory_bytes,
         capacity_bytes=fullest.memory_capacity_bytes,
+        fit_probability=1.0 if prediction.fit_probability is None else prediction.fit_probability,
         host_bytes=per_node * max(stage.host_bytes for stage in prediction.stages),
         binding=binding_of(prediction),
         provenance=_provenance(prediction),
@@ -540,7 +547,7 @@ def most_affordable(
         each = single.priced.hourly.useful_hour_usd(single.assumed.utilisation).times(hours)
     if each is not None:
         whole = each.times(single.devices)
-        surely = quantile(whole, study.goal.confidence)
+        surely = quantile(whole, study.goal.confidence / study.fit_probability)
         most = math.floor(budget / surely * (1 + ROUNDING))
         if most < 1:
             raise DocumentError(

@@ -95,7 +95,7 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
 
 
 def _fixed_hours(outcome: CandidateOutcome, duration: Draws) -> Draws | float:
-    """Return the hours whose fixed price is paid whole, as `CandidateOutcome.fixed_hours` has it."""
+    """Return the hours whose fixed price is paid whole, as `fixed_hours` of an outcome."""
     assert outcome.term_hours is not None and outcome.hours is not None
     if outcome.jobs:
         return max(outcome.term_hours, outcome.hours.value)

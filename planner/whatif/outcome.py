@@ -45,6 +45,8 @@ class CandidateOutcome:
     memory_parts: tuple[dict[str, float], ...] = ()
     peak_bytes: float = 0.0
     capacity_bytes: float = 0.0
+    fit_probability: float = 1.0
+    """That its plan fits; part of every probability of a goal, and of being the first."""
     host_bytes: float = 0.0
     """Of a node's memory, at most."""
     parameters: int = 0
@@ -110,8 +112,8 @@ class CandidateOutcome:
 
     @property
     def chance(self) -> float:
-        """The least probability of meeting a goal; 1 where there is none."""
-        return min(self.chances.values(), default=1.0)
+        """The least probability of fitting and of meeting each goal."""
+        return min([self.fit_probability, *self.chances.values()])
 
     @property
     def arrivals(self) -> list[tuple[float, float]]:

@@ -209,6 +209,7 @@ def _plan(outcome: CandidateOutcome) -> dict[str, Any]:
         "parameters": outcome.parameters,
         "idle": outcome.idle,
         "link_share": outcome.link_share,
+        "fit_probability": outcome.fit_probability,
         "mfu": outcome.mfu,
         "framework": outcome.framework,
         "layout": outcome.layout,

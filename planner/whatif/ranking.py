@@ -36,8 +36,8 @@ class Rank:
     ties_at_usd_per_device_hour: float | None = None
     """The price at which it would cost what the first one costs."""
     first: dict[Order, float] = field(default_factory=dict)
-    """Probability that it has the least time, cost and energy of all that can be chosen: what is
-    sold, misses no goal at its midpoint, and has that figure."""
+    """Probability that it fits and has the least time, cost and energy of all that can be chosen:
+    what is sold, misses no goal at its midpoint, and has that figure."""
 
 
 def _tie_price(first: CandidateOutcome, outcome: CandidateOutcome) -> float | None:
@@ -111,7 +111,7 @@ def _first(outcomes: Sequence[CandidateOutcome]) -> dict[int, dict[Order, float]
     for by in get_args(Order):
         for outcome, chance in zip(chosen, chances_to_be_first(chosen, by), strict=True):
             if chance is not None:
-                orders[id(outcome)][by] = chance
+                orders[id(outcome)][by] = chance * outcome.fit_probability
     return orders
 
 

@@ -37,6 +37,7 @@ from meshwright.planner.documents.units import (
     Share,
     Text,
 )
+from meshwright.planner.requests.request import SURE_TO_FIT
 
 Q = TypeVar("Q", bound=Quantity)
 P = TypeVar("P", bound=Part)
@@ -85,6 +86,8 @@ Order = Literal["cost", "time", "energy", "carbon", "weighted"]
 Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
 YEAR = "a year of jobs"
+EXACT_FIT = 1e-6
+"""Of plans that need not be surer than this to fit."""
 PUBLIC = "public"
 """As a framework: the public one that is fastest there."""
 
@@ -100,6 +103,9 @@ class Work(Part):
     """What each cluster has units for, bf16 or fp16, where it is not given; auto tries fewer bits
     where device and framework have them."""
     tuning: Tuning = "pretrain"
+    fit_probability: Fraction | None = None
+    """Least probability that a plan fits; where it is not given 95 %, as `plan` has it, and more
+    where goals are to be met more surely than with 80 %."""
     framework: Text = PUBLIC
     """The framework that trains, where the whole model is: a name, or the fastest public one."""
 
@@ -607,6 +613,16 @@ class Study(Document):
             )
         if len({job.name for job in self.jobs}) < len(self.jobs):
             raise ValueError("two jobs have one name; rename one")
+
+    @property
+    def fit_probability(self) -> float:
+        """Least probability that plans fit: as the work says, or 95 % and more.
+
+        Where goals are to be met surely, memory may spoil a quarter of what may go wrong.
+        """
+        if self.work.fit_probability is not None:
+            return min(self.work.fit_probability, 1 - EXACT_FIT)
+        return max(SURE_TO_FIT, 1 - (1 - min(self.goal.confidence, 1 - EXACT_FIT)) / 4)
 
     @property
     def rows(self) -> tuple[str, ...]:

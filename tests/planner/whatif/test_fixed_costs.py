@@ -140,7 +140,7 @@ def test_a_purchase_is_paid_whole_by_the_only_run_on_it() -> None:
     nothing = {"value": 0.0, "low": 0.0, "high": 0.0, "source": "by hand"}
     names = ("storage_usd_per_device", "spares", "support_a_year", "insurance_a_year")
     names += ("staff_usd_per_device_year", "hosting_usd_per_kw_month", "idle_power")
-    owning = {name: nothing for name in names}
+    owning = dict.fromkeys(names, nothing)
     owning |= {"income_tax": 0.0, "sales_tax": 0.0, "residual_by_age": [0.0, 0.0, 0.0]}
     buy = {"usd_per_device": 9000.0, "network_usd_per_device": 0.0, **QUOTE}
     ends = {"low": 9000.0, "high": 9000.0}
