@@ -40,6 +40,7 @@ def verdicts(result: Result) -> list[str]:
         sentences += [*_largest(result), *_crossover(result)]
     return [
         *sentences,
+        *result.sizes,
         *_kept_at_the_midpoint(result),
         *_by_our_runtime(result),
         *_old_prices(result, datetime.date.today()),

@@ -23,16 +23,18 @@ from typing import Any, assert_never
 import numpy as np
 
 from meshwright.planner.catalog import Rent, carbon_of
+from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.prediction import Prediction, compaction
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES, bytes_text
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.request import TOKENS_PER_STEP
 from meshwright.planner.whatif.candidates import Candidate, candidates_of, powered_devices, watts_of
 from meshwright.planner.whatif.formatting import range_text, usd_text
 from meshwright.planner.whatif.monte_carlo import drawn_figure
 from meshwright.planner.whatif.outcome import CandidateOutcome, YearlyRun
-from meshwright.planner.whatif.planning import Planned, plan_candidate
+from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, request_of
 from meshwright.planner.whatif.pricing import economics
 from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR, Hourly
 from meshwright.planner.whatif.pricing.goodput import goodput_of
@@ -453,6 +455,45 @@ def with_sizes(study: Study, found_sizes: Sequence[tuple[int, int]]) -> Study:
     return study.model_copy(update={"offers": tuple(offers)})
 
 
+LEAST_STEPS = 100
+"""Of a training: fewer steps do not train, however large their batch."""
+
+
+def batch_tokens_borne(tokens: float) -> float:
+    """Return the tokens of the largest batch that a training of so many tokens bears.
+
+    The usual batch or, if it is larger, the critical batch of as many tokens, 22.91 tokens^0.47,
+    above which more samples save few steps; and 100 steps at least.
+    Source: Zhang et al., How Does Critical Batch Size Scale in Pre-training?, ICLR 2025.
+
+    >>> f"{batch_tokens_borne(1e8):,.0f}", f"{batch_tokens_borne(15e12) / 1e6:.1f} M"
+    ('1,000,000', '35.6 M')
+    """
+    critical = 22.91 * math.pow(tokens, 0.47)
+    return min(max(float(TOKENS_PER_STEP), critical), tokens / LEAST_STEPS)
+
+
+def size_bounds(study: Study, model: str, single: Candidate) -> list[tuple[int, str]]:
+    """Return the most that something else than the goal allows of a node, with what it is."""
+    assumed, priced = single.assumed, single.priced
+    bounds = [(_device_limit(single), f"{MOST_PLANNED:,} devices are the most that is planned")]
+    if not (priced.owned or priced.purchase or priced.reservation):
+        asked = "quota_devices" in assumed.model_fields_set
+        text = f"{assumed.quota_devices:,} devices are rented at once"
+        text += "" if asked else " (assumed; assumptions.quota_devices says how many)"
+        bounds.append((assumed.quota_devices // single.devices, text))
+    graph = resolve_model(model)
+    tokens = study.tokens_of(graph.parameters)
+    if study.work.global_batch is None and tokens is not None:  # else it grows with devices
+        seq_len = request_of(study, graph, single, NATIVE).job.seq_len
+        samples = batch_tokens_borne(tokens) / seq_len
+        text = f"{tokens:.3g} tokens bear a batch of {samples:,.0f} samples, one a device"
+        if samples * seq_len * LEAST_STEPS >= tokens * (1 - ROUNDING):
+            text += f", for {LEAST_STEPS} steps"
+        bounds.append((int(samples) // single.devices, text))
+    return [(max(1, most), text) for most, text in bounds]
+
+
 def size_of(
     study: Study,
     place: int,
@@ -464,21 +505,40 @@ def size_of(
 
     `store` has what layers take on other clusters.
     """
+    return bounded_size(study, place, model, quotes, store)[0]
+
+
+def bounded_size(
+    study: Study,
+    place: int,
+    model: str,
+    quotes: Sequence[Rent] | None = None,
+    store: FigureStore | None = None,
+) -> tuple[int, str]:
+    """Return the `n` of one offer for one model, and what keeps it from being another."""
     offer = study.offers[place]
     assert offer.solve is not None  # unsolved() names such offers
     try:
         match offer.solve:
             case "power":
-                return in_use(study, offer, model, powered_devices(study, offer), quotes, store)
+                most, why = powered_devices(study, offer), "more power would be drawn than is fed"
             case "need":
-                return fewest_needed(study, offer, model, quotes, store)
+                return fewest_needed(study, offer, model, quotes, store), "fewer miss the deadline"
             case "afford":
-                most = most_affordable(study, offer, model, quotes, store)
-                return in_use(study, offer, model, most, quotes, store)
+                most, why = most_affordable(study, offer, model, quotes, store), AFFORDABLE
             case _:
                 assert_never(offer.solve)
+        single = candidate_of_size(study, offer, 1, quotes)
+        bound, reason = min(size_bounds(study, model, single))
+        if most >= bound:
+            most, why = bound, reason
+        working = in_use(study, offer, model, most, quotes, store)
     except DocumentError as error:
         raise DocumentError(f"offers[{place}].{error.path or 'solve'}", error.message) from error
+    return working, why if working == most else "more would stand idle"
+
+
+AFFORDABLE = "more cost more than the budget"
 
 
 def candidate_of_size(
@@ -516,13 +576,14 @@ def fewest_needed(
             f"goal.deadline_days is {study.goal.deadline_days:g}, and delivery takes "
             f"{range_text(delivered)} days; rent, or give assumptions.lead_days",
         )
-    most, least = _device_limit(single), 1
+    (most, why), least = min(size_bounds(study, model, single)), 1
     while not meets_deadline(least):
-        least *= 2
-        if least > most:
+        if least >= most:
             raise DocumentError(
-                "solve", f"no {offer.cluster} of up to {most} meets the deadline with {model}"
+                "solve",
+                f"no {offer.cluster} of up to {most} meets the deadline with {model}; {why}",
             )
+        least = min(2 * least, most)
     return border(meets_deadline, least // 2, least)
 
 
@@ -547,7 +608,7 @@ def most_affordable(
         each = single.priced.hourly.useful_hour_usd(single.assumed.utilisation).times(hours)
     if each is not None:
         whole = each.times(single.devices)
-        surely = quantile(whole, study.goal.confidence / study.fit_probability)
+        surely = quantile(whole, min(0.9999, study.goal.confidence / study.fit_probability))
         most = math.floor(budget / surely * (1 + ROUNDING))
         if most < 1:
             raise DocumentError(
@@ -561,7 +622,7 @@ def most_affordable(
         outcome = evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)
         return outcome.fits and not _sure(study, outcome, "budget")
 
-    most, least = _device_limit(single), 1
+    (most, _), least = min(size_bounds(study, model, single)), 1
     while not too_dear(least) and least < most:
         least = min(2 * least, most)
     if not too_dear(least):

@@ -185,8 +185,8 @@ class Rental(Part):
     """Of a reservation, whose every hour is paid, used or not."""
     prepaid: Proportion | None = None
     """Share of a reservation that is paid on the first day."""
-    minimum_hours: Amount = 0.0
-    """Of a run, paid at least."""
+    minimum_hours: Amount = 1.0
+    """Of a run, paid at least: an hour is the least that is sold."""
     currency: Line = "USD"
     market: Market | None = None
     """Of the catalogue's offers: specialists or hyperscalers, the cheaper where it is not given;
@@ -444,6 +444,9 @@ class Assumptions(Part):
     utilisation: Fraction = 0.8
     """Share of the hours of what is bought or reserved that are used, by all work on it.  Where a
     study leaves it out, a run pays a commitment whole and a year of jobs the year."""
+    quota_devices: Devices = 512
+    """That a provider rents at once, on demand or on spot, where a size is to be found: 64 nodes
+    of eight, about the most of a block that clouds sell without a contract."""
     years: Years = 3.0
     """Until bought devices are sold, and over which purchases and rents are compared."""
     interest: Interest = 0.08
