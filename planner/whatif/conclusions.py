@@ -193,6 +193,8 @@ def _costs(outcome: CandidateOutcome) -> str:
         parts.append(days_text(outcome.hours))
     if outcome.hours is not None and outcome.lead_days is not None:
         parts.append(f"after {days_text(outcome.lead_days.times(24))} until delivery")
+        assert outcome.result_hours is not None  # it has hours
+        parts.append(f"the result after {days_text(outcome.result_hours)}")
     if outcome.usd is not None:
         parts.append(usd_text(outcome.usd))
     if outcome.usd is None and outcome.hours is not None:

@@ -31,7 +31,7 @@ from meshwright.planner.documents.units import MOST_DEVICES, bytes_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import TOKENS_PER_STEP
 from meshwright.planner.whatif.candidates import Candidate, candidates_of, powered_devices, watts_of
-from meshwright.planner.whatif.formatting import range_text, usd_text
+from meshwright.planner.whatif.formatting import apart_texts, range_text, usd_text
 from meshwright.planner.whatif.monte_carlo import drawn_figure
 from meshwright.planner.whatif.outcome import CandidateOutcome, YearlyRun
 from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, request_of
@@ -92,12 +92,9 @@ def misses(goal: Goal, outcome: CandidateOutcome) -> list[str]:
         if figure is None:
             missed.append(f"{name}: not known")
         elif figure > limit * (1 + ROUNDING):
-            missed.append(f"{name}: {_number(figure)} of {_number(limit)} {unit}")
+            reached, allowed = apart_texts(figure, limit)
+            missed.append(f"{name}: {reached} of {allowed} {unit}")
     return missed
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def chances_of(goal: Goal, outcome: CandidateOutcome) -> dict[str, float]:
