@@ -178,6 +178,20 @@ class Candidate:
         return span_of(self.assumed.lead_days) if self.priced.purchase is not None else None
 
     @property
+    def whole_term_hours(self) -> float | None:
+        """Hours of a commitment that one run has to pay whole, used or not.
+
+        None where nothing binds, or where the study says by its utilisation what else it does.  Of
+        a cluster that is had on several terms, what is owned has other work.
+        """
+        if "utilisation" in self.assumed.model_fields_set or self.priced.parts:
+            return None
+        if self.priced.purchase is not None:
+            return self.assumed.years * HOURS_PER_YEAR
+        reserved = self.priced.reservation
+        return None if reserved is None else reserved.years * HOURS_PER_YEAR
+
+    @property
     def limited_cluster(self) -> ClusterSpec:
         """The cluster as fast as its devices are at their power limit."""
         if self.power_limit == 1:

@@ -70,6 +70,7 @@ def assumed_data(assumed: Assumptions) -> dict[str, Any]:
     grams = assumed.carbon_g_per_kwh
     facility = assumed.facility
     return {
+        "shared": "utilisation" in assumed.model_fields_set,
         **_part(assumed, ("utilisation", "years", "interest", "rent_change_a_year", "tie")),
         "lead_days": _span(span_of(assumed.lead_days)),
         "goodput": None if assumed.goodput is None else _span(span_of(assumed.goodput)),
@@ -208,6 +209,7 @@ def _plan(outcome: CandidateOutcome) -> dict[str, Any]:
         "parameters": outcome.parameters,
         "idle": outcome.idle,
         "link_share": outcome.link_share,
+        "fit_probability": outcome.fit_probability,
         "mfu": outcome.mfu,
         "framework": outcome.framework,
         "layout": outcome.layout,

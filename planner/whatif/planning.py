@@ -190,6 +190,7 @@ def year_of(runs: Sequence[tuple[StudyJob, Planned]]) -> Planned:
             "step_time_low_s": seconds("step_time_low_s"),
             "step_time_high_s": seconds("step_time_high_s"),
             "step_parts": parts,
+            "fit_probability": min(p.fit_probability or 0.0 for p, _, _ in plans if p is not None),
             "mfu": mfu / seconds("step_time_s"),
         }
     )
@@ -284,7 +285,7 @@ def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str,
     work = study.work.model_dump_json()
     narrower = candidate.narrower.model_dump_json() if candidate.narrower else ""
     terms = (candidate.tuning, narrower, *candidate.fix, *candidate.allow)
-    return (model_name, cluster.model_dump_json(), work, *terms)
+    return (model_name, cluster.model_dump_json(), work, str(study.fit_probability), *terms)
 
 
 def request_of(
@@ -304,6 +305,7 @@ def request_of(
         pins=read_pins(candidate.fix, candidate.allow),
         framework=framework,
         called=candidate.name,
+        fit_probability=study.fit_probability,
     )
 
 
