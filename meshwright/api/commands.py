@@ -556,13 +556,15 @@ def export(
     to: str | None = None,
     output: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    with_recipe: bool = False,
 ) -> Exported | FrameworkConfiguration:
     """Write a checkpoint in the form that another program reads, or a plan as its configuration.
 
-    A plan is written for its own framework unless `to` names another.
+    A plan is written for its own framework unless `to` names another; its optimizer and learning
+    rates only with its recipe.
     """
     if is_plan(source):
-        return _framework_configuration(source, to, output)
+        return _framework_configuration(source, to, output, recipe=with_recipe)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
@@ -580,7 +582,7 @@ def export(
 
 
 def _framework_configuration(
-    source: str, to: str | None, output: str | None
+    source: str, to: str | None, output: str | None, *, recipe: bool
 ) -> FrameworkConfiguration:
     from meshwright.planner.framework_configs.configuration import (  # noqa: PLC0415 - one of many
         NEED_NODES,
@@ -607,13 +609,13 @@ def _framework_configuration(
         environment = prediction.environment
         misfit = [f"it does not fit in the memory of {wanted.cluster}"] * (not prediction.fits)
         warnings = [*misfit, *prediction.notes]
-    text = with_environment(configuration(wanted, graph, to, machine), environment)
+    text = with_environment(configuration(wanted, graph, to, machine, recipe=recipe), environment)
     if output is not None:
         document.write_text(text, output)
     return FrameworkConfiguration(
         framework=to,
         text=text,
-        in_the_script=in_the_script(wanted, graph, to, machine),
+        in_the_script=in_the_script(wanted, graph, to, machine, recipe=recipe),
         file=output,
         environment=environment,
         warnings=tuple(warnings),

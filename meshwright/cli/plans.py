@@ -349,6 +349,10 @@ def export(
         str | None, typer.Option("-o", "--output", help="A new folder; for a plan a file")
     ] = None,
     dtype: Annotated[DType, typer.Option("--dtype", help="Type of the weights")] = DType.FP32,
+    with_recipe: Annotated[
+        bool,
+        typer.Option("--with-recipe", help="Of a plan: optimizer and learning rates too"),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Export a plan or a checkpoint for another framework."""
@@ -356,7 +360,9 @@ def export(
     from meshwright.planner.documents.units import bytes_text, count_text
     from meshwright.render.json_output import as_json, export_json
 
-    written = commands.export(source, to=to, output=output, dtype=dtype.value)
+    written = commands.export(
+        source, to=to, output=output, dtype=dtype.value, with_recipe=with_recipe
+    )
     if isinstance(written, commands.FrameworkConfiguration):
         if json:
             print(as_json(asdict(written)))

@@ -71,7 +71,9 @@ def text(wanted: FrameworkPlan) -> str:
         lines += _eight_bits(wanted)
     elif plan.precision in ("bf16", "fp16"):
         lines.append(f"--{plan.precision}")
-    return "\n".join([*lines, *_megatron_training(wanted)]) + "\n"
+    if wanted.recipe:
+        lines += _megatron_training(wanted)
+    return "\n".join(lines) + "\n"
 
 
 SAYS = frozenset({"scales"})
@@ -263,7 +265,7 @@ def deepspeed_text(wanted: FrameworkPlan) -> str:
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
-    mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps
+    mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps * wanted.recipe
     if mesh.tensor * mesh.context > 1 and wanted.plan.zero < 2:
         yield "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, before Blackwell"
     if steps > 1:
