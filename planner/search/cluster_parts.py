@@ -219,18 +219,23 @@ def _bound(
     return max(part.bound_s, bound_s), tuple(chain.closed_form.candidates for chain in chains)
 
 
-def idle_text(request: Request, answer: PartAnswer) -> Iterator[str]:
-    """Yield where devices stay idle, and what a batch that all of them divide would bring."""
+def used_text(request: Request, answer: PartAnswer) -> str:
+    """Return which devices of the cluster an answer uses; empty where it uses all."""
     if answer.part.whole:
-        return
+        return ""
     [group], [used] = request.cluster.groups, answer.part.request.cluster.groups
     nodes = f"{used.nodes} of {group.nodes} nodes"
     each = f"{used.devices_per_node} of {group.devices_per_node} devices of each node"
     whole_nodes = used.devices_per_node == group.devices_per_node
     where = nodes if whole_nodes else each if used.nodes == group.nodes else f"{nodes}, {each}"
-    yield f"the plan uses {where}: more are no faster with a global batch of " + (
-        f"{request.job.global_batch}"
-    )
+    return f": the plan uses {where}, and is slower on more"
+
+
+def dividing_batch(request: Request, answer: PartAnswer) -> Iterator[str]:
+    """Yield what a global batch would bring that all devices divide, where some stay idle."""
+    if answer.part.whole:
+        return
+    [group] = request.cluster.groups
     below, left = divmod(request.job.global_batch, group.devices)
     if not left:
         return
