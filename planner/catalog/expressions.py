@@ -3,8 +3,8 @@
 MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
 document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
 (`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a cluster
-document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.  A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with
-torch.
+document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.  A user's
+own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
 """
 
 from __future__ import annotations

@@ -658,6 +658,7 @@ def _allowed_values(values: list[int], pinned: int | None) -> list[int]:
 
 
 def most_tensor_parallel(model: ModelGraph) -> int:
+    """Return the most ranks that layers can be divided among by tensor parallelism."""
     if model.architecture:
         return model.architecture.heads
     return max((1, *model.tensor_degrees))

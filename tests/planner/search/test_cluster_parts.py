@@ -44,7 +44,7 @@ def request_of(cluster: str, model: str, batch: int, seq_len: int = 1024) -> Req
 
 def drawn(seed: int) -> tuple[Request, Prefer]:
     """Return a request on up to 12 devices, which often do not divide its batch."""
-    draw = random.Random(seed)  # noqa: S311 - not for secrets
+    draw = random.Random(seed)
     count = draw.choice(COUNTS[:SMALL] if seed < FEW else COUNTS)
     each = draw.choice([size for size in (1, 2, 3, 4, 5, 6, 7, 8) if count % size == 0])
     nodes = f"{count // each}x" if count > each else ""
@@ -108,7 +108,7 @@ def test_no_layout_takes_less_than_what_its_devices_need(
     """Layouts drawn from every part are predicted; the bound knows their number alone."""
     request = request_of(cluster, model, batch)
     least_s = least_steps_s(request)
-    draw = random.Random(1)  # noqa: S311 - not for secrets
+    draw = random.Random(1)
     [group] = request.cluster.groups
     for nodes, each in product(range(1, group.nodes + 1), range(1, group.devices_per_node + 1)):
         part = replace(request, cluster=request.cluster.smaller(nodes=nodes, devices_per_node=each))
