@@ -39,7 +39,13 @@ from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
 from meshwright.planner.documents.plan import Job, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
+from meshwright.planner.documents.units import (
+    bytes_text,
+    count_text,
+    duration_s,
+    percent_text,
+    seconds_text,
+)
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
 from meshwright.planner.requests.pins import (
     check_micro_batches,
@@ -55,9 +61,9 @@ from meshwright.planner.requests.request import (
     pinned_layout,
 )
 from meshwright.planner.search.answer import Alternative, Answer, Progress
-from meshwright.planner.search.cluster_parts import idle_text, search_parts
+from meshwright.planner.search.cluster_parts import dividing_batch, search_parts, used_text
 from meshwright.planner.search.plan_preference import Prefer, alternative_row, not_worth_eight_bits
-from meshwright.planner.search.proof_budget import EFFORTS, GapProgress, Prove
+from meshwright.planner.search.proof_budget import GapProgress, effort_to
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
 from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
@@ -88,8 +94,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
-    `prove="simulated"` takes up to two minutes to close the gap in simulated time, and may find a
-    faster plan on the way; `progress` usually gets how far the search is.
+    `gap=0.01` takes minutes, if need be, until no plan is more than 1 % faster in simulated time,
+    and may find a faster one on the way; `progress` usually gets how far the search is.
 
     `html` names a page that says why, with the alternatives and the pipeline's timeline.
     `document_len` is how long the document of a token is, on average over tokens, where samples
@@ -119,7 +125,7 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         options.prefer,
         solver=options.solver,
         top=options.top,
-        prove=options.prove,
+        gap=options.gap,
         progress=options.progress,
     )
     if script is not None:
@@ -156,11 +162,11 @@ def answer_to(
     *,
     solver: str = "exact",
     top: int = 1,
-    prove: Prove = "usual",
+    gap: float | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
-    gap_progress = None if progress is None or prove == "usual" else _closing(progress)
+    gap_progress = None if progress is None or gap is None else _closing(progress)
     try:
         searched = search_parts(
             request,
@@ -168,19 +174,36 @@ def answer_to(
             solver=solver,
             top=top,
             progress=progress,
-            effort=EFFORTS[prove],
+            effort=effort_to(gap),
             gap_progress=gap_progress,
         )
     except NoPlanFits as error:
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
     answer = searched.answer
-    prediction = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
+    prediction = answer.prediction.on(
+        request.cluster.devices,
+        used=answer.plan.mesh.devices,
+        where=used_text(request, searched),
+    )
     prediction = prediction.with_notes(
-        *idle_text(request, searched),
+        *dividing_batch(request, searched),
+        *_open_gap(answer.certificate, gap),
         *without_effect(request.pins, answer.plan.layout),
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
+
+
+def _open_gap(certificate: Certificate, asked: float | None) -> Iterator[str]:
+    """Yield what a proof could not exclude, where its gap is above the one that is asked for."""
+    if asked is None or certificate.gap <= asked:
+        return
+    lowest = next(iter(certificate.runners_up), None)
+    which = f"; not excluded is {lowest.layout}" if lowest is not None else ""
+    yield (
+        f"the gap is {percent_text(certificate.gap)}, not {percent_text(asked)}: a plan may take "
+        f"{seconds_text(certificate.lower_bound_s)}{which}"
+    )
 
 
 def _with_less_surety(request: Request) -> str:

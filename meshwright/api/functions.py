@@ -92,8 +92,8 @@ def search(
 ) -> Answer:
     """Return the fastest plan with its prediction and its certificate; arguments as of `plan`.
 
-    `top` asks for the best plans of other meshes too; `prove="simulated"` closes the certificate's
-    gap in simulated time, in up to two minutes.
+    `top` asks for the best plans of other meshes too; `gap=0.01` proves until no plan
+    is more than 1 % faster, which may take minutes.
 
     >>> import meshwright
     >>> found = meshwright.search("gpt2-small", "2xa100-sxm-80gb", seq_len=1024, global_batch=16)

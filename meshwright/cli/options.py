@@ -41,13 +41,6 @@ class Solver(StrEnum):
     ILP = "ilp"
 
 
-class ProofLevel(StrEnum):
-    """How far the proof in simulated time is followed."""
-
-    USUAL = "usual"
-    SIMULATED = "simulated"
-
-
 class Preferred(StrEnum):
     """Which of the plans near the fastest is taken."""
 
@@ -165,14 +158,14 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         Preferred.SIMPLEST,
     ),
-    "prove": (
+    "gap": (
         Annotated[
-            ProofLevel,
+            float | None,
             typer.Option(
-                "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
+                "--gap", help="Prove until no plan is faster by more than this, as 0.01: minutes"
             ),
         ],
-        ProofLevel.USUAL,
+        None,
     ),
     "fit_probability": (
         Annotated[

@@ -23,7 +23,7 @@ from meshwright.planner.documents.units import GIB, bytes_text, percent_text, se
 from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.search.answer import Alternative
-from meshwright.planner.search.proof_account import LEFT_OUT
+from meshwright.planner.search.proof_account import LEFT_OUT, LEFT_OUT_OF_PARTS
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
@@ -258,7 +258,8 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
         yield Fact(label="proof", text=certificate.statement)
     elif whole:
         yield Fact(label="proof", text=proof.statement)
-        yield Fact(label="left out", text=LEFT_OUT)
+        unsearched = LEFT_OUT if certificate.parts is None else LEFT_OUT_OF_PARTS
+        yield Fact(label="left out", text=unsearched)
     else:
         if proof.gap < ROUNDED:
             text = f"no faster plan among {certificate.configurations:,} configurations"

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from meshwright.planner.catalog.expressions import part_name
 from meshwright.planner.costs.cost_cache import FigureStore
@@ -95,7 +95,7 @@ def parts_of(request: Request, store: FigureStore | None = None) -> Iterator[Clu
         yield ClusterPart(replace(request, cluster=cluster, called=name), bound_s, whole=False)
 
 
-def search_parts(  # noqa: PLR0912, PLR0915 - one pass over the parts, with its account
+def search_parts(
     request: Request,
     prefer: Prefer = "simplest",
     *,
@@ -109,75 +109,91 @@ def search_parts(  # noqa: PLR0912, PLR0915 - one pass over the parts, with its 
 
     NoPlanFits says why the whole cluster has no plan, where no part has one either.
     """
+    asked = partial(search, solver=solver, top=top, effort=effort)
+    shown = partial(asked, progress=progress, gap_progress=gap_progress)
     check_request(request, solver)
-    store = FigureStore()
-    best: PartAnswer | None = None
-    whole: PartAnswer | None = None
-    bounds_s: list[float] = []
-    counts: Counter[str] = Counter()
-    for part in parts_of(request, store):
-        limit_s = math.inf if best is None else best.answer.prediction.step_time_s * (1 - EQUAL)
-        if part.bound_s >= limit_s:
-            bounds_s.append(part.bound_s)
-            counts["arithmetic"] += 1
-            if not has_parts(request):
-                break
-            continue
-        known: tuple[Candidates, ...] = ()
-        if best is not None:
-            if counts["bounded"] >= MOST_BOUNDED:
-                bounds_s.append(part.bound_s)
-                counts["left"] += 1
-                continue
-            counts["bounded"] += 1
-            bound_s, known = _bound(part, best.answer, store)
-            if bound_s >= limit_s or counts["searched"] >= MOST_SEARCHED:
-                bounds_s.append(bound_s)
-                counts["left"] += bound_s < limit_s
-                continue
-        if not part.whole and counts["searched"] >= MOST_SEARCHED:
-            bounds_s.append(part.bound_s)
-            counts["left"] += 1
-            continue
-        counts["searched"] += 1
-        try:
-            found = search(
-                part.request,
-                solver=solver,
-                top=top,
-                progress=progress if part.whole else None,
-                below_s=ANY_S if has_parts(request) else math.inf,
-                candidates=known,
-                effort=effort,
-                gap_progress=gap_progress if part.whole else None,
-                store=store,
-                faster_than=None if best is None else _ranked(best.answer),
-            )
-        except NoPlanFits:
-            if not has_parts(request):
-                raise
-            continue
-        except DocumentError:
-            if part.whole:
-                raise
-            continue
-        bounds_s.append(found.certificate.lower_bound_s)
-        if found.prediction.step_time_s >= limit_s:
-            continue
-        answer = with_preference(part.request, found, prefer)
-        new = PartAnswer(part, found, answer)
-        whole = new if part.whole else whole
-        if answer.prediction.step_time_s < limit_s:
-            best = new
+    if not has_parts(request):
+        found = shown(request)
+        part = ClusterPart(request, 0.0, whole=True)
+        return PartAnswer(part, found, with_preference(request, found, prefer))
+    parts = _Parts(prefer=prefer)
+    for part in parts_of(request, parts.store):
+        parts.look_at(part, shown if part.whole else asked)
+    best = parts.best
     if best is None:
         search(request, solver=solver)  # says why
         raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
-    if whole is not None and not best.part.whole:
-        best = _with_all_devices(request, whole, best, prefer)
-    if not has_parts(request):
-        return best
-    certificate = of_parts(best.answer.certificate, bounds_s, left=counts["left"])
+    if parts.whole is not None and not best.part.whole:
+        best = _with_all_devices(request, parts.whole, best, prefer)
+    certificate = of_parts(best.answer.certificate, parts.bounds_s, left=parts.left)
     return replace(best, answer=replace(best.answer, certificate=certificate))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Parts:
+    """What is known of the parts that were looked at."""
+
+    prefer: Prefer
+    store: FigureStore = field(default_factory=FigureStore)
+    best: PartAnswer | None = None
+    whole: PartAnswer | None = None
+    bounds_s: list[float] = field(default_factory=list)
+    """Of each part, what no plan of it takes less than."""
+    bounded: int = 0
+    searched: int = 0
+    left: int = 0
+    """Parts that were not looked at to the end."""
+
+    @property
+    def limit_s(self) -> float:
+        """What is at least this is no faster than the best answer."""
+        best = self.best
+        return math.inf if best is None else best.answer.prediction.step_time_s * (1 - EQUAL)
+
+    def look_at(self, part: ClusterPart, asked: Callable[..., Answer]) -> None:
+        """Exclude a part, or search it; it counts by its bound where neither is worth the time."""
+        if part.bound_s >= self.limit_s:
+            self.bounds_s.append(part.bound_s)
+            return
+        known: tuple[Candidates, ...] = ()
+        if self.best is not None and self.bounded < MOST_BOUNDED:
+            self.bounded += 1
+            bound_s, known = _bound(part, self.best.answer, self.store)
+            part = replace(part, bound_s=bound_s)
+        excluded = part.bound_s >= self.limit_s
+        if excluded or (self.searched >= MOST_SEARCHED and not part.whole):
+            self.bounds_s.append(part.bound_s)
+            self.left += not excluded
+            return
+        self._search(part, known, asked)
+
+    def _search(
+        self, part: ClusterPart, known: tuple[Candidates, ...], asked: Callable[..., Answer]
+    ) -> None:
+        """Search a part; its answer may be the best."""
+        self.searched += 1
+        try:
+            found = asked(
+                part.request,
+                below_s=ANY_S,
+                candidates=known,
+                store=self.store,
+                faster_than=None if self.best is None else _ranked(self.best.answer),
+            )
+        except NoPlanFits:
+            return
+        except DocumentError:
+            if part.whole:
+                raise
+            return
+        self.bounds_s.append(found.certificate.lower_bound_s)
+        limit_s = self.limit_s
+        if found.prediction.step_time_s >= limit_s:
+            return
+        answer = PartAnswer(part, found, with_preference(part.request, found, self.prefer))
+        self.whole = answer if part.whole else self.whole
+        if answer.answer.prediction.step_time_s < limit_s:
+            self.best = answer
 
 
 def _with_all_devices(
@@ -215,22 +231,27 @@ def _bound(
         return part.bound_s, ()
     queue.run(*chains)
     lowest = queue.lowest()
-    bound_s = best.prediction.step_time_s if lowest is None else lowest.bound_s
+    bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
     return max(part.bound_s, bound_s), tuple(chain.closed_form.candidates for chain in chains)
 
 
-def idle_text(request: Request, answer: PartAnswer) -> Iterator[str]:
-    """Yield where devices stay idle, and what a batch that all of them divide would bring."""
+def used_text(request: Request, answer: PartAnswer) -> str:
+    """Return which devices of the cluster an answer uses; empty where it uses all."""
     if answer.part.whole:
-        return
+        return ""
     [group], [used] = request.cluster.groups, answer.part.request.cluster.groups
     nodes = f"{used.nodes} of {group.nodes} nodes"
     each = f"{used.devices_per_node} of {group.devices_per_node} devices of each node"
     whole_nodes = used.devices_per_node == group.devices_per_node
     where = nodes if whole_nodes else each if used.nodes == group.nodes else f"{nodes}, {each}"
-    yield f"the plan uses {where}: more are no faster with a global batch of " + (
-        f"{request.job.global_batch}"
-    )
+    return f": the plan uses {where}, and is slower on more"
+
+
+def dividing_batch(request: Request, answer: PartAnswer) -> Iterator[str]:
+    """Yield what a global batch would bring that all devices divide, where some stay idle."""
+    if answer.part.whole:
+        return
+    [group] = request.cluster.groups
     below, left = divmod(request.job.global_batch, group.devices)
     if not left:
         return

@@ -66,8 +66,8 @@ def waterfall(
 ) -> tuple[Change, ...]:
     """Return the changes from one plan to another of the same job, each with its worth.
 
-    The best may be for a part of the cluster.  The predictions' steps fall from the first plan's
-    to the last one's: what is saved adds up.
+    The best may be for a part of the cluster.  The predictions' steps fall from the first plan's to
+    the last one's: what is saved adds up.
     """
     if mine.job != best.job:
         raise DocumentError(

@@ -72,6 +72,8 @@ UNSEARCHED = (
 )
 LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 """What `meshwright predict` prices and no search of the native framework looks at unasked."""
+LEFT_OUT_OF_PARTS = LEFT_OUT.removeprefix(f"{UNSEARCHED[0]}, ")
+"""The same where all parts of a cluster are looked at."""
 
 
 @dataclass(slots=True)

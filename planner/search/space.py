@@ -660,7 +660,7 @@ def _allowed_values(values: list[int], pinned: int | None) -> list[int]:
 
 
 def most_tensor_parallel(model: ModelGraph) -> int:
-    """Return the largest tensor degree by which a layer of a model divides."""
+    """Return the most ranks that layers can be divided among by tensor parallelism."""
     if model.architecture:
         return model.architecture.heads
     return max((1, *model.tensor_degrees))

@@ -40,7 +40,7 @@ class Tried:
 
     def has_left(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely."""
-        return not self.goal.late and self.looked_at[what] < most
+        return not self.goal.closed and self.looked_at[what] < most
 
     def try_one(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely; it is counted."""

@@ -134,7 +134,7 @@ class SimulatedChain(Families):
         faster plans.
         """
         goal = self.goal
-        if level == SETTLED or goal.late:
+        if level == SETTLED or goal.closed:
             return False
         if goal.blocked and level != OPTIMUM and not self.spent.may_refine(CUT, goal.effort):
             return False
@@ -250,7 +250,6 @@ class SimulatedChain(Families):
             nodes=effort.nodes,
             most_columns=effort.columns,
             iterations=effort.iterations,
-            until=self.goal.until_s,
         )
 
     def _choices(

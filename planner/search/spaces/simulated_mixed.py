@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -384,7 +383,6 @@ class _LayoutSearch:
                 nodes=effort.nodes,
                 most_columns=effort.columns,
                 iterations=effort.iterations,
-                until=time.process_time() + effort.program_s,
             ),
         )
 
