@@ -66,8 +66,8 @@ def launch(asked: Launch) -> RunReport | None:
 
     A run resumed at step 30 with steps=50 does 20 more.  Without data, Python's own sources are the
     text; without a tokenizer, that of the model's folder or else bytes.
-    Nodes other than the one with rank 0 return nothing.  With `elastic` RanksHang names a rank that
-    hangs.
+    Nodes other than the one with rank 0 return nothing, and so does a run whose last step is saved.
+    With `elastic` RanksHang names a rank that hangs.
     """
     started_unix_s, started_s = time.time(), time.monotonic()
     node_rank, agent = asked.node_rank, asked.agent
@@ -84,7 +84,7 @@ def launch(asked: Launch) -> RunReport | None:
     if asked.dry_run:
         ready = check()
         _warn(ready, asked, say)
-        print(lines(ready.text()))
+        print(lines(ready.nothing_left or ready.text()))
         return None
     with contextlib.ExitStack() as held:
         rendezvous = held.enter_context(
@@ -109,12 +109,9 @@ def launch(asked: Launch) -> RunReport | None:
         # From here on: what comes while data are prepared is a notice too.
         shared = held.enter_context(_noticing(ready, shown))
         try:
-            orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
-            if asked.expect is not None and ready.ranks.leads:
-                _expect(ready, asked.expect, say, announced=asked.elastic)
-            if asked.before is not None:
-                log_event(ready, asked.before)
-            log_event(ready, _attempt(ready, orders))
+            orders = _begin_attempt(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
+            if orders is None:
+                return None
             shared["MESHWRIGHT_RUN"] = orders.token
             shared |= _of_survival(ready, asked)
             looks = Looks(ready, shown, asked)
@@ -148,6 +145,26 @@ def _telemetry(ready: Preflight) -> Telemetry:
     """Return what the node that leads serves and sends."""
     asked = ready.run if ready.ranks.leads else LaunchRun()
     return Telemetry(ready.output, prometheus=asked.prometheus, opentelemetry=asked.opentelemetry)
+
+
+def _begin_attempt(
+    ready: Preflight,
+    rendezvous: Rendezvous,
+    asked: Launch,
+    say: Terminal,
+    *,
+    started_unix_s: float,
+) -> RankOrders | None:
+    """Write what the ranks get, and that an attempt begins; None where nothing is left to do."""
+    orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
+    if orders is None:
+        return None
+    if asked.expect is not None and ready.ranks.leads:
+        _expect(ready, asked.expect, say, announced=asked.elastic)
+    if asked.before is not None:
+        log_event(ready, asked.before)
+    log_event(ready, _attempt(ready, orders))
+    return orders
 
 
 def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:

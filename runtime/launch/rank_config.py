@@ -67,8 +67,11 @@ def write_orders(
     say: Terminal,
     *,
     started_unix_s: float,
-) -> RankOrders:
-    """Prepare the data, check it against the model, and write what the ranks will read."""
+) -> RankOrders | None:
+    """Prepare the data, check it against the model, and write what the ranks will read.
+
+    None where the checkpoint is of this training, and nothing is left to do: nothing is written.
+    """
     if not asked.again:
         say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
@@ -110,6 +113,9 @@ def write_orders(
             folder=ready.resumed,
             frozen=checkpoint.frozen_weights(ready.plan, ready.run.weights),
         )
+        if ready.nothing_left is not None:
+            say.print(ready.nothing_left)
+            return None
         say.print(f"going on from {ready.resumed}")
     orders = RankOrders(
         **{

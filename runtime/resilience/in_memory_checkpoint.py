@@ -88,9 +88,7 @@ class Mirror:
         if node is None:
             return None
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        return cls(
-            node, local_rank=local_rank, ranks=ranks, run=run, plan=plan, identity=identity
-        )
+        return cls(node, local_rank=local_rank, ranks=ranks, run=run, plan=plan, identity=identity)
 
     def newest(self, needed: Mapping[str, Box], *, of_this: bool = False) -> MirroredState | None:
         """Return the newest state that all ranks can go on from; all of them call it.

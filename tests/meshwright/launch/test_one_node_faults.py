@@ -48,3 +48,46 @@ def test_data_that_change_under_a_run_are_refused_at_the_restart(
     assert launcher.returncode == 1
     assert f"{room.text}: has changed since the run began: it had 8.8K tokens" in said
     assert len(losses(room)) < STEPS
+
+
+KILLED_AT_ITS_END = """
+import os
+import signal
+from pathlib import Path
+from meshwright.runtime.launch import training_loop as train
+
+run = train.Loop.run
+def run_and_be_killed(self):
+    record = run(self)
+    mark = Path("FOLDER/killed")
+    if self.rank == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return record
+train.Loop.run = run_and_be_killed
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_whose_last_step_is_saved_ends_well_however_often_it_is_started(
+    room: ForkingRoom,
+) -> None:
+    """A rank is killed behind the last save; then the whole command is started again."""
+    pytest.importorskip("torch")
+    room.begins_with = KILLED_AT_ITS_END.replace("FOLDER", str(room.folder))
+    nothing_left = f"has done {STEPS} steps and {STEPS} are asked for: nothing left to do"
+    plan = room.plan(two_ranks(room))
+    for more in ("", "--resume --or-start"):
+        launcher = room.launched(plan, f"{options(room)} {more}")
+
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+
+        assert launcher.returncode == 0, said
+        assert said.count(nothing_left) == 1
+        assert (more == "") == ("rank 1 was killed by SIGKILL" in said)
+        assert len(losses(room)) == STEPS
+    (room.folder / "text.txt").write_text("another text " * 1000)
+    launcher = room.launched(plan, f"{options(room)} --resume --or-start")
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 1
+    assert "corpus_digest" in said
