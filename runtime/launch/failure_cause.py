@@ -79,7 +79,9 @@ def how(code: int, failure: Failure | None) -> str:
     if failure is not None:
         first = (failure.message.splitlines() or [""])[0]
         return f"stopped with {failure.kind}: {first[:300]}"
-    if code >= 0:
+    if code == 0:
+        return "exited with code 0 before its work was done"
+    if code > 0:
         return f"exited with code {code}"
     killed = f"was killed by {signal.Signals(-code).name}"
     if -code == signal.SIGKILL:

@@ -236,8 +236,8 @@ def bad_end(
         kind, cause = RankLost, "crash" if killed else "device"
     elif waits:
         kind, cause = RanksHang, "hang"
-    elif failure is None and ended.code < 0:
-        kind = RankFailed
+    elif failure is None:
+        kind = RankFailed  # neither its program nor a driver has said why
     elif failure is not None and blames_a_peer(failure):
         # No rank ended before it: a connection did, of which each side blames the other.
         kind = RankFailed

@@ -23,7 +23,7 @@ def options(room: ForkingRoom) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", ["replaced", "touched"])
+@pytest.mark.parametrize("what", ["replaced", pytest.param("touched", marks=pytest.mark.matrix)])
 def test_data_that_change_under_a_run_are_refused_at_the_restart(
     room: ForkingRoom, what: str
 ) -> None:
@@ -91,3 +91,37 @@ def test_a_run_whose_last_step_is_saved_ends_well_however_often_it_is_started(
     _, said = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 1
     assert "corpus_digest" in said
+
+
+LEAVES = """
+import os
+from pathlib import Path
+from meshwright.runtime.launch import training_loop as train
+
+take_step = train.Loop._take_step
+def step(self, batch):
+    mark = Path("FOLDER/left")
+    if self.rank == 0 and self.steps_done == 3 and not mark.exists():
+        mark.touch()
+        os._exit(CODE)
+    return take_step(self, batch)
+train.Loop._take_step = step
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("code", [1, pytest.param(0, marks=pytest.mark.matrix)])
+def test_a_rank_that_leaves_without_a_word_is_named_and_restarted(
+    room: ForkingRoom, code: int
+) -> None:
+    """Rank 1 says that its peer has closed the connection, which is an echo."""
+    pytest.importorskip("torch")
+    room.begins_with = LEAVES.replace("FOLDER", str(room.folder)).replace("CODE", str(code))
+    launcher = room.launched(room.plan(two_ranks(room)), options(room))
+
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert f"rank 0 exited with code {code}" in said
+    assert "rank 1" not in said
+    assert len(losses(room)) == STEPS
