@@ -321,7 +321,8 @@ def _report(
         before=run.expected_of(ready.output),
     )
     file = ready.output / "report.json"
-    run.write_json(report, file)
+    with run.never_fatal(file):
+        run.write_json(report, file)
     if report.stopped == "notice":
         raise HandedOver(
             f"a notice ended the run after step {done} of {orders.steps}{way_on(ready)}, and the "

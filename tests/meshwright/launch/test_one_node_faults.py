@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import pytest
 
+from meshwright.runtime.checkpoint import checkpoint
 from tests.limits import PATIENCE_S
 from tests.meshwright.launch.test_multi_node import ForkingRoom, forks, losses, room, two_ranks
 
@@ -125,3 +127,29 @@ def test_a_rank_that_leaves_without_a_word_is_named_and_restarted(
     assert f"rank 0 exited with code {code}" in said
     assert "rank 1" not in said
     assert len(losses(room)) == STEPS
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", ["out", pytest.param("out/events.jsonl", marks=pytest.mark.matrix)]
+)
+def test_a_run_whose_records_are_removed_trains_on(room: ForkingRoom, name: str) -> None:
+    """A rank is killed behind that: what a restart needs is written again."""
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.1)
+    launcher = room.launched(room.plan(two_ranks(room)), options(room))
+    room.wait_for_step(5, while_running=launcher)
+    path = room.folder / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    room.wait_for_step(3, while_running=launcher)
+    os.kill(room.ranks()[1], signal.SIGKILL)
+
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert "rank 1 was killed by SIGKILL" in said
+    assert checkpoint.progress(room.folder / "saved" / f"step-{STEPS:06}").step == STEPS
+    assert losses(room)
