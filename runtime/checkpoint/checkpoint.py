@@ -14,7 +14,8 @@ A checkpoint is written under a hidden name, put on the disk file by file, and r
 whole, by its ranks or, where they died before, by who comes next (commit_recovery.py); only then
 are old ones hidden again, and deleted.  So a crash at any moment costs no
 checkpoint that was complete before, and a folder `step-...` that is not what `meta.json` tells was
-damaged later: it is refused by the file's name, never passed over.
+damaged later: it is refused by the file's name, and a run that is started again by itself keeps it
+aside under another name, says so, and takes the newest one that is whole.
 
 Random numbers need no room: training seeds them anew in each step from the plan's seed and the
 step.  Ranks save (writer.py) and load together; the launcher looks for checkpoints without
@@ -25,12 +26,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -231,6 +233,31 @@ def to_resume(folder: Path) -> Path | None:
     if wrong is not None:
         raise refusal(steps[-1], wrong)
     return steps[-1]
+
+
+def set_damaged_aside(folder: Path, *, say: Callable[[str], object]) -> None:
+    """Give other names to damaged checkpoints behind the newest that is whole, and say so.
+
+    A run that is started again goes on from that one.  Where none is whole all stay as they are:
+    `to_resume` refuses them, and nobody starts anew without being asked.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(all_steps(folder)):
+        wrong = problem(path)
+        if wrong is None:
+            break
+        damaged.append((path, wrong))
+    else:
+        return
+    for old, wrong in damaged:
+        aside = next(
+            name
+            for number in itertools.count(1)
+            if not (name := folder / f"damaged-{old.name}{f'-{number}' * (number > 1)}").exists()
+        )
+        with contextlib.suppress(OSError):  # then it is refused
+            old.rename(aside)
+            say(f"warning: {wrong}; it is kept as {aside.name}, and {path} is gone on from")
 
 
 def problem(checkpoint: Path) -> str | None:

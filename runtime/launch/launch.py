@@ -96,7 +96,7 @@ def launch(asked: Launch) -> RunReport | None:
         )
         if asked.run.checkpoint is not None:
             if node_rank.node == 0:
-                unfinished.commit(asked.run.checkpoint, say=say.print)
+                unfinished.prepare_folder(asked.run, say=say.print)
             if node_rank.nodes > 1:
                 rendezvous.all_gather("looked for checkpoints")
         ready = check()

@@ -153,3 +153,21 @@ def test_a_run_whose_records_are_removed_trains_on(room: ForkingRoom, name: str)
     assert "rank 1 was killed by SIGKILL" in said
     assert checkpoint.progress(room.folder / "saved" / f"step-{STEPS:06}").step == STEPS
     assert losses(room)
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_restart_takes_the_newest_whole_checkpoint(room: ForkingRoom) -> None:
+    """An empty folder has the name of a later step when a rank is killed."""
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.05)
+    launcher = room.launched(room.plan(two_ranks(room)), f"{options(room)} --checkpoint-every 4")
+    room.wait_for_step(9, while_running=launcher)
+    (room.folder / "saved" / "step-000030").mkdir()
+    os.kill(room.ranks()[1], signal.SIGKILL)
+
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert said.count("it is kept as damaged-step-000030") == 1
+    assert len(losses(room)) == STEPS
