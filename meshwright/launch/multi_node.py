@@ -47,6 +47,7 @@ from meshwright.runtime.run.locks_and_signals import signals_kept
 from meshwright.runtime.run.node_rank import NodeRank
 from meshwright.runtime.run.recovery_policy import RankEnd, Verdict, verdict
 from meshwright.runtime.run.rendezvous import NodeLeft
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import (
     Device,
     account_of,
@@ -251,7 +252,7 @@ class Epochs:
         end = failed.end if isinstance(failed, RankFailed) else None
         if end is not None:
             end = end.model_copy(update={"said": lines(str(failed))[:MOST_SAID]})
-        begin_s = time.time()
+        begin_s = unix_now_s()
         self._agent.regroup(
             end,
             failed,

@@ -52,6 +52,7 @@ from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.progress_line import ProgressLine
 from meshwright.runtime.run.rendezvous import NodeLeft, Rendezvous
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import RankOrders, RankRecord
 from meshwright.runtime.run.run_report import RunReport, expected_text, summarise
 from meshwright.runtime.run.telemetry import Telemetry
@@ -69,7 +70,7 @@ def launch(asked: Launch) -> RunReport | None:
     Nodes other than the one with rank 0 return nothing, and so does a run whose last step is saved.
     With `elastic` RanksHang names a rank that hangs.
     """
-    started_unix_s, started_s = time.time(), time.monotonic()
+    started_unix_s, started_s = unix_now_s(), time.monotonic()
     node_rank, agent = asked.node_rank, asked.agent
     check = functools.partial(
         preflight,
@@ -197,7 +198,7 @@ def _expect(
 
 def _attempt(ready: Preflight, orders: RankOrders) -> Event:
     return Attempt(
-        at_unix_s=time.time(),
+        at_unix_s=unix_now_s(),
         plan=ready.plan.digest,
         devices=ready.ranks.world,
         after_step=checkpoint.progress(ready.resumed).step if ready.resumed else 0,
@@ -307,7 +308,7 @@ def _report(
     ranks = [RankRecord.model_validate(all_records[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
     ended = ranks[0].stopped
-    log_event(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
+    log_event(ready, AttemptEnded(at_unix_s=unix_now_s(), stopped=ended, after_step=done))
     if ended == "grow":
         raise EndsToGrow(f"{_GROWS}, that of step {done}", lead=_GROWS, output=ready.output)
     report = summarise(

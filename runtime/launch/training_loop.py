@@ -49,6 +49,7 @@ from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.loggers import Logger, TensorBoard, WeightsAndBiases
 from meshwright.runtime.run.metrics import Metrics
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import RankOrders, RankRecord, Stopped
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ class Loop:
         self._beacon = Beacon(int(os.environ.get("LOCAL_RANK", "0")))
         if orders.max_seconds is not None:
             # From here on by a clock that nobody sets.
-            ends_s = now_s() + orders.max_seconds - max(0.0, time.time() - orders.started_unix_s)
+            ends_s = now_s() + orders.max_seconds - max(0.0, unix_now_s() - orders.started_unix_s)
             engine.end_when(lambda: now_s() >= ends_s)
         on_device: Callable[[], object] | None = None
         if orders.device == "cuda":  # a new thread would begin on device 0
@@ -440,7 +441,7 @@ class Loop:
         failed = saver.take_failure(waits=waits)
         if failed is not None and metrics is not None:
             step, why = failed
-            metrics.log_event(SaveFailed(at_unix_s=time.time(), step=step, why=why[:MOST_WHY]))
+            metrics.log_event(SaveFailed(at_unix_s=unix_now_s(), step=step, why=why[:MOST_WHY]))
 
     def _save_schedule(self, saver: Saver) -> SaveSchedule:
         """Return when this run is saved from here on."""

@@ -48,9 +48,9 @@ class ProgressLine:
         """Show the newest step; return those that were done since the last time."""
         assert self._metrics is not None
         news = []
-        for line in self._metrics.read():
+        for text in self._metrics.read():
             with contextlib.suppress(ValueError):  # somebody else has written it
-                news.append(StepRecord.model_validate_json(line))
+                news.append(StepRecord.model_validate_json(text))
         for record in news:
             self.step = record.step
             line = self._line(record)

@@ -485,6 +485,9 @@ def test_a_clock_that_is_set_ends_no_run(
     made.run()
 
     assert len(engine.seen) == 3
+    at_s = [event.at_unix_s for event in run.events(tmp_path / "out")]
+    assert 0.0 <= max(at_s) - min(at_s) <= PATIENCE_S
+    assert abs(at_s[0] - wall_s()) <= PATIENCE_S
 
 
 def test_each_step_leaves_one_line(corpus: Corpus, tmp_path: Path) -> None:
