@@ -48,7 +48,7 @@ answer_with_stack(Path(sys.argv[1]), rank)
 beacon = Beacon(rank)
 for step in range(1, 10**9):
     for part in ("batch", "step"):
-        beacon.tell(step, part)
+        beacon.begin_part(step, part)
         time.sleep(float(sys.argv[2]) / 2)
 """
 ROOT = Path(__file__).resolve().parent.parent

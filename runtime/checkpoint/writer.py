@@ -41,6 +41,7 @@ from meshwright.runtime.checkpoint.storage import TensorWriter
 from meshwright.runtime.core.object_collectives import broadcast_json, raise_on_all
 from meshwright.runtime.run.locks_and_signals import alone_in
 from meshwright.runtime.run.metrics import Metrics
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import RankOrders
 
 
@@ -317,7 +318,7 @@ class SaveSchedule:
         self._told = took
         metrics.log_event(
             Saved(
-                at_unix_s=time.time(),
+                at_unix_s=unix_now_s(),
                 step=took.step,
                 blocked_s=took.blocked_s,
                 written_s=took.written_s,
@@ -343,7 +344,7 @@ class SaveSchedule:
             figures = self._figures
             metrics.log_event(
                 Decision(
-                    at_unix_s=time.time(),
+                    at_unix_s=unix_now_s(),
                     reaction="interval",
                     why=f"a step takes {usual_s:.3g} s, a save blocks {figures.blocked_s:.3g} s "
                     f"and is written in {figures.written_s:.3g} s, and "

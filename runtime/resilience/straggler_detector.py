@@ -15,7 +15,6 @@ Steps are an interquartile mean, so that single long ones do not count.  Nothing
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import seconds_text
 from meshwright.runtime.resilience.heartbeat import RankPace
+from meshwright.runtime.run.run_clock import unix_now_s
 
 STEPS = 50
 """Outside the range, until that is said."""
@@ -144,7 +144,7 @@ class DriftWatch:
             text = f"{said}, and {between} were predicted: {why}"
         return [
             Drift(
-                at_unix_s=time.time(),
+                at_unix_s=unix_now_s(),
                 after_step=step,
                 cause=cause,
                 rank=rank,
@@ -246,7 +246,7 @@ class _Stragglers:
     def _pace_event(self, each: Mapping[int, StepSeconds], step: int) -> Paced:
         slowest = sorted(each, key=lambda rank: -(each[rank].data + (each[rank].work or 0.0)))
         return Paced(
-            at_unix_s=time.time(),
+            at_unix_s=unix_now_s(),
             after_step=step,
             ranks=tuple(
                 RankPart(
@@ -268,7 +268,7 @@ class _Stragglers:
     ) -> Drift:
         verb = "reads a batch in" if part == "data" else "works"
         return Drift(
-            at_unix_s=time.time(),
+            at_unix_s=unix_now_s(),
             after_step=step,
             cause=f"straggler: {part}",
             rank=rank,

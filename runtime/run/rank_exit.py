@@ -10,11 +10,12 @@ import ctypes
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from meshwright.runtime.run.run_clock import unix_now_s
 
 if TYPE_CHECKING:
     from meshwright.runtime.run import run_folder as run
@@ -59,7 +60,7 @@ def report_failure(
         rank=rank,
         kind=kind,
         message=message,
-        at_unix_s=time.time(),
+        at_unix_s=unix_now_s(),
         held=held or {},
         needed_bytes=needed_bytes,
         suspect=suspect,

@@ -20,6 +20,7 @@ from meshwright.planner.documents.events import LONGEST_EVENT_BYTES, events_of
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.whatif.run_status import RunView, Viewer
 from meshwright.runtime.core import checksums
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import events_file
 
 HOST = "127.0.0.1"
@@ -128,7 +129,7 @@ class EventTail:
         """Return the figures until now."""
         with self._lock:
             self._read()
-            return list(figures(self._viewer.view(), now_s=time.time()))
+            return list(figures(self._viewer.view(), now_s=unix_now_s()))
 
     def _read(self) -> None:
         """Take what was added, line by line, so that no more than one lies in memory."""

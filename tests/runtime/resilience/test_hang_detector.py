@@ -29,7 +29,7 @@ answer_with_stack(Path(sys.argv[1]), int(os.environ["RANK"]))
 beacon = Beacon(int(os.environ["LOCAL_RANK"]))
 for step in range(1, 10**6):
     for part in ("batch", "step"):
-        beacon.tell(step, part)
+        beacon.begin_part(step, part)
         time.sleep(0.01)
     if step == 20:
         Path(sys.argv[1], f"far-{os.environ['RANK']}").touch()
