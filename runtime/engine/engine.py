@@ -418,7 +418,7 @@ class Engine:
             loss, norm, ending = self._late.update(self._passes.totals.values.clone())
             return self._result(loss, math.nan, norm, metrics, ending)
         grads, measured = self._made_whole(self.clip_norm)
-        return self._updated(grads, measured)
+        return self._update(grads, measured)
 
     def forward_backward(self, batch: Any) -> StepResult:
         """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
@@ -454,7 +454,7 @@ class Engine:
         else:
             grads, measured = self._whole
             self._optimizers.clipped(grads, clip_norm)
-        return self._updated(grads, measured)
+        return self._update(grads, measured)
 
     def zero_grad(self) -> None:
         """Forget the gradients of all `forward_backward` since the last update."""
