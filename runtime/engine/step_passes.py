@@ -175,10 +175,13 @@ class StepPasses:
     def _micros(self, cut: Sequence[Any], *, step: int, drawing: bool) -> list[MicroBatch]:
         size = self._plan.micro_batch
         first = self._plan.samples_of(self._place.data_rank).start
+        seed = self._plan.training.seed
+        coins = drawing and self._recorder.draws_coins
         return [
             MicroBatch(
                 batches.on_device(micro_batch, self._device),
-                step_seed(self._plan.training.seed, step, first + at * size) if drawing else None,
+                step_seed(seed, step, first + at * size) if drawing else None,
+                step_seed(seed, step, 0) if coins else None,
             )
             for at, micro_batch in enumerate(cut)
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,12 @@ from meshwright.runtime.engine.loss_check import check_loss
 from meshwright.runtime.engine.module_graph import (
     SAMPLES,
     changes_by_samples,
+    changing_names,
     check_module,
     check_replay,
     few_samples,
     refuse_changing,
+    runs_again,
 )
 from meshwright.runtime.engine.named_loss import check_chunks, token_loss
 from meshwright.runtime.engine.setup import built
@@ -55,6 +57,8 @@ from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
 from meshwright.runtime.parallel.tensor_styles import Styles, styles_by_name
 from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.tracing.module_stage import ModuleStage
+from meshwright.runtime.tracing.replayed_stage import Around
 from meshwright.runtime.tracing.trace import Node
 from meshwright.runtime.tracing.tracer import Inputs, Recorder
 from meshwright.runtime.tracing.unused_parameters import Participation
@@ -96,7 +100,6 @@ class OwnModel:
         refuse_shared_memory(module)
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)
-        changing = check_replay(module, recorder, few)
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
         if isinstance(wanted, Plan):
@@ -117,6 +120,12 @@ class OwnModel:
             except ValidationError as error:
                 raise first_error(error) from error
         dtype = activation_type(plan.precision)
+        twice = self.sums or isinstance(loss, whole_batch)
+        changing: frozenset[str] = frozenset()
+        if plan.mesh.pipeline > 1:
+            changing = check_replay(module, recorder, few)
+        elif runs_again(plan, twice=twice) or plan.mesh.data_shard * plan.mesh.data_replicate > 1:
+            changing = changing_names(module, recorder, few)
         refuse_plan(plan, module, loss, by_plan=self.by_plan)
         if plan.training.lora is not None:
             adapt(plan, module, recorder)
@@ -128,7 +137,7 @@ class OwnModel:
         refuse_changing(
             plan,
             changing,
-            twice=self.sums or isinstance(loss, whole_batch),
+            twice=twice,
             by_samples=lambda: changes_by_samples(module, plain, few, changing),
         )
         check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
@@ -149,7 +158,8 @@ class OwnModel:
         self.place = place or place_of(plan, device)
         self.loss = loss
         self._holders = holders_of(plan, recorder, self.place)
-        recorder.follow(module)
+        if plan.mesh.pipeline > 1:
+            recorder.follow(module)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 
     def _check_divisions(
@@ -176,12 +186,12 @@ class OwnModel:
             self._draws = check_parts(module, recorder, few, loss, why)
 
     @contextmanager
-    def _seeing(self, batch: Any, node: Node) -> Iterator[None]:
+    def _seeing(self, batch: Any, node: Node | None) -> Iterator[None]:
         """Let a node of a micro-batch see and draw what this rank's positions do."""
         place = self.place.context
         with ExitStack() as held:
             held.enter_context(seeing(self._seen_keys(batch)))
-            if place.degree > 1 and node.draws:
+            if place.degree > 1 and node is not None and node.draws:
                 length = positions_in(batch) * place.degree
                 positions = place.positions(length)
                 held.enter_context(DividedDraws(node.name, self._draws, positions, length))
@@ -220,9 +230,11 @@ class OwnModel:
         )
         for part in parts:
             part.module.around = self.around(plan)
+            if isinstance(part.module, ModuleStage):
+                part.module.wrap_units(sums=self.sums)
         return parts
 
-    def around(self, plan: Plan) -> Callable[[Any, Node], AbstractContextManager[None]] | None:
+    def around(self, plan: Plan) -> Around | None:
         """Return what each call of a stage's nodes is made in, by the batch of its micro-batch."""
         return self._seeing if self._sees_less(plan) or plan.loss is not None else None
 

@@ -45,6 +45,9 @@ from meshwright.runtime.tracing.trace import (
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, units_of
 from meshwright.runtime.tracing.unused_parameters import BackwardOrder
 
+Around = Callable[[Any, Node | None], contextlib.AbstractContextManager[None]]
+"""What a call of a node is made in, by its batch; None stands for what the recording has not."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -54,6 +57,8 @@ class MicroBatch:
     """The pytree, cut to this micro-batch."""
     seed: int | None = None
     """Of what is drawn (see `step_seed`); None draws from torch's own generator."""
+    coin_seed: int | None = None
+    """Of Python's and numpy's numbers between units, alike on all ranks; None leaves them."""
 
 
 def step_seed(seed: int, step: int, first_sample: int) -> int:
@@ -139,7 +144,7 @@ class RecordedStage(nn.Module):
         self._number = 0
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
         """What the last stage makes of the module's outputs, if not the outputs themselves."""
-        self.around: Callable[[Any, Node], contextlib.AbstractContextManager[None]] | None = None
+        self.around: Around | None = None
         """What each call of a node is made in, by the batch of its micro-batch."""
         self.order: BackwardOrder | None = None
         """In which units that FSDP wraps are gathered and reduced."""
@@ -152,16 +157,14 @@ class RecordedStage(nn.Module):
         program = self._program(recording)
         nodes = [*program.derived, *(node for part in program.parts for node in part.nodes)]
         names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
-        self._whole: tuple[nn.Module, ...] = (module,) if "" in names else ()
-        """A module that is one unit; its own tables are this one's."""
-        for parameter in self._whole:
-            self._modules, self._parameters = parameter._modules, parameter._parameters
-            self._buffers = parameter._buffers
-            names = dict.fromkeys(units_of(parameter))
+        self._whole: tuple[nn.Module, ...] = ()
+        """A module whose own tables are this one's."""
+        if "" in names:
+            names = dict.fromkeys(units_of(module))
+            self._share_tables(module)
         self.called_units = tuple(names)
         """Paths of all units, also of those that `units` leaves out."""
-        for name in names:
-            self.place(name, module.get_submodule(name))
+        self._place_units(module)
         leaves = [leaf for node in nodes for leaf in node.leaves]
         if self._is_last:  # what the module returns is the last stage's
             leaves += recording.result
@@ -169,6 +172,18 @@ class RecordedStage(nn.Module):
         for name in sorted(held):
             self._hold(name, module)
         self.units = dict(self._alone(names, held))
+
+    def _share_tables(self, module: nn.Module) -> None:
+        """Have the parts, parameters and buffers of a module as one's own: there is one of each."""
+        self._whole = (module,)
+        self._modules, self._parameters = module._modules, module._parameters
+        self._buffers = module._buffers
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+
+    def _place_units(self, module: nn.Module) -> None:
+        """Put all units under their paths."""
+        for name in self.called_units:
+            self.place(name, module.get_submodule(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this class beside a unit of the user's that has the same name."""
@@ -291,7 +306,7 @@ class RecordedStage(nn.Module):
         if self.order is not None:
             self.order.begin(self.device)
         # A pipeline hands its first stage the number too.
-        outputs = self._replayed(received if self._range[0] else (), micro)
+        outputs = self._outputs_of(received if self._range[0] else (), micro)
         if self.order is not None:
             self.order.end()
         if not self._is_last:
@@ -308,7 +323,7 @@ class RecordedStage(nn.Module):
             return sent
         return (*sent[:at], self.closed(sent[at]), *sent[at + 1 :])
 
-    def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
+    def _outputs_of(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
         program = self._program(self._recorder.recording(micro.batch, training=training))
         run = _MicroBatchRun(self, program.recording, micro)

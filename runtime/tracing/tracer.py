@@ -38,6 +38,7 @@ from meshwright.runtime.core.auxiliary_loss import running
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.side_effects import (
     MOST_CHECKED,
+    PythonNumbers,
     Surroundings,
     deepcopy_module,
     restore_side_effects,
@@ -91,6 +92,8 @@ class Recorder:
         self._made = Recent[Recording](MOST_RECORDINGS)
         self.renewals = 0
         """How often what the forward reads beside tensors had other values than before."""
+        self.draws_coins = False
+        """Python's or numpy's random numbers were drawn, in units or between them."""
         self._followed: nn.Module | None = None
         self._surroundings: Surroundings | None = None
         try:
@@ -278,10 +281,11 @@ class Recorder:
         with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()
-            notes = Notes(module, self.opened, given)
+            notes, before = Notes(module, self.opened, given), PythonNumbers()
             with notes.listening():
                 args, kwargs = arguments(self.inputs(given))
                 result = module(*args, **kwargs)
+            self.draws_coins = self.draws_coins or not before.drew_as(PythonNumbers())
             return notes.recording(result)
 
     def _leaf(self, leaf: Any) -> Any:

@@ -1,0 +1,255 @@
+"""The whole of a module on one rank: its own forward runs, and nothing of it is replayed.
+
+    stage = ModuleStage(module, recorder)
+    outputs = stage(micro=MicroBatch(batch))     # module(*inputs(batch)), in the mode that was set
+
+Parts, parameters and buffers are the module's own, so that what forward binds anew is seen here.
+What a plan does to units is done around the forward of each: recomputation, the packing of what it
+stores, a seed for what it draws.  The recording says which units there are, and how what draws
+random numbers is named; no branch, size or mode of it is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.core import auxiliary_loss as inner_loss
+from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
+from meshwright.runtime.techniques.activation_checkpointing import recomputed
+from meshwright.runtime.tracing.replayed_stage import (
+    MicroBatch,
+    RecordedStage,
+    seeded,
+    unit_seed,
+)
+from meshwright.runtime.tracing.trace import Node, called_name
+from meshwright.runtime.tracing.trace_hooks import WHOLE
+from meshwright.runtime.tracing.tracer import Recorder, arguments
+from meshwright.runtime.tracing.training_modes import TrainingModes
+
+BETWEEN = ""
+"""The name under which draws that the recording has not are seeded, and sums between units kept."""
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A forward under way."""
+
+    micro: MicroBatch
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each unit was called, and each function between units."""
+
+
+class ModuleStage(RecordedStage):
+    """All layers of a module, run by the module itself."""
+
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+        """`module` is run; `recorder` is of the same construction."""
+        self.__dict__["_root"] = module
+        super().__init__(module, recorder, 0, len(recorder.first.layers))
+        recording = recorder.first
+        self._training_modes = TrainingModes(module)
+        self._forward: _Forward | None = None
+        self._is_inside = False
+        """A unit is running, or being recomputed."""
+        self._nodes = {node.name: node for node in recording.nodes if node.unit is not None}
+        self._functions: dict[str, list[Node]] = {}
+        """Functions between units, those of a name in their order."""
+        for node in recording.nodes:
+            if node.unit is None:
+                self._functions.setdefault(called_name(node.call), []).append(node)
+        self._is_one_unit = any(node.unit == "" for node in recording.nodes)
+        self._draws_between = any(node.draws and node.unit is None for node in recording.nodes)
+        self._layer_names = {
+            recording.nodes[at].name: layer.name
+            for layer in recording.layers
+            for at in range(layer.first, layer.last)
+        }
+
+    def _place_units(self, module: nn.Module) -> None:
+        self._share_tables(module)
+
+    def _hold(self, name: str, module: nn.Module) -> None:
+        """Do nothing: the module has it."""
+
+    def held(self, name: str) -> Any:
+        """Return a parameter, buffer or attribute of the module by its name."""
+        path, _, attribute = name.rpartition(".")
+        return getattr(self._root.get_submodule(path), attribute)
+
+    def train(self, mode: bool = True) -> ModuleStage:
+        """Set the mode as the module's own `train` does."""
+        self.training = mode
+        self._training_modes.set_mode(training=mode)
+        return self
+
+    def wrap_units(self, *, sums: bool = False) -> None:
+        """Put around each unit's forward what acts on single calls, if anything does.
+
+        It is done last, around what other techniques made of the forward.  `sums` says that the
+        module asks for sums over the batch, which are known by the unit that asks.
+        """
+        acts = self.recompute or self._packings or self.around or sums
+        if not acts and not any(layer.draws for layer in self.layers):
+            return
+        if self._is_one_unit:
+            return  # its call is that of the whole
+        for path in self.called_units:
+            unit = self.part(path)
+            unit.forward = self._called_as(path, unit.forward)
+
+    def _called_as(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._forward is None or self._is_inside:
+                return forward(*args, **kwargs)
+            return self._unit_call(path, forward, self._forward, args, kwargs)
+
+        return call
+
+    def _outputs_of(self, received: Sequence[Tensor], micro: MicroBatch) -> Any:
+        """Return what the module makes of a micro-batch."""
+        args, kwargs = arguments(self._recorder.inputs(micro.batch))
+        forward = self._forward = _Forward(micro)
+        inner_loss.begin(BETWEEN)
+        try:
+            with contextlib.ExitStack() as around:
+                around.enter_context(_drawing_between(micro, self.device))
+                if self.around is not None:
+                    around.enter_context(self.around(micro.batch, None))
+                if self._draws_between:
+                    around.enter_context(_DrawsBetween(self, forward))
+                if self._is_one_unit:
+                    return self._unit_call("", self._root, forward, args, kwargs)
+                return self._root(*args, **kwargs)
+        finally:
+            self._forward = None
+
+    def _unit_call(
+        self,
+        path: str,
+        call: Callable[..., Any],
+        forward: _Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a unit in all that acts on this call of it."""
+        forward.calls[path] += 1
+        first, number = path or WHOLE, forward.calls[path]
+        name = first if number == 1 else f"{first}@{number}"
+        # A call that the recording has not is as the unit's first.
+        node = self._nodes.get(name) or self._nodes.get(first)
+        layer = self._layer_names.get(name) or self._layer_names.get(first, "")
+        recompute = self.recompute.get(layer, "none")
+        grows = torch.is_grad_enabled()
+        packing = self._packings.get(layer) if grows else None
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self._inside(forward.micro, name, node):
+                return call(*args, **kwargs)
+
+        with packing.acting() if packing is not None else contextlib.nullcontext():
+            if recompute == "none" or not grows:
+                return inside(*args, **kwargs)
+            if node is not None and node.changed:  # what is changed in place cannot be kept
+                recompute = "full"
+            unchanged = _refusing_changes(inside, name, (args, kwargs))
+            return recomputed(
+                unchanged, recompute, packing, numbers=node is None or not node.draws
+            )(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _inside(self, micro: MicroBatch, name: str, node: Node | None) -> Iterator[None]:
+        """Run a unit, or run it again in backward."""
+        before, self._is_inside = self._is_inside, True
+        inner_loss.begin(name)
+        try:
+            with self.acting_on(micro, name, node):
+                yield
+        finally:
+            self._is_inside = before
+
+    @contextlib.contextmanager
+    def acting_on(self, micro: MicroBatch, name: str, node: Node | None) -> Iterator[None]:
+        """Draw under a call's own seed, and see what its rank does of a sample."""
+        with contextlib.ExitStack() as acting:
+            if node is not None and node.draws:
+                acting.enter_context(
+                    seeded(micro.seed, name, self.device, python=node.draws_python)
+                )
+            if self.around is not None:
+                acting.enter_context(self.around(micro.batch, node))
+            yield
+
+    def function_call(
+        self, forward: _Forward, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of torch, and seed it if it is one between units that draws."""
+        nodes = () if self._is_inside else self._functions.get(called_name(func), ())
+        if not nodes:
+            return func(*args, **kwargs)
+        key = f"{called_name(func)}()"
+        number = forward.calls[key]
+        forward.calls[key] += 1
+        node = nodes[min(number, len(nodes) - 1)]
+        if not node.draws:
+            return func(*args, **kwargs)
+        name = node.name if number < len(nodes) else f"{node.name}@{number}"
+        with self.acting_on(forward.micro, name, node):
+            return func(*args, **kwargs)
+
+
+class _DrawsBetween(TorchFunctionMode):
+    """Hands functions of torch to a stage, of which some draw between units."""
+
+    def __init__(self, stage: ModuleStage, forward: _Forward) -> None:
+        super().__init__()
+        self._stage, self._forward = stage, forward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._stage.function_call(self._forward, func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def _drawing_between(micro: MicroBatch, device: torch.device) -> Iterator[None]:
+    """Draw under the seed of the micro-batch what no unit draws that is known to."""
+    numbers = None if micro.coin_seed is None else PythonNumbers()
+    try:
+        with seeded(micro.seed, BETWEEN, device):
+            if micro.coin_seed is not None:
+                seed_python(unit_seed(micro.coin_seed, BETWEEN))
+            yield
+    finally:
+        if numbers is not None:
+            numbers.put_back()
+
+
+def _refusing_changes(call: Callable[..., Any], name: str, given: Any) -> Callable[..., Any]:
+    """Return a call that is refused when it is made again with tensors that were changed since."""
+    versions = [
+        (tensor, tensor._version) for tensor in tree_leaves(given) if isinstance(tensor, Tensor)
+    ]
+    is_first = True
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        if not is_first and any(tensor._version != version for tensor, version in versions):
+            raise LaunchError(
+                f"{name}: is recomputed, and what it was given has been changed in place since its "
+                "forward; write x = x + y for x += y behind it, or plan it with recompute none"
+            )
+        is_first = False
+        return call(*args, **kwargs)
+
+    return again
