@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
-from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
 from meshwright.runtime.techniques.activation_checkpointing import recomputed
@@ -33,7 +32,7 @@ from meshwright.runtime.tracing.replayed_stage import (
     seeded,
     unit_seed,
 )
-from meshwright.runtime.tracing.trace import Node, called_name
+from meshwright.runtime.tracing.trace import Node, Recording, called_name, values_of
 from meshwright.runtime.tracing.trace_hooks import WHOLE
 from meshwright.runtime.tracing.tracer import Recorder, arguments
 from meshwright.runtime.tracing.training_modes import TrainingModes
@@ -71,6 +70,7 @@ class ModuleStage(RecordedStage):
                 self._functions.setdefault(called_name(node.call), []).append(node)
         self._is_one_unit = any(node.unit == "" for node in recording.nodes)
         self._draws_between = any(node.draws and node.unit is None for node in recording.nodes)
+        self._changed_behind = _changed_behind(recording)
         self._layer_names = {
             recording.nodes[at].name: layer.name
             for layer in recording.layers
@@ -160,14 +160,13 @@ class ModuleStage(RecordedStage):
                 return call(*args, **kwargs)
 
         with packing.acting() if packing is not None else contextlib.nullcontext():
-            if recompute == "none" or not grows:
+            # What it changes in place cannot be kept: then all that it makes is.
+            if recompute == "none" or not grows or (node is not None and node.changed):
                 return inside(*args, **kwargs)
-            if node is not None and node.changed:  # what is changed in place cannot be kept
-                recompute = "full"
-            unchanged = _refusing_changes(inside, name, (args, kwargs))
-            return recomputed(
-                unchanged, recompute, packing, numbers=node is None or not node.draws
-            )(*args, **kwargs)
+            if name in self._changed_behind:
+                args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+            numbers = node is None or not node.draws
+            return recomputed(inside, recompute, packing, numbers=numbers)(*args, **kwargs)
 
     @contextlib.contextmanager
     def _inside(self, micro: MicroBatch, name: str, node: Node | None) -> Iterator[None]:
@@ -235,21 +234,12 @@ def _drawing_between(micro: MicroBatch, device: torch.device) -> Iterator[None]:
             numbers.put_back()
 
 
-def _refusing_changes(call: Callable[..., Any], name: str, given: Any) -> Callable[..., Any]:
-    """Return a call that is refused when it is made again with tensors that were changed since."""
-    versions = [
-        (tensor, tensor._version) for tensor in tree_leaves(given) if isinstance(tensor, Tensor)
-    ]
-    is_first = True
-
-    def again(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
-        if not is_first and any(tensor._version != version for tensor, version in versions):
-            raise LaunchError(
-                f"{name}: is recomputed, and what it was given has been changed in place since its "
-                "forward; write x = x + y for x += y behind it, or plan it with recompute none"
-            )
-        is_first = False
-        return call(*args, **kwargs)
-
-    return again
+def _changed_behind(recording: Recording) -> frozenset[str]:
+    """Return the calls of units whose arguments are changed in place by what runs behind them."""
+    changed: set[int] = set()
+    names = []
+    for node in reversed(recording.nodes):
+        if node.unit is not None and changed & values_of(node.leaves):
+            names.append(node.name)
+        changed |= node.changed
+    return frozenset(names)
