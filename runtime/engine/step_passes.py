@@ -524,8 +524,10 @@ class StepPasses:
     def _new_pipeline(self, example: Any, *, training: bool) -> RecordedPipeline:
         plan = self._plan
         parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
+        recording = self._recorder.recording(example, training=training)
+        self._recorder.refuse_other_layers(recording)  # on all ranks, before any sends
         settings: dict[str, Any] = {
-            "recording": self._recorder.recording(example, training=training),
+            "recording": recording,
             "micro_batches": plan.micro_batches,
             "device": self._device,
             "loss": self._micro_loss,

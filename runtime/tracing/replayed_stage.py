@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_unflatten as unflatten
 
 from meshwright.planner.documents.plan import Activations
 from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.errors import RecordError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
@@ -280,15 +279,15 @@ class RecordedStage(nn.Module):
         return () if self._is_last else recording.sent(self._range[1] - 1)
 
     def train(self, mode: bool = True) -> RecordedStage:
-        """Set the mode; parts that the user's module keeps in eval mode stay there."""
+        """Set the mode; parts that the user's module keeps in another mode stay there."""
         super().train(mode)
-        for parameter in self._whole:
-            parameter.train(mode)
-        if mode:
-            for name, part in self.named_modules():
-                part.training = self._recorder.training_of(name)
-            for one in self._whole:
-                one.training = self._recorder.training_of("")
+        for module in self._whole:
+            module.train(mode)
+        for name, part in self.named_modules():
+            if part is not self:
+                part.training = self._recorder.training_of(name, training=mode)
+        for module in self._whole:
+            module.training = self._recorder.training_of("", training=mode)
         return self
 
     def select(self, number: int) -> None:
@@ -373,12 +372,7 @@ class RecordedStage(nn.Module):
 
     def _new_program(self, recording: Recording) -> _StageProgram:
         first, last = self._range
-        planned = [layer.name for layer in self._recorder.first.layers]
-        if [layer.name for layer in recording.layers] != planned:
-            raise RecordError(
-                "the forward runs other units than in the example (train or eval mode, or another "
-                "shape); use a plan without pipeline, or name units around what differs"
-            )
+        self._recorder.refuse_other_layers(recording)
         layers = recording.layers[first:last]
         parts = []
         for layer in layers:

@@ -88,6 +88,8 @@ class Recorder:
         # In a rehearsal tensors have no data already, and modes do not mix.
         self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         self._module = module if ours else self._skeleton(module)
+        self._resting = {} if ours else _modes_in_evaluation(self._module)
+        """The modes of all parts while the module evaluates."""
         self._real: nn.Module | None = None
         self._made = Recent[Recording](MOST_RECORDINGS)
         self.renewals = 0
@@ -173,6 +175,16 @@ class Recorder:
             )
         return recording
 
+    def refuse_other_layers(self, recording: Recording) -> None:
+        """Refuse to cut a recording that has other layers than the first one."""
+        if [layer.name for layer in recording.layers] != [
+            layer.name for layer in self.first.layers
+        ]:
+            raise RecordError(
+                "the forward runs other units than in the example (train or eval mode, or another "
+                "shape); use a plan without pipeline, or name units around what differs"
+            )
+
     def follow(self, module: nn.Module) -> None:
         """Look at what `module` has beside its units from now on, whenever `renew` is called.
 
@@ -226,12 +238,12 @@ class Recorder:
         """Whether the module can be run without data."""
         return self._real is None
 
-    def training_of(self, name: str) -> bool:
-        """Return the mode that a module is in while the whole one trains.
+    def training_of(self, name: str, *, training: bool = True) -> bool:
+        """Return the mode that a module is in while the whole one trains, or evaluates.
 
-        Parts of a unit that the recorded module does not have train.
+        Parts of a unit that the recorded module does not have are in that of the whole.
         """
-        return self._modes.get(name, True)
+        return (self._modes if training else self._resting).get(name, training)
 
     @contextlib.contextmanager
     def without_data(self, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -383,6 +395,16 @@ def _failed(module: nn.Module, error: Exception) -> RecordError:
         "pipeline needs no recording",
         where=line_of(error),
     )
+
+
+def _modes_in_evaluation(module: nn.Module) -> dict[str, bool]:
+    """Return the mode of each part after the module's own `eval`, and put them back."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    modes = {name: part.training for name, part in module.named_modules()}
+    for part, training in before:
+        part.training = training
+    return modes
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:

@@ -86,8 +86,8 @@ COUNTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tolist": lambda picked, mask: sum(mask.flatten().tolist()),
     "format": lambda picked, mask: float(f"{mask.sum().float():.0f}"),
     "unique": lambda picked, mask: len(torch.unique(torch.arange(mask.numel())[mask.flatten()])),
-    "bincount": lambda picked, mask: mask.numel() - int(
-        torch.bincount(mask.flatten().long(), minlength=2)[0]
+    "bincount": lambda picked, mask: (
+        mask.numel() - int(torch.bincount(mask.flatten().long(), minlength=2)[0])
     ),
     "repeat_interleave": lambda picked, mask: len(
         torch.arange(mask.numel()).repeat_interleave(mask.flatten().long())
@@ -218,6 +218,17 @@ class TrainsInEvaluation(Net):
         super().train(mode)
         self.scale.train()
         return self
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training else x
+
+
+class UnitTrainsInEvaluation(TrainsInEvaluation):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Doubling()
 
 
 class BuiltResting(Net):
@@ -368,9 +379,7 @@ ON_RANKS = frozenset(("replicas", "zero 3"))
 EVERYWHERE = frozenset(LAYOUTS)
 WAYS: dict[str, dict[str, Way]] = {
     "values": {
-        **{
-            name: Way(functools.partial(Counting, name), returned, ON_RANKS) for name in COUNTS
-        },
+        **{name: Way(functools.partial(Counting, name), returned, ON_RANKS) for name in COUNTS},
         "dispatch": Way(Routed, trains=ON_RANKS),
         "branch": Way(Branching, trains=ON_RANKS),
     },
@@ -380,7 +389,8 @@ WAYS: dict[str, dict[str, Way]] = {
         "teacher": Way(Taught),
         "auxiliary": Way(Auxiliary, trains=ON_RANKS),
         "auxiliary tuple": Way(AuxiliaryTuple, tuples, ON_RANKS),
-        "trains in evaluation": Way(TrainsInEvaluation, trains=ON_RANKS),
+        "trains in evaluation": Way(TrainsInEvaluation),
+        "unit trains in evaluation": Way(UnitTrainsInEvaluation),
         "built resting": Way(BuiltResting),
     },
     "buffers": {
