@@ -316,6 +316,7 @@ def script_stage(
         made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
         # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
         unused = made.keep(recorder.unused if stage == 0 else (), module)
+        made.checks_shapes = plan.mesh.tensor == 1
     made.to(device)
     for parameter in made.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():

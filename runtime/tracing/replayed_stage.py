@@ -145,6 +145,8 @@ class RecordedStage(nn.Module):
         """What the last stage makes of the module's outputs, if not the outputs themselves."""
         self.around: Around | None = None
         """What each call of a node is made in, by the batch of its micro-batch."""
+        self.checks_shapes = False
+        """Each call must make what it made when it was recorded; not where ranks have parts."""
         self.order: BackwardOrder | None = None
         """In which units that FSDP wraps are gathered and reduced."""
         self.units: dict[str, nn.Module] = {}
@@ -496,6 +498,20 @@ class _MicroBatchRun:
             outputs = tree_leaves(called(*args, **kwargs))
         for place, value in node.made:
             self.values[value] = outputs[place]
+        if self._stage.checks_shapes:
+            self._check_shapes(node)
+
+    def _check_shapes(self, node: Node) -> None:
+        """Refuse a call that makes something else than when it was recorded."""
+        for _, value in node.made:
+            then, now = self._recording.values[value].shape, self.values[value].shape
+            if now != then and value not in self._recording.sized_by_values:
+                raise RecordError(
+                    f"{node.name} makes {list(now)} of this batch, and has made {list(then)} when "
+                    "it was recorded: its size depends on values; name a unit around it and what "
+                    "reads it with units=, or use a plan without pipeline",
+                    where=node.where,
+                )
 
     def recomputed(self, part: _LayerPart, recompute: Recompute, packing: Packing | None) -> None:
         """Run a layer that keeps what it takes, and makes the rest again in backward."""

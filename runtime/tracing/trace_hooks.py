@@ -206,7 +206,7 @@ class Notes:
         changes_held = any(
             isinstance(self._references.get(id(tensor)), ModuleTensor) for tensor in changed
         )
-        self._note_sizes(tensors, [tensor for _, tensor in results])
+        self._note_sizes(tensors, [tensor for _, tensor in results], is_unit=unit is not None)
         numbers = tuple((place, self._new_value(tensor)) for place, tensor in results)
         self._kept.append((leaves, result))
         self._nodes.append(
@@ -305,16 +305,22 @@ class Notes:
                 where=_here(),
             )
 
-    def _note_sizes(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note which sizes of results depend on values: new ones, and those of what was given."""
+    def _note_sizes(
+        self, given: Sequence[Tensor], results: Sequence[Tensor], *, is_unit: bool
+    ) -> None:
+        """Note which sizes of results depend on values: new ones, and those of what was given.
+
+        A unit that uses such sizes inside may well return none of them.
+        """
         sizes = frozenset().union(*(self._sizes_by_values.get(id(x), ()) for x in given))
+        others = {size for tensor in given for size in tensor.shape}
         for result in results:
-            its = sizes.intersection(result.shape)
+            depending = sizes.intersection(result.shape)
             if self.sized_by_values and result.ndim:
-                others = {size for tensor in given for size in tensor.shape}
-                its |= set(result.shape) - others or {result.shape[0]}
-            if its:
-                self._sizes_by_values[id(result)] = its
+                new = set(result.shape) - others
+                depending |= new or ({result.shape[0]} if not is_unit else set())
+            if depending:
+                self._sizes_by_values[id(result)] = depending
 
     def _refuse_unseen(self, call: Callable[..., Any], unit: str | None) -> None:
         """Refuse what a replay of functions and units would not do again."""
@@ -392,6 +398,11 @@ class Notes:
             layers=(),
             derived=self._derived(nodes),
             tensors=tensors,
+            sized_by_values=frozenset(
+                reference.at
+                for key in self._sizes_by_values
+                if isinstance(reference := self._references.get(key), Value)
+            ),
         )
         return replace(recording, layers=self._layers(recording, parameters))
 
@@ -447,6 +458,9 @@ class Notes:
         for at, node in enumerate(nodes):
             for value in node.changed:
                 forbidden |= set(range(first_of[self._storages[value]] + 1, at + 1))
+        for value in recording.sized_by_values:  # a boundary has one size
+            last = recording.last_read.get(value, -1)
+            forbidden |= set(range(recording.maker[value] + 1, last + 1))
         cuts = [0]
         firsts: list[int] = starts[:1]
         for before, after in itertools.pairwise(starts):

@@ -137,6 +137,43 @@ class Routed(Dispatching):
         return super().forward(x)
 
 
+class Picking(Net):
+    """Some positions go through a block by themselves; nothing reads how many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[..., 0] > 0
+        x = self.blocks[0](x)
+        result = torch.zeros_like(x)
+        result[mask] = self.blocks[1](x[mask])
+        return self.blocks[2](x + result)
+
+
+class Chosen(nn.Module):
+    """A unit that returns as many positions as the batch has above 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[x[..., 0] > 0]
+
+
+class ChosenInside(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Chosen())
+
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def per_sample(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return out.square().sum(), len(batch[0])
+
+
 class Branching(Net):
     def forward(self, x: Tensor) -> Tensor:
         out = self.features(x)
@@ -349,6 +386,10 @@ def weighted(out: Tensor, batch: Any) -> Tensor:
     return functional.cross_entropy(out.flatten(0, 1), batch[1].flatten().relu(), weight=weight)
 
 
+def masked_pixels(out: Tensor, batch: Any) -> Tensor:
+    return functional.cross_entropy(out.flatten(0, 1), batch[1].relu().flatten(), ignore_index=3)
+
+
 def counted(out: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     return pieces(out, batch[1]), (batch[1] != -100).sum()
 
@@ -381,6 +422,8 @@ WAYS: dict[str, dict[str, Way]] = {
     "values": {
         **{name: Way(functools.partial(Counting, name), returned, ON_RANKS) for name in COUNTS},
         "dispatch": Way(Routed, trains=ON_RANKS),
+        "picked": Way(Picking),
+        "chosen in a unit": Way(ChosenInside, per_sample),
         "branch": Way(Branching, trains=ON_RANKS),
     },
     "modes": {
@@ -405,6 +448,7 @@ WAYS: dict[str, dict[str, Way]] = {
     "means": {
         "ignored": Way(Net, ignoring, ALONE),
         "masked": Way(Net, masked, ALONE),
+        "another number": Way(Net, masked_pixels, ALONE),
         "weighted": Way(Net, weighted, ALONE),
         "inside": Way(LossInside, returned, ALONE, lambda batch: batch),
         "miscounted": Way(Net, miscounted, ALONE),
