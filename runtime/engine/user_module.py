@@ -102,30 +102,10 @@ class OwnModel:
         recorder = Recorder.of(module, few, inputs, units=units)
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
-        if isinstance(wanted, Plan):
-            if not self._sees_less(wanted):  # which was planned without positions
-                check_module(wanted, recorder)
-            plan = wanted
-        else:
-            name = getattr(build, "__name__", type(module).__name__)
-            try:
-                plan = script_plan(
-                    recorder,
-                    wanted,
-                    name=type(module).__name__ if name == "<lambda>" else name,
-                    ranks=dist.get_world_size() if dist.is_initialized() else 1,
-                    global_batch=batches.samples_in(batch),
-                    device=device.type,
-                )
-            except ValidationError as error:
-                raise first_error(error) from error
+        if isinstance(wanted, Plan) and not self._sees_less(wanted):
+            check_module(wanted, recorder)  # others were planned without positions
+        plan = _plan_for(build, wanted, recorder, type(module), batch, device)
         dtype = activation_type(plan.precision)
-        twice = self.sums or isinstance(loss, whole_batch)
-        changing: frozenset[str] = frozenset()
-        if plan.mesh.pipeline > 1:
-            changing = check_replay(module, recorder, few)
-        elif runs_again(plan, twice=twice) or plan.mesh.data_shard * plan.mesh.data_replicate > 1:
-            changing = changing_names(module, recorder, few)
         refuse_plan(plan, module, loss, by_plan=self.by_plan)
         if plan.training.lora is not None:
             adapt(plan, module, recorder)
@@ -134,12 +114,7 @@ class OwnModel:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
-        refuse_changing(
-            plan,
-            changing,
-            twice=twice,
-            by_samples=lambda: changes_by_samples(module, plain, few, changing),
-        )
+        self._refuse_changing(plan, module, plain, few, loss)
         check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
         """Which dim of what a node draws has positions."""
@@ -161,6 +136,24 @@ class OwnModel:
         if plan.mesh.pipeline > 1:
             recorder.follow(module)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
+
+    def _refuse_changing(
+        self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
+    ) -> None:
+        """Refuse a module that forwards change, where a plan would make something else of it."""
+        twice = self.sums or isinstance(loss, whole_batch)
+        ranks = plan.mesh.data_shard * plan.mesh.data_replicate
+        changing: frozenset[str] = frozenset()
+        if plan.mesh.pipeline > 1:
+            changing = check_replay(module, recorder, few)
+        elif runs_again(plan, twice=twice) or ranks > 1:
+            changing = changing_names(module, recorder, few)
+        refuse_changing(
+            plan,
+            changing,
+            twice=twice,
+            by_samples=lambda: changes_by_samples(module, recorder, few, changing),
+        )
 
     def _check_divisions(
         self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
@@ -299,6 +292,31 @@ class OwnModel:
     def configuration(self) -> str | None:
         """Return None: the module is the user's own code."""
         return None
+
+
+def _plan_for(
+    build: Callable[[], nn.Module],
+    wanted: Plan | Mapping[str, Any],
+    recorder: Recorder,
+    kind: type[nn.Module],
+    batch: Any,
+    device: torch.device,
+) -> Plan:
+    """Return the plan itself, or that of a layout for what was recorded."""
+    if isinstance(wanted, Plan):
+        return wanted
+    name = getattr(build, "__name__", kind.__name__)
+    try:
+        return script_plan(
+            recorder,
+            wanted,
+            name=kind.__name__ if name == "<lambda>" else name,
+            ranks=dist.get_world_size() if dist.is_initialized() else 1,
+            global_batch=batches.samples_in(batch),
+            device=device.type,
+        )
+    except ValidationError as error:
+        raise first_error(error) from error
 
 
 def _names(module: nn.Module) -> Iterator[str]:

@@ -42,7 +42,7 @@ BETWEEN = ""
 
 
 @dataclass(slots=True)
-class _Forward:
+class _ForwardUnderWay:
     """A forward under way."""
 
     micro: MicroBatch
@@ -59,7 +59,7 @@ class ModuleStage(RecordedStage):
         super().__init__(module, recorder, 0, len(recorder.first.layers))
         recording = recorder.first
         self._training_modes = TrainingModes(module)
-        self._forward: _Forward | None = None
+        self._forward: _ForwardUnderWay | None = None
         self._is_inside = False
         """A unit is running, or being recomputed."""
         self._nodes = {node.name: node for node in recording.nodes if node.unit is not None}
@@ -121,7 +121,7 @@ class ModuleStage(RecordedStage):
     def _outputs_of(self, received: Sequence[Tensor], micro: MicroBatch) -> Any:
         """Return what the module makes of a micro-batch."""
         args, kwargs = arguments(self._recorder.inputs(micro.batch))
-        forward = self._forward = _Forward(micro)
+        forward = self._forward = _ForwardUnderWay(micro)
         inner_loss.begin(BETWEEN)
         try:
             with contextlib.ExitStack() as around:
@@ -140,7 +140,7 @@ class ModuleStage(RecordedStage):
         self,
         path: str,
         call: Callable[..., Any],
-        forward: _Forward,
+        forward: _ForwardUnderWay,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -192,7 +192,7 @@ class ModuleStage(RecordedStage):
             yield
 
     def function_call(
-        self, forward: _Forward, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, forward: _ForwardUnderWay, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Call a function of torch, and seed it if it is one between units that draws."""
         nodes = () if self._is_inside else self._functions.get(called_name(func), ())
@@ -212,7 +212,7 @@ class ModuleStage(RecordedStage):
 class _DrawsBetween(TorchFunctionMode):
     """Hands functions of torch to a stage, of which some draw between units."""
 
-    def __init__(self, stage: ModuleStage, forward: _Forward) -> None:
+    def __init__(self, stage: ModuleStage, forward: _ForwardUnderWay) -> None:
         super().__init__()
         self._stage, self._forward = stage, forward
 

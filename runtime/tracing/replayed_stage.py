@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_unflatten as unflatten
 
 from meshwright.planner.documents.plan import Activations
 from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.errors import RecordError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.side_effects import PythonNumbers, seed_python

@@ -7,6 +7,7 @@ is the example, takes a branch that others do not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.planner.errors import MeshwrightError
+from meshwright.planner.errors import MeshwrightError, RecordError
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
+from meshwright.runtime.tracing.tracer import Recorder
 from tests.runtime.ranks import on_ranks
 
 WIDTH, POSITIONS, SAMPLES, STEPS = 6, 5, 8, 4
@@ -49,7 +52,7 @@ class Net(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + block(x).tanh()
+            x = block(x).tanh()
         return x
 
     def forward(self, x: Tensor) -> Any:
@@ -564,3 +567,28 @@ def test_two_ranks_train_as_a_plain_loop_or_refuse(kind: str, layout: str) -> No
     for results in on_ranks(2, all_of, kind, layout):
         for name, found in results.items():
             check(found, kind, name, trains=layout in WAYS[kind][name].trains)
+
+
+class Longest(nn.Module):
+    """A unit that returns as many positions as a value says, by a number of Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : 1 + int(x[0, 0, 0] > 0)] * 1
+
+
+def test_a_replayed_call_that_makes_another_shape_is_refused() -> None:
+    module = Net()
+    module.blocks.insert(0, Longest())
+    recorder = Recorder(module, batch_of(0))
+    stage = RecordedStage(module, recorder, 0, len(recorder.first.layers))
+    stage.checks_shapes = True
+    x = batch_of(0)[0]
+    shapes = []
+    for sign in (1.0, -1.0):
+        with contextlib.suppress(RecordError):
+            shapes.append(stage(micro=MicroBatch((sign * x, x))).shape)
+
+    assert len(shapes) == 1, "one of both has another shape than was recorded"
+    with pytest.raises(RecordError, match=r"blocks\.0 makes .* its size depends on values"):
+        for sign in (1.0, -1.0):
+            stage(micro=MicroBatch((sign * x, x)))
