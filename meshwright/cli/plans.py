@@ -253,7 +253,7 @@ def predict(
             mine.value_of("cluster", cluster),
             mine.value_of("framework", framework),
         )
-    wanted = precision.value if precision else None
+    wanted: Any = precision.value if precision else None
     usual = wanted if is_plan(model) else mine.precision(wanted)
     predicted = commands.predicted_plan(
         model,

@@ -10,20 +10,28 @@ the module, no plan trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import BatchError, MeshwrightError, RecordError
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.batches import cut_by, part_of, samples_in
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.loss import loss_sum_of, plain
+from meshwright.runtime.core.loss import IGNORED, loss_sum_of, plain
 from meshwright.runtime.core.side_effects import (
     MOST_CHECKED,
     Changes,
@@ -81,6 +89,7 @@ def check_loss(
         trial.refuse_own_parameters()
         reason = trial.difference() if cut else None
         if cut and reason is None:
+            trial.refuse_unequal(parts)
             trial.refuse_memory(parts)
         apart = parts > 1 and not by_micro_batch
         other = trial.coupled_output() if apart and reason is None else None
@@ -142,6 +151,8 @@ class _LossTrial:
         self._recorder = recorder
         self._batch = batch
         self._loss = loss
+        self._tried: tuple[_Outputs, int] | None = None
+        """The outputs that the loss was called with, and how many samples a part has."""
 
     def difference(self) -> str | None:
         """Return what of the whole is not the sum of its parts, if anything."""
@@ -171,6 +182,42 @@ class _LossTrial:
                         "loss(outputs, batch), and takes its targets out of the batch"
                     ) from error.__cause__
         return None
+
+    def refuse_unequal(self, parts: int) -> None:
+        """Refuse a mean over what counts, of which the example has as much in each part.
+
+        Targets of half the samples are set in part to what the loss ignores, and masks to 0.
+        """
+        if self._tried is None:
+            return
+        outputs, size = self._tried
+        few = few_samples(self._batch, 2 * size)
+        with _NotedNumbers() as numbers:
+            try:
+                self._sums(outputs, few, range(2 * size))
+            except _LossError:
+                return
+        for at, (path, leaf) in enumerate(tree_flatten_with_path(few)[0]):
+            for ignored in _ignored_in(leaf, numbers.values, size):
+                batch = _with_less(few, at, ignored, size)
+                try:
+                    difference = self._difference_of(batch, outputs, size)
+                except _LossError:
+                    continue  # the number means nothing there
+                if difference is None:
+                    continue
+                name, number = (
+                    f"batch{keystr(path)}",
+                    ignored if leaf.dtype != torch.bool else False,
+                )
+                raise BatchError(
+                    f"loss: where some of {name} is {number}, {difference}: it divides by what "
+                    "counts there, of which parts have unequal shares, so that training would "
+                    f"depend on how the plan cuts the batch (into {parts} micro-batches here). "
+                    "Return the sum and the count of what was summed, such as (F.cross_entropy("
+                    f'out, y, ignore_index=..., reduction="sum"), ({name} != {number}).sum()), '
+                    "not len(y)"
+                )
 
     def refuse_own_parameters(self) -> None:
         """Refuse a loss that trains what the module does not return to it."""
@@ -299,8 +346,12 @@ class _LossTrial:
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
     def _difference_at(self, outputs: _Outputs, size: int) -> str | None:
+        difference = self._difference_of(few_samples(self._batch, 2 * size), outputs, size)
+        self._tried = outputs, size
+        return difference
+
+    def _difference_of(self, batch: Any, outputs: _Outputs, size: int) -> str | None:
         samples = 2 * size
-        batch = few_samples(self._batch, samples)
         whole = self._sums(outputs, batch, range(samples))
         torch.manual_seed(1)
         if self._sums(outputs, batch, range(samples)).values != whole.values:
@@ -335,6 +386,50 @@ _Outputs = Callable[[Any, range], Any]
 
 class _LossError(Exception):
     """What a loss raised on outputs that it may not be made for."""
+
+
+class _NotedNumbers(TorchFunctionMode):
+    """Notes the numbers that integers of a batch are compared with, and those that are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("eq", "ne", "__eq__", "__ne__") and len(args) > 1:
+            self.values |= {args[1]} if type(args[1]) is int else set()
+        ignored = kwargs.get("ignore_index", IGNORED)
+        if ignored != IGNORED:
+            self.values.add(ignored)
+        return func(*args, **kwargs)
+
+
+def _ignored_in(leaf: Any, numbers: Collection[int], size: int) -> list[int]:
+    """Return the numbers that may say of an element of a leaf that it does not count."""
+    if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.is_floating_point():
+        return []
+    if leaf.ndim == 1:  # a class for each sample: one that does not count is said
+        return sorted(numbers) if size > 1 and leaf.dtype != torch.bool else []
+    if leaf[0].numel() < 2:
+        return []
+    is_mask = leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
+    return (
+        sorted({*numbers, IGNORED, *([0] if is_mask else [])}) if leaf.dtype != torch.bool else [0]
+    )
+
+
+def _with_less(few: Any, at: int, ignored: int, size: int) -> Any:
+    """Return a batch of whose second part less counts."""
+    leaves, spec = tree_flatten(few)
+    leaf = leaves[at] = leaves[at].clone()
+    if leaf.ndim == 1:
+        leaf[size : size + size // 2] = ignored
+    else:
+        rows = leaf.flatten(1)
+        rows[size:, rows.shape[1] // 2 :] = ignored
+        leaves[at] = rows.view(leaf.shape)
+    return tree_unflatten(leaves, spec)
 
 
 def _repeat_outputs(outputs: Any, samples: int, *, real: bool) -> list[_Outputs]:

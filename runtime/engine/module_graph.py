@@ -278,27 +278,29 @@ def check_module(plan: Plan, recorder: Recorder) -> None:
         )
 
 
+def changing_names(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[str]:
+    """Return the names of attributes, parameters and buffers that every forward changes anew.
+
+    `few` is the batch that `recorder` recorded.  A module of more than MOST_CHECKED parameters, and
+    one without data, is not tried.
+    """
+    if not can_be_tried(module, few):
+        return frozenset()
+    return _trial_of_module(module, recorder, few)[1]
+
+
 def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[str]:
     """Refuse a module whose replayed forward does something else than the module, on real data.
 
     What a recording cannot see is Python's own state between units: a counter, a list, a random
     number of Python, or what only a backward does.  Both run on copies: outputs, attributes that
-    change, random numbers that are drawn and gradients must be the same.  `few` is the batch that
-    `recorder` recorded.  Returns the names of attributes and parameters that every forward changes
-    anew.  A module of more than MOST_CHECKED parameters, and one without data, is not tried.
+    change, random numbers that are drawn and gradients must be the same.  Returns `changing_names`.
     """
     if not can_be_tried(module, few):
         return frozenset()
     # One unit is replayed as the module itself.
     backward = recorder.refused is None
-    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
-        twin = deepcopy_module(module)
-        once = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few), backward=backward)
-        changed = _changed_names(recorder, module.named_parameters(), twin.named_parameters())
-        buffers = _changed_names(recorder, module.named_buffers(), twin.named_buffers())
-        again = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few))
-    if not once.makes_as(again):  # statistics that no training forward reads are none of these
-        changed |= buffers
+    once, changing, unnamed = _trial_of_module(module, recorder, few, backward=backward)
     with restore_side_effects(module, recorder.inputs), torch.enable_grad():
         other = deepcopy_module(module)
         stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
@@ -308,7 +310,6 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
     for parameter in module.parameters():
         parameter.grad = None  # a forward that was replaced by a function runs the module itself
     apart = sorted(once.changes ^ replayed.changes)
-    unnamed = not (again.changes or changed or once.makes_as(again))
     if apart or unnamed or not once.makes_as(replayed):
         what = f" ('{apart[0]}' changes in one of them only)" if apart else ""
         raise RecordError(
@@ -322,7 +323,28 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
             "what changes a backward (a hook, torch.autograd.graph.saved_tensors_hooks) stands "
             "between units; put it inside one, or name a unit around it with units="
         )
-    return again.changes | changed
+    return changing
+
+
+def _trial_of_module(
+    module: nn.Module, recorder: Recorder, few: Any, *, backward: bool = False
+) -> tuple[_ForwardTrial, frozenset[str], bool]:
+    """Run a copy of a module twice; return the first trial, and the names of what changes anew.
+
+    The third says that the second forward made something else and nothing has changed by name.
+    """
+    with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+        twin = deepcopy_module(module)
+        once = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few), backward=backward)
+        changed = _changed_names(recorder, module.named_parameters(), twin.named_parameters())
+        buffers = _changed_names(recorder, module.named_buffers(), twin.named_buffers())
+        again = _ForwardTrial.of(twin, lambda: _forward_of(twin, recorder, few))
+    if not once.makes_as(again):  # statistics that no training forward reads are none of these
+        changed |= buffers
+    for parameter in module.parameters():
+        parameter.grad = None  # a forward that was replaced by a function runs the module itself
+    unnamed = not (again.changes or changed or once.makes_as(again))
+    return once, again.changes | frozenset(changed), unnamed
 
 
 def _changed_names(
@@ -346,9 +368,7 @@ def refuse_changing(
     does not change `by_samples` (a spectral norm's vectors) is the same on every rank, so that each
     may make it once in a step.
     """
-    ranks = plan.mesh.data_shard * plan.mesh.data_replicate
-    recomputed = any(item.recompute != "none" for layer in plan.stages for item in layer.layers)
-    again = plan.micro_batches > 1 or recomputed or twice
+    ranks, again = plan.mesh.data_shard * plan.mesh.data_replicate, runs_again(plan, twice=twice)
     if changing and (again or (ranks > 1 and by_samples())):
         forwards = ranks * plan.micro_batches
         reason = f"{forwards} micro-batches" if forwards > 1 else "more than one forward"
@@ -358,6 +378,12 @@ def refuse_changing(
             f"{reason}, so that training would depend on the plan; change it in the training "
             f"loop, or plan with {one_rank}micro_batches 1 and recompute none"
         )
+
+
+def runs_again(plan: Plan, *, twice: bool) -> bool:
+    """Tell whether a rank runs several forwards in a step; `twice`, that losses need another."""
+    recomputed = any(item.recompute != "none" for layer in plan.stages for item in layer.layers)
+    return plan.micro_batches > 1 or recomputed or twice
 
 
 def changes_by_samples(

@@ -18,6 +18,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import BatchError, LaunchError, OptimizerError
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_json
 from meshwright.runtime.run.environment import PLAN_VARIABLE
+from meshwright.runtime.tracing.training_modes import TrainingModes
 
 
 def plan_or_layout(
@@ -54,6 +55,7 @@ def built(build: Callable[[], nn.Module], plan: Plan | Mapping[str, Any]) -> nn.
             f"build: returned a {type(module).__name__}; it returns an nn.Module (end it with "
             "`return module`)"
         )
+    TrainingModes(module).set_mode(training=True)
     for name, parameter in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(parameter):
             raise LaunchError(

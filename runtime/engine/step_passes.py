@@ -175,10 +175,13 @@ class StepPasses:
     def _micros(self, cut: Sequence[Any], *, step: int, drawing: bool) -> list[MicroBatch]:
         size = self._plan.micro_batch
         first = self._plan.samples_of(self._place.data_rank).start
+        seed = self._plan.training.seed
+        coins = drawing and self._recorder.draws_coins
         return [
             MicroBatch(
                 batches.on_device(micro_batch, self._device),
-                step_seed(self._plan.training.seed, step, first + at * size) if drawing else None,
+                step_seed(seed, step, first + at * size) if drawing else None,
+                step_seed(seed, step, 0) if coins else None,
             )
             for at, micro_batch in enumerate(cut)
         ]
@@ -521,8 +524,10 @@ class StepPasses:
     def _new_pipeline(self, example: Any, *, training: bool) -> RecordedPipeline:
         plan = self._plan
         parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
+        recording = self._recorder.recording(example, training=training)
+        self._recorder.refuse_other_layers(recording)  # on all ranks, before any sends
         settings: dict[str, Any] = {
-            "recording": self._recorder.recording(example, training=training),
+            "recording": recording,
             "micro_batches": plan.micro_batches,
             "device": self._device,
             "loss": self._micro_loss,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,12 @@ from meshwright.runtime.engine.loss_check import check_loss
 from meshwright.runtime.engine.module_graph import (
     SAMPLES,
     changes_by_samples,
+    changing_names,
     check_module,
     check_replay,
     few_samples,
     refuse_changing,
+    runs_again,
 )
 from meshwright.runtime.engine.named_loss import check_chunks, token_loss
 from meshwright.runtime.engine.setup import built
@@ -65,6 +67,8 @@ from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
 from meshwright.runtime.parallel.tensor_styles import Styles, styles_by_name
 from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.tracing.module_stage import ModuleStage
+from meshwright.runtime.tracing.replayed_stage import Around
 from meshwright.runtime.tracing.trace import Node
 from meshwright.runtime.tracing.tracer import Inputs, Recorder
 from meshwright.runtime.tracing.unused_parameters import Participation
@@ -106,26 +110,11 @@ class OwnModel:
         refuse_shared_memory(module)
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of_units(module, few, inputs, units=units)
-        changing = check_replay(module, recorder, few)
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
-        if isinstance(wanted, Plan):
-            if not self._sees_less(wanted):  # which was planned without positions
-                check_module(wanted, recorder)
-            plan = wanted
-        else:
-            name = getattr(build, "__name__", type(module).__name__)
-            try:
-                plan = script_plan(
-                    recorder,
-                    wanted,
-                    name=type(module).__name__ if name == "<lambda>" else name,
-                    ranks=dist.get_world_size() if dist.is_initialized() else 1,
-                    global_batch=batches.samples_in(batch),
-                    device=device.type,
-                )
-            except ValidationError as error:
-                raise first_error(error) from error
+        if isinstance(wanted, Plan) and not self._sees_less(wanted):
+            check_module(wanted, recorder)  # others were planned without positions
+        plan = _plan_for(build, wanted, recorder, type(module), batch, device)
         dtype = activation_type(plan.precision)
         refuse_plan(plan, module, loss, by_plan=self.by_plan)
         if plan.training.lora is not None:
@@ -135,12 +124,7 @@ class OwnModel:
             recorder = Recorder.of_units(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
-        refuse_changing(
-            plan,
-            changing,
-            twice=self.sums or isinstance(loss, whole_batch),
-            by_samples=lambda: changes_by_samples(module, plain, few, changing),
-        )
+        self._refuse_changing(plan, module, plain, few, loss)
         check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
         """Which dim of what a node draws has positions."""
@@ -159,8 +143,27 @@ class OwnModel:
         self.place = place or place_of(plan, device)
         self.loss = loss
         self._holders = holders_of(plan, recorder, self.place)
-        recorder.follow(module)
+        if plan.mesh.pipeline > 1:
+            recorder.follow(module)
         self._groups = parameter_groups(module.named_parameters(), optimizer, groups)
+
+    def _refuse_changing(
+        self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
+    ) -> None:
+        """Refuse a module that forwards change, where a plan would make something else of it."""
+        twice = self.sums or isinstance(loss, whole_batch)
+        ranks = plan.mesh.data_shard * plan.mesh.data_replicate
+        changing: frozenset[str] = frozenset()
+        if plan.mesh.pipeline > 1:
+            changing = check_replay(module, recorder, few)
+        elif runs_again(plan, twice=twice) or ranks > 1:
+            changing = changing_names(module, recorder, few)
+        refuse_changing(
+            plan,
+            changing,
+            twice=twice,
+            by_samples=lambda: changes_by_samples(module, recorder, few, changing),
+        )
 
     def _check_divisions(
         self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
@@ -186,12 +189,12 @@ class OwnModel:
             self._draws = check_parts(module, recorder, few, loss, why)
 
     @contextmanager
-    def _seeing(self, batch: Any, node: Node) -> Iterator[None]:
+    def _seeing(self, batch: Any, node: Node | None) -> Iterator[None]:
         """Let a node of a micro-batch see and draw what this rank's positions do."""
         place = self.place.context
         with ExitStack() as held:
             held.enter_context(seeing(self._seen_keys(batch)))
-            if place.degree > 1 and node.draws:
+            if place.degree > 1 and node is not None and node.draws:
                 length = positions_in(batch) * place.degree
                 positions = place.positions(length)
                 held.enter_context(DividedDraws(node.name, self._draws, positions, length))
@@ -230,9 +233,11 @@ class OwnModel:
         )
         for part in parts:
             part.module.around = self.around(plan)
+            if isinstance(part.module, ModuleStage):
+                part.module.wrap_units(sums=self.sums)
         return parts
 
-    def around(self, plan: Plan) -> Callable[[Any, Node], AbstractContextManager[None]] | None:
+    def around(self, plan: Plan) -> Around | None:
         """Return what each call of a stage's nodes is made in, by the batch of its micro-batch."""
         return self._seeing if self._sees_less(plan) or plan.loss is not None else None
 
@@ -297,6 +302,31 @@ class OwnModel:
     def configuration(self) -> str | None:
         """Return None: the module is the user's own code."""
         return None
+
+
+def _plan_for(
+    build: Callable[[], nn.Module],
+    wanted: Plan | Mapping[str, Any],
+    recorder: Recorder,
+    kind: type[nn.Module],
+    batch: Any,
+    device: torch.device,
+) -> Plan:
+    """Return the plan itself, or that of a layout for what was recorded."""
+    if isinstance(wanted, Plan):
+        return wanted
+    name = getattr(build, "__name__", kind.__name__)
+    try:
+        return script_plan(
+            recorder,
+            wanted,
+            name=kind.__name__ if name == "<lambda>" else name,
+            ranks=dist.get_world_size() if dist.is_initialized() else 1,
+            global_batch=batches.samples_in(batch),
+            device=device.type,
+        )
+    except ValidationError as error:
+        raise first_error(error) from error
 
 
 def _names(module: nn.Module) -> Iterator[str]:

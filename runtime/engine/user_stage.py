@@ -28,6 +28,7 @@ from meshwright.runtime.parallel.data_parallel import activation_type, reduces_a
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.compile import Compiler
+from meshwright.runtime.tracing.module_stage import ModuleStage
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
 from meshwright.runtime.tracing.unused_parameters import Participation
@@ -310,9 +311,14 @@ def script_stage(
     compiler: Compiler | None = None,
 ) -> Staged:
     """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
-    made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
-    # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
-    unused = made.keep(recorder.unread_names if stage == 0 else (), module)
+    unused: Sequence[nn.Parameter] = ()
+    if plan.mesh.pipeline == 1:
+        made: RecordedStage = ModuleStage(module, recorder)
+    else:
+        made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
+        # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
+        unused = made.keep(recorder.unread_names if stage == 0 else (), module)
+        made.checks_shapes = plan.mesh.tensor == 1
     made.to(device)
     for parameter in made.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():

@@ -161,7 +161,7 @@ class _PartsTrial:
     def _run(self, given: Any, sums: BatchSums, around: Around) -> tuple[Any, list[Tensor]]:
         """Return outputs, and the losses inside of the module."""
         inner: list[Tensor] = []
-        self._stage.around = around
+        self._stage.around = around  # type: ignore[assignment]  # replayed calls have nodes
         with running(InnerLosses(inner.append, None, sums)):
             return self._stage(micro=MicroBatch(own_tensors(given), 0)), inner
 

@@ -51,11 +51,16 @@ def wrapped(layer: nn.Module, recompute: Recompute, packing: Packing | None = No
 
 
 def checkpoint_call(
-    call: Callable[..., Any], recompute: Recompute, packing: Packing | None = None
+    call: Callable[..., Any],
+    recompute: Recompute,
+    packing: Packing | None = None,
+    *,
+    numbers: bool = False,
 ) -> Callable[..., Any]:
     """Return a call that keeps what it takes, and makes again in backward what it did not keep.
 
-    What `selective` keeps never comes by autograd's hooks, so it is handed to `packing` here.
+    What `selective` keeps never comes by autograd's hooks, so it is handed to `packing` here.  With
+    `numbers` the state of random numbers is kept too: the call may draw under no seed of its own.
     """
     match recompute:
         case "none":
@@ -68,7 +73,7 @@ def checkpoint_call(
             assert_never(recompute)
     # The compiler sees through a partial, and not through what a closure holds.
     again: Callable[..., Any] = functools.partial(
-        checkpoint, use_reentrant=False, preserve_rng_state=False, **contexts
+        checkpoint, use_reentrant=False, preserve_rng_state=numbers, **contexts
     )
 
     def made_again(*args: Any, **kwargs: Any) -> Any:

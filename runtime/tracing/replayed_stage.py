@@ -45,6 +45,9 @@ from meshwright.runtime.tracing.trace import (
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, units_of
 from meshwright.runtime.tracing.unused_parameters import BackwardOrder
 
+Around = Callable[[Any, Node | None], contextlib.AbstractContextManager[None]]
+"""What a call of a node is made in, by its batch; None stands for what the recording has not."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -54,6 +57,8 @@ class MicroBatch:
     """The pytree, cut to this micro-batch."""
     seed: int | None = None
     """Of what is drawn (see `step_seed`); None draws from torch's own generator."""
+    coin_seed: int | None = None
+    """Of Python's and numpy's numbers between units, alike on all ranks; None leaves them."""
 
 
 def step_seed(seed: int, step: int, first_sample: int) -> int:
@@ -139,8 +144,10 @@ class RecordedStage(nn.Module):
         self._number = 0
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
         """What the last stage makes of the module's outputs, if not the outputs themselves."""
-        self.around: Callable[[Any, Node], contextlib.AbstractContextManager[None]] | None = None
+        self.around: Around | None = None
         """What each call of a node is made in, by the batch of its micro-batch."""
+        self.checks_shapes = False
+        """Each call must make what it made when it was recorded; not where ranks have parts."""
         self.order: BackwardOrder | None = None
         """In which units that FSDP wraps are gathered and reduced."""
         self.units: dict[str, nn.Module] = {}
@@ -152,16 +159,14 @@ class RecordedStage(nn.Module):
         program = self._program(recording)
         nodes = [*program.derived, *(node for part in program.parts for node in part.nodes)]
         names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
-        self._whole: tuple[nn.Module, ...] = (module,) if "" in names else ()
-        """A module that is one unit; its own tables are this one's."""
-        for parameter in self._whole:
-            self._modules, self._parameters = parameter._modules, parameter._parameters
-            self._buffers = parameter._buffers
-            names = dict.fromkeys(units_of(parameter))
+        self._whole: tuple[nn.Module, ...] = ()
+        """A module whose own tables are this one's."""
+        if "" in names:
+            names = dict.fromkeys(units_of(module))
+            self._share_tables(module)
         self.called_units = tuple(names)
         """Paths of all units, also of those that `units` leaves out."""
-        for name in names:
-            self.place(name, module.get_submodule(name))
+        self._place_units(module)
         leaves = [leaf for node in nodes for leaf in node.leaves]
         if self._is_last:  # what the module returns is the last stage's
             leaves += recording.result
@@ -169,6 +174,18 @@ class RecordedStage(nn.Module):
         for name in sorted(held):
             self._hold(name, module)
         self.units = dict(self._alone(names, held))
+
+    def _share_tables(self, module: nn.Module) -> None:
+        """Have the parts, parameters and buffers of a module as one's own: there is one of each."""
+        self._whole = (module,)
+        self._modules, self._parameters = module._modules, module._parameters
+        self._buffers = module._buffers
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+
+    def _place_units(self, module: nn.Module) -> None:
+        """Put all units under their paths."""
+        for name in self.called_units:
+            self.place(name, module.get_submodule(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this class beside a unit of the user's that has the same name."""
@@ -265,15 +282,15 @@ class RecordedStage(nn.Module):
         return () if self._is_last else recording.sent(self._range[1] - 1)
 
     def train(self, mode: bool = True) -> RecordedStage:
-        """Set the mode; parts that the user's module keeps in eval mode stay there."""
+        """Set the mode; parts that the user's module keeps in another mode stay there."""
         super().train(mode)
-        for parameter in self._whole:
-            parameter.train(mode)
-        if mode:
-            for name, part in self.named_modules():
-                part.training = self._recorder.training_of(name)
-            for one in self._whole:
-                one.training = self._recorder.training_of("")
+        for module in self._whole:
+            module.train(mode)
+        for name, part in self.named_modules():
+            if part is not self:
+                part.training = self._recorder.training_of(name, training=mode)
+        for module in self._whole:
+            module.training = self._recorder.training_of("", training=mode)
         return self
 
     def select(self, number: int) -> None:
@@ -291,7 +308,7 @@ class RecordedStage(nn.Module):
         if self.order is not None:
             self.order.begin(self.device)
         # A pipeline hands its first stage the number too.
-        outputs = self._replayed(received if self._range[0] else (), micro)
+        outputs = self._outputs_of(received if self._range[0] else (), micro)
         if self.order is not None:
             self.order.end()
         if not self._is_last:
@@ -308,7 +325,7 @@ class RecordedStage(nn.Module):
             return sent
         return (*sent[:at], self.closed(sent[at]), *sent[at + 1 :])
 
-    def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
+    def _outputs_of(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
         program = self._program(self._recorder.recording(micro.batch, training=training))
         run = _MicroBatchRun(self, program.recording, micro)
@@ -358,12 +375,7 @@ class RecordedStage(nn.Module):
 
     def _new_program(self, recording: Recording) -> _StageProgram:
         first, last = self._range
-        planned = [layer.name for layer in self._recorder.first.layers]
-        if [layer.name for layer in recording.layers] != planned:
-            raise RecordError(
-                "the forward runs other units than in the example (train or eval mode, or another "
-                "shape); use a plan without pipeline, or name units around what differs"
-            )
+        self._recorder.refuse_other_layers(recording)
         layers = recording.layers[first:last]
         parts = []
         for layer in layers:
@@ -487,6 +499,20 @@ class _MicroBatchRun:
             outputs = tree_leaves(called(*args, **kwargs))
         for place, value in node.made:
             self.values[value] = outputs[place]
+        if self._stage.checks_shapes:
+            self._check_shapes(node)
+
+    def _check_shapes(self, node: Node) -> None:
+        """Refuse a call that makes something else than when it was recorded."""
+        for _, value in node.made:
+            then, now = self._recording.values[value].shape, self.values[value].shape
+            if now != then and value not in self._recording.sized_by_values:
+                raise RecordError(
+                    f"{node.name} makes {list(now)} of this batch, and has made {list(then)} when "
+                    "it was recorded: its size depends on values; name a unit around it and what "
+                    "reads it with units=, or use a plan without pipeline",
+                    where=node.where,
+                )
 
     def recomputed(self, part: _LayerPart, recompute: Recompute, packing: Packing | None) -> None:
         """Run a layer that keeps what it takes, and makes the rest again in backward."""

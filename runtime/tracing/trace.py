@@ -131,6 +131,8 @@ class Recording:
     """Nodes made of leaves of the batch alone; every stage runs those that it needs."""
     tensors: Mapping[str, str]
     """Shape and type of every parameter and buffer, by name, as text."""
+    sized_by_values: frozenset[int] = frozenset()
+    """Values whose sizes depend on those of a tensor, and may be others in the next batch."""
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:

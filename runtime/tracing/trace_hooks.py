@@ -47,11 +47,20 @@ from meshwright.runtime.tracing.trace import (
 
 VALUE_READERS = frozenset(
     (
-        "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__",
+        "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__format__",
+        "__index__", "__int__",
         "allclose", "equal", "is_nonzero", "item", "numpy", "tolist",
     )
 )  # fmt: skip
 """Functions that turn values of tensors into Python's own."""
+SIZE_READERS = frozenset(
+    (
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.size, Tensor.numel, Tensor.nelement, torch.numel,
+        Tensor.__len__, Tensor.__iter__, Tensor.unbind, torch.unbind,
+    )
+)  # fmt: skip
+"""Functions that turn sizes of tensors into Python's own, or into as many tensors."""
 HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 """Functions that change what a backward does, and make no tensor that a replay could make."""
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -80,6 +89,10 @@ class Notes:
         self._values: list[Made] = []
         self._storages: list[int] = []
         self._references: dict[int, Leaf | ModuleTensor | Value] = {}
+        self._sizes_by_values: dict[int, frozenset[int]] = {}
+        """Of tensors by id, the sizes that depend on values (of `x[mask]`, `unique`)."""
+        self.sized_by_values = False
+        """An operator ran now whose result's size depends on values."""
         self._kept: list[Any] = []  # ids of tensors come again
         self._leaf_names: dict[int, str] = {}
         for at, (path, leaf) in enumerate(tree_flatten_with_path(batch)[0]):
@@ -159,9 +172,12 @@ class Notes:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if unit is None and tensors and getattr(call, "__name__", "") in VALUE_READERS:
             self._refuse_values(call, tensors)
+        if unit is None and call in SIZE_READERS:
+            self._refuse_sizes(tensors)
         self._refuse_unseen(call, unit)
         versions = [tensor._version for tensor in tensors]
         self._drew, self._operators, grad = False, 0, torch.is_grad_enabled()
+        self.sized_by_values = False
         before = None if unit is None else PythonNumbers()
         result = call(*args, **kwargs)
         drew_python = before is not None and not before.drew_as(PythonNumbers())
@@ -191,6 +207,7 @@ class Notes:
         changes_held = any(
             isinstance(self._references.get(id(tensor)), ModuleTensor) for tensor in changed
         )
+        self._note_sizes(tensors, [tensor for _, tensor in results], is_unit=unit is not None)
         numbers = tuple((place, self._new_value(tensor)) for place, tensor in results)
         self._kept.append((leaves, result))
         self._nodes.append(
@@ -280,6 +297,32 @@ class Notes:
                 where=_here(),
             )
 
+    def _refuse_sizes(self, tensors: Sequence[Tensor]) -> None:
+        if any(id(tensor) in self._sizes_by_values for tensor in tensors):
+            raise RecordError(
+                "a size that depends on the values of a tensor (of x[mask], nonzero, unique, "
+                "bincount) is read between units, so that what follows depends on it; put it "
+                "inside a unit (units=), use masks of fixed size, or train without pipeline",
+                where=_here(),
+            )
+
+    def _note_sizes(
+        self, given: Sequence[Tensor], results: Sequence[Tensor], *, is_unit: bool
+    ) -> None:
+        """Note which sizes of results depend on values: new ones, and those of what was given.
+
+        A unit that uses such sizes inside may well return none of them.
+        """
+        sizes = frozenset().union(*(self._sizes_by_values.get(id(x), ()) for x in given))
+        others = {size for tensor in given for size in tensor.shape}
+        for result in results:
+            depending = sizes.intersection(result.shape)
+            if self.sized_by_values and result.ndim:
+                new = set(result.shape) - others
+                depending |= new or ({result.shape[0]} if not is_unit else set())
+            if depending:
+                self._sizes_by_values[id(result)] = depending
+
     def _refuse_unseen(self, call: Callable[..., Any], unit: str | None) -> None:
         """Refuse what a replay of functions and units would not do again."""
         name = getattr(call, "__name__", "")
@@ -356,6 +399,11 @@ class Notes:
             layers=(),
             derived=self._derived_nodes(nodes),
             tensors=tensors,
+            sized_by_values=frozenset(
+                reference.at
+                for key in self._sizes_by_values
+                if isinstance(reference := self._references.get(key), Value)
+            ),
         )
         return replace(recording, layers=self._layers(recording, parameters))
 
@@ -411,6 +459,9 @@ class Notes:
         for at, node in enumerate(nodes):
             for value in node.changed:
                 forbidden |= set(range(first_of[self._storages[value]] + 1, at + 1))
+        for value in recording.sized_by_values:  # a boundary has one size
+            last = recording.last_read.get(value, -1)
+            forbidden |= set(range(recording.maker[value] + 1, last + 1))
         cuts = [0]
         firsts: list[int] = starts[:1]
         for before, after in itertools.pairwise(starts):
@@ -479,6 +530,8 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             self._notes._drew = True
+        if _sizes_by_values(func, args):
+            self._notes.sized_by_values = True
         if func is not torch.ops.prim.device.default:  # asked for where it was not before
             arguments = (*args, *(kwargs or {}).items())
             self._notes._operators = hash(
@@ -505,6 +558,14 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
             )
             return given != 0
     return True
+
+
+def _sizes_by_values(operator: Any, args: Sequence[Any]) -> bool:
+    """Whether the size of an operator's result depends on values of its arguments."""
+    if operator is torch.ops.aten.index.Tensor:
+        masks = (at for at in args[1] if at is not None)
+        return any(at.dtype in (torch.bool, torch.uint8) for at in masks)
+    return torch.Tag.dynamic_output_shape in operator.tags
 
 
 def _made_by_unit(output: Any, given: Sequence[Tensor], trains: bool) -> Any:

@@ -38,6 +38,7 @@ from meshwright.runtime.core.auxiliary_loss import running
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.side_effects import (
     MOST_CHECKED,
+    PythonNumbers,
     Surroundings,
     deepcopy_module,
     restore_side_effects,
@@ -87,10 +88,14 @@ class Recorder:
         # In a rehearsal tensors have no data already, and modes do not mix.
         self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         self._module = module if ours else self._skeleton(module)
+        self._resting = {} if ours else _modes_in_evaluation(self._module)
+        """The modes of all parts while the module evaluates."""
         self._real: nn.Module | None = None
         self._made = Recent[Recording](MOST_RECORDINGS)
         self.renewals = 0
         """How often what the forward reads beside tensors had other values than before."""
+        self.draws_coins = False
+        """Python's or numpy's random numbers were drawn, in units or between them."""
         self._followed: nn.Module | None = None
         self._surroundings: Surroundings | None = None
         try:
@@ -170,6 +175,16 @@ class Recorder:
             )
         return recording
 
+    def refuse_other_layers(self, recording: Recording) -> None:
+        """Refuse to cut a recording that has other layers than the first one."""
+        if [layer.name for layer in recording.layers] != [
+            layer.name for layer in self.first.layers
+        ]:
+            raise RecordError(
+                "the forward runs other units than in the example (train or eval mode, or another "
+                "shape); use a plan without pipeline, or name units around what differs"
+            )
+
     def follow(self, module: nn.Module) -> None:
         """Look at what `module` has beside its units from now on, whenever `renew` is called.
 
@@ -223,12 +238,12 @@ class Recorder:
         """Whether the module can be run without data."""
         return self._real is None
 
-    def training_of(self, name: str) -> bool:
-        """Return the mode that a module is in while the whole one trains.
+    def training_of(self, name: str, *, training: bool = True) -> bool:
+        """Return the mode that a module is in while the whole one trains, or evaluates.
 
-        Parts of a unit that the recorded module does not have train.
+        Parts of a unit that the recorded module does not have are in that of the whole.
         """
-        return self._modes.get(name, True)
+        return (self._modes if training else self._resting).get(name, training)
 
     @contextlib.contextmanager
     def without_data(self, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -278,10 +293,11 @@ class Recorder:
         with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()
-            notes = Notes(module, self.opened, given)
+            notes, before = Notes(module, self.opened, given), PythonNumbers()
             with notes.listening():
                 args, kwargs = arguments(self.inputs(given))
                 result = module(*args, **kwargs)
+            self.draws_coins = self.draws_coins or not before.drew_as(PythonNumbers())
             return notes.recording(result)
 
     def _leaf(self, leaf: Any) -> Any:
@@ -379,6 +395,16 @@ def _record_error(module: nn.Module, error: Exception) -> RecordError:
         "pipeline needs no recording",
         where=line_of(error),
     )
+
+
+def _modes_in_evaluation(module: nn.Module) -> dict[str, bool]:
+    """Return the mode of each part after the module's own `eval`, and put them back."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    modes = {name: part.training for name, part in module.named_modules()}
+    for part, training in before:
+        part.training = training
+    return modes
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:

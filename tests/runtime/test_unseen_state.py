@@ -29,6 +29,7 @@ from meshwright.planner.errors import (
 from meshwright.runtime.core.batches import part_of
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.module_graph import check_replay
 from meshwright.runtime.optim.sharded_optimizer import (
     ParameterGroup,
     couples_parameters,
@@ -186,9 +187,10 @@ class Repacked(Net):
             return super().forward(x)
 
 
-def test_gradients_that_a_replay_would_not_have_are_refused() -> None:
+def test_gradients_that_a_replay_would_not_have_are_refused_in_stages_alone() -> None:
+    same(planned(Repacked, MICRO), plainly(Repacked))
     with pytest.raises(RecordError, match="another gradient than its replayed forward"):
-        Engine(Repacked, loss=loss, optimizer=sgd, batch=batch_of(0))
+        check_replay(Repacked(), Recorder(Repacked(), batch_of(0)), batch_of(0))
 
 
 class Cast(Net):
@@ -274,12 +276,19 @@ def test_what_changes_again_and_again_is_told_once(monkeypatch: pytest.MonkeyPat
     assert (recorder.renewals, len(said)) == (12, 1)
 
 
-def test_other_units_after_a_change_of_the_loop_are_refused() -> None:
+def test_other_units_after_a_change_of_the_loop_are_refused_in_stages_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def grow(step: int) -> None:
         SETTINGS.blocks = 2 if step < 2 else 3
 
+    same(planned(Growing, MICRO, before=grow), plainly(Growing, before=grow))
+
+    monkeypatch.setattr(SETTINGS, "blocks", 2)
+    recorder = recorder_of(Growing())
+    monkeypatch.setattr(SETTINGS, "blocks", 3)
     with pytest.raises(RecordError, match="runs other units since the training loop changed"):
-        planned(Growing, MICRO, before=grow)
+        recorder.renew(batch_of(0))
 
 
 def test_a_parameter_that_is_unfrozen_too_late_is_refused() -> None:

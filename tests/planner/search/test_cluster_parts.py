@@ -14,6 +14,7 @@ from meshwright.planner.catalog.expressions import resolve_cluster, resolve_mode
 from meshwright.planner.costs.predict import layout_prediction
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.device_counts import least_steps_s
 from meshwright.planner.search.cluster_parts import PartAnswer, search_parts

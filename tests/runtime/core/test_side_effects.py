@@ -18,6 +18,8 @@ import meshwright
 from meshwright.planner.errors import MeshwrightError, RecordError
 from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.module_graph import check_replay
+from meshwright.runtime.tracing.tracer import Recorder
 
 WIDTH, STEPS = 4, 3
 CALLS = [0]
@@ -258,8 +260,6 @@ class Uncopyable(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (CountsBetween, "'calls' changes in one of them only"),
-        (DrawsBetween, "Python's own state"),
         (functools.partial(Suspended, WIDTH, 3), "numbers: is a generator"),
         (functools.partial(Uncopyable, WIDTH, 3), "cannot pickle .generator. object"),
     ],
@@ -269,6 +269,21 @@ def test_state_that_a_trial_cannot_keep_is_refused_by_name(
 ) -> None:
     with pytest.raises(MeshwrightError, match=said):
         Engine(build, loss=loss, optimizer=sgd, batch=batch_of(0))
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (CountsBetween, "'calls' changes in one of them only"),
+        (DrawsBetween, "Python's own state"),
+    ],
+)
+def test_state_of_python_between_units_is_refused_in_stages_alone(
+    build: Callable[[], nn.Module], said: str
+) -> None:
+    Engine(build, loss=loss, optimizer=sgd, batch=batch_of(0)).step(batch_of(0))
+    with pytest.raises(MeshwrightError, match=said):
+        check_replay(build(), Recorder(build(), batch_of(0)), batch_of(0))
 
 
 def test_hooks_and_closures_are_as_they_were() -> None:
