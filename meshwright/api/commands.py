@@ -70,7 +70,7 @@ from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfi
 
 if TYPE_CHECKING:
     from meshwright.planner.calibration.scores.validate import Validation
-    from meshwright.planner.framework_configs.bash.interpreter import Surroundings
+    from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
     from meshwright.planner.search.plan_differences import Change
     from meshwright.planner.solver.problem_document import Problem
     from meshwright.profiler.profile import ProfileAgenda
@@ -373,9 +373,9 @@ def import_plan(
     )
 
 
-def _surroundings(source: str, values: Sequence[str]) -> Surroundings:
+def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
     """Return what a script finds where it stands: values that are given, and files beside it."""
-    from meshwright.planner.framework_configs.bash.interpreter import Surroundings  # noqa: PLC0415
+    from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment  # noqa: PLC0415
 
     settled: dict[str, str] = {}
     for item in values:
@@ -394,7 +394,7 @@ def _surroundings(source: str, values: Sequence[str]) -> Surroundings:
         file = next((place for place in places if place.is_file()), None)
         return None if file is None else document.read_text(str(file))
 
-    return Surroundings(values=settled, files=text_of)
+    return ScriptEnvironment(values=settled, files=text_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from meshwright.planner.documents.training import Training
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.framework_configs.bash.interpreter import Surroundings
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.harmless_words import not_understood
 from meshwright.planner.framework_configs.readers import (
     accelerate,
@@ -46,14 +46,14 @@ from meshwright.planner.schedules import PLAIN
 from meshwright.planner.schedules.schedule import obstacle
 
 
-def read_batch_script(text: str, surroundings: Surroundings | None = None) -> ParsedConfig:
+def read_batch_script(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the script's command says, by what it looks like."""
     return shell.parsed(
         text, "slurm", lambda words: _of_words(words, text, surroundings), surroundings
     )
 
 
-def _of_words(words: list[str], text: str, surroundings: Surroundings | None) -> ParsedConfig:
+def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | None) -> ParsedConfig:
     flags = shell.flags(words)
     asked = shell.directives(text)
     each, nodes = _plain_count(flags, "nproc-per-node", "num-gpus", "gpus-per-node"), None
@@ -170,7 +170,7 @@ def import_plan(
     called: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
-    surroundings: Surroundings | None = None,
+    surroundings: ScriptEnvironment | None = None,
 ) -> Imported:
     """Return the plan of a configuration's text; DocumentError says why there is none.
 

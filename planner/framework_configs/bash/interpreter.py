@@ -2,7 +2,7 @@
 
 A value that the script does not say (an unset variable, the output of a program) stays unknown and
 is carried by its name.  Where a condition depends on one, every way through the script is
-followed: `Way` has the commands of one, and what was decided on it.
+followed: `ScriptPath` has the commands of one, and what was decided on it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from meshwright.planner.framework_configs.bash import arithmetic, patterns, synt
 from meshwright.planner.framework_configs.bash.arithmetic import NoNumberError
 from meshwright.planner.framework_configs.bash.patterns import NoPatternError, Piece
 from meshwright.planner.framework_configs.bash.syntax import (
+    AndOr,
     Arithmetic,
-    Assignment,
-    Case,
-    Chain,
+    CaseCommand,
+    CommandList,
     Computed,
+    Expansion,
     For,
-    Function,
+    FunctionCommand,
     If,
-    Literal,
+    LiteralText,
     Node,
     Not,
     Opaque,
-    Parameter,
-    Pipeline,
-    Sequence,
+    PipeCommand,
     Simple,
     Subshell,
     Substitution,
-    Test,
+    TestCommand,
+    VariableAssignment,
     While,
     Word,
 )
@@ -91,7 +91,7 @@ class _Stop(Exception):  # noqa: N818 - an end, not an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ScriptEnvironment:
     """What a script finds where it runs, as far as anybody says."""
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ScriptPath:
     """One way through a script."""
 
     commands: tuple[tuple[str, ...], ...]
@@ -112,7 +112,9 @@ class Way:
     """Scripts that other commands run and that are not there."""
 
 
-def ways(text: str, surroundings: Surroundings | None = None, of: str = "script") -> list[Way]:
+def ways(
+    text: str, surroundings: ScriptEnvironment | None = None, of: str = "script"
+) -> list[ScriptPath]:
     """Return the ways through a script that differ in what is started.
 
     DocumentError where there are too many, or where one is much longer than the script.
@@ -121,9 +123,9 @@ def ways(text: str, surroundings: Surroundings | None = None, of: str = "script"
         raise DocumentError(of, "has control characters; give the script as text")
     body = syntax.parse(text, of)
     budget = ReadingLimit(of)
-    surroundings = surroundings or Surroundings()
+    surroundings = surroundings or ScriptEnvironment()
     waiting: list[tuple[bool, ...]] = [()]
-    results: dict[tuple[tuple[str, ...], ...], Way] = {}
+    results: dict[tuple[tuple[str, ...], ...], ScriptPath] = {}
     followed = 0
     decided: list[tuple[str, bool]] = []
     while waiting:
@@ -142,7 +144,7 @@ def ways(text: str, surroundings: Surroundings | None = None, of: str = "script"
         for at in range(len(planned), len(run.decisions)):
             chosen = tuple(choice for _, choice in run.decisions[:at])
             waiting.append((*chosen, not run.decisions[at][1]))
-        way = Way(
+        way = ScriptPath(
             commands=tuple(dict.fromkeys(run.commands)),
             decisions=tuple(run.decisions),
             unfollowed=tuple(dict.fromkeys(run.unfollowed)),
@@ -173,7 +175,7 @@ Value = str | list[str] | dict[str, str]
 
 
 @dataclass(slots=True)
-class _State:
+class _ShellVariables:
     """Variables, functions and arguments of a shell."""
 
     variables: dict[str, Value] = field(default_factory=dict)
@@ -183,13 +185,13 @@ class _State:
     keyed: set[str] = field(default_factory=set)
     frames: list[dict[str, Value | None]] = field(default_factory=list)
 
-    def copy(self) -> _State:
+    def copy(self) -> _ShellVariables:
         """Return the state of a subshell."""
         copied = {
             name: value if isinstance(value, str) else value.copy()
             for name, value in self.variables.items()
         }
-        return _State(
+        return _ShellVariables(
             copied,
             set(self.exported),
             dict(self.functions),
@@ -204,7 +206,7 @@ class _Run:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        surroundings: ScriptEnvironment,
         budget: ReadingLimit,
         planned: tuple[bool, ...],
         of: str,
@@ -214,7 +216,7 @@ class _Run:
         self._decided: dict[str, bool] = {}
         self.commands: list[tuple[str, ...]] = []
         self.unfollowed: list[str] = []
-        self.state = _State()
+        self.state = _ShellVariables()
         numbered = [name for name in surroundings.values if name.isdecimal() and name != "0"]
         self.state.arguments = [
             surroundings.values.get(str(at), _unknown(str(at)))
@@ -260,12 +262,12 @@ class _Run:
 
     def _run(self, node: Node) -> bool | None:  # noqa: PLR0911, PLR0912 - a case for each form
         match node:
-            case Sequence(commands):
+            case CommandList(commands):
                 status: bool | None = True
                 for command in commands:
                     status = self.run(command)
                 return status
-            case Chain(first, others):
+            case AndOr(first, others):
                 status = self.run(first)
                 for sign, command in others:
                     if status is None:
@@ -277,14 +279,14 @@ class _Run:
             case Not(command):
                 status = self.run(command)
                 return None if status is None else not status
-            case Pipeline(stages):
+            case PipeCommand(stages):
                 return self._pipeline(stages)
             case If(branches, otherwise):
                 for condition, body in branches:
                     if self._holds(condition):
                         return self.run(body)
                 return True if otherwise is None else self.run(otherwise)
-            case Case():
+            case CaseCommand():
                 return self._case(node)
             case For():
                 return self._for(node)
@@ -292,10 +294,10 @@ class _Run:
                 return self._while(node)
             case Subshell(body):
                 return self._apart(body)
-            case Function(name, body):
+            case FunctionCommand(name, body):
                 self.state.functions[name] = body
                 return True
-            case Test(words):
+            case TestCommand(words):
                 return self._test([self._pieces(word) for word in words], double=True)
             case Computed(word):
                 return self._computed(word)
@@ -311,7 +313,7 @@ class _Run:
 
     def _text_of(self, node: Node) -> str:
         """Return the text of a test; none of other commands."""
-        if isinstance(node, Test):
+        if isinstance(node, TestCommand):
             words = [_joined(self._pieces(word)) for word in node.words]
             return f"[[ {' '.join(words)} ]]"
         if isinstance(node, Simple) and node.words:
@@ -327,7 +329,7 @@ class _Run:
     def _resolved(self, condition: Node) -> bool:
         """Return how a condition comes out on this way that nothing known decides."""
         last = condition
-        while isinstance(last, Sequence) and last.commands:
+        while isinstance(last, CommandList) and last.commands:
             last = last.commands[-1]
         if isinstance(last, Not):
             inner = last.command
@@ -337,8 +339,8 @@ class _Run:
 
     def _started(self, node: Node) -> str:
         """Return the words of a command as the name of its end."""
-        while isinstance(node, Chain | Pipeline):
-            node = node.first if isinstance(node, Chain) else node.stages[-1]
+        while isinstance(node, AndOr | PipeCommand):
+            node = node.first if isinstance(node, AndOr) else node.stages[-1]
         if isinstance(node, Simple):
             return " ".join(self._fields(node.words))[:80] or "a command"
         return "(( ))" if isinstance(node, Computed) else "a command"
@@ -376,7 +378,7 @@ class _Run:
         words = self._fields(command.words)
         return bool(words) and words[0] in _SHELLS and all(w.startswith("-") for w in words[1:])
 
-    def _case(self, node: Case) -> bool | None:
+    def _case(self, node: CaseCommand) -> bool | None:
         text = _joined(self._pieces(node.word))
         for alternatives, body in node.branches:
             for pattern in alternatives:
@@ -465,7 +467,7 @@ class _Run:
             raise self.refuse("changes IFS, which is not followed")
         self.state.variables[name] = value
 
-    def _assign(self, assignment: Assignment) -> None:
+    def _assign(self, assignment: VariableAssignment) -> None:
         name = assignment.name
         before = self._value(name)
         if assignment.array is not None:
@@ -489,7 +491,7 @@ class _Run:
         elif isinstance(before, list):
             self._set(name, [(before[0] if before else "") + text, *before[1:]])
 
-    def _assign_array(self, assignment: Assignment, before: Value | None) -> None:
+    def _assign_array(self, assignment: VariableAssignment, before: Value | None) -> None:
         name = assignment.name
         elements = assignment.array or ()
         if name in self.state.keyed or any(key is not None for key, _ in elements):
@@ -566,10 +568,10 @@ class _Run:
 
     # Words.
 
-    def _fields(self, words: tuple[Word | Assignment, ...]) -> list[str]:
+    def _fields(self, words: tuple[Word | VariableAssignment, ...]) -> list[str]:
         result: list[str] = []
         for word in words:
-            if isinstance(word, Assignment):
+            if isinstance(word, VariableAssignment):
                 text = _joined(self._pieces(word.value, tilde=True))
                 result.append(f"{word.name}{'+' if word.append else ''}={text}")
             else:
@@ -591,7 +593,7 @@ class _Run:
     def _split(self, word: Word) -> list[list[Piece]]:
         """Return the fields of a word: split where an expansion without quotes has blanks."""
         plain = "".join(
-            part.text if isinstance(part, Literal) and not part.quoted else "x" for part in word
+            part.text if isinstance(part, LiteralText) and not part.quoted else "x" for part in word
         )
         if _BRACES.search(plain):
             return self._braces(word)
@@ -601,7 +603,7 @@ class _Run:
             for at, pieces in enumerate(self._expanded(part)):
                 open_field = open_field and not at
                 for text, quoted in pieces:
-                    split = not quoted and not isinstance(part, Literal)
+                    split = not quoted and not isinstance(part, LiteralText)
                     for place, piece in enumerate(_GAPS.split(text) if split else (text,)):
                         if place % 2:
                             open_field = False
@@ -617,7 +619,7 @@ class _Run:
 
     def _braces(self, word: Word) -> list[list[Piece]]:
         """Return the numbers of `{1..4}` or the words of `{a,b}`, unknown if neither."""
-        if len(word) == 1 and isinstance(word[0], Literal):
+        if len(word) == 1 and isinstance(word[0], LiteralText):
             text = word[0].text
             numbers = re.fullmatch(r"([\w.=/-]*)\{(\d{1,4})\.\.(\d{1,4})\}([\w.=/-]*)", text)
             if numbers and not (numbers[2] + numbers[3]).startswith("0"):
@@ -640,7 +642,7 @@ class _Run:
     def _expanded(self, part: object) -> list[list[Piece]]:
         """Return what a part of a word expands to: a field each, which may be split still."""
         match part:
-            case Literal(text, quoted):
+            case LiteralText(text, quoted):
                 return [[(text, quoted)]]
             case Opaque(text):
                 return [[(_unknown(text), True)]]
@@ -657,7 +659,7 @@ class _Run:
                 if output is None:
                     output = _unknown(text)
                 return [[(output.rstrip("\n"), quoted)]]
-            case Parameter():
+            case Expansion():
                 return self._parameter(part)
         raise AssertionError(part)
 
@@ -670,7 +672,7 @@ class _Run:
             for inner in ([name] if value is None else unknown_names(str(value)))
         ]
 
-    def _parameter(self, part: Parameter) -> list[list[Piece]]:
+    def _parameter(self, part: Expansion) -> list[list[Piece]]:
         value = self._value(part.name)
         index = None if part.index is None else _joined(self._pieces(part.index))
         listed = index in ("@", "*") or part.name in ("@", "*")
@@ -693,12 +695,12 @@ class _Run:
             text = value if index in (None, "0") else None
         return self._scalar(part, text)
 
-    def _indirect(self, part: Parameter, value: Value | None) -> list[list[Piece]]:
+    def _indirect(self, part: Expansion, value: Value | None) -> list[list[Piece]]:
         if isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w*|\d+", value):
-            return self._parameter(Parameter(value, part.quoted))
+            return self._parameter(Expansion(value, part.quoted))
         return [[(_unknown(part.name), part.quoted)]]
 
-    def _scalar(self, part: Parameter, text: str | None) -> list[list[Piece]]:
+    def _scalar(self, part: Expansion, text: str | None) -> list[list[Piece]]:
         quoted, operator = part.quoted, part.operator
         if part.counted:
             known = text is not None and not unknown_names(text)
@@ -715,7 +717,7 @@ class _Run:
         changed = self._changed(part, text)
         return [[(_unknown(part.name) if changed is None else changed, quoted)]]
 
-    def _default(self, part: Parameter, text: str | None) -> list[list[Piece]]:
+    def _default(self, part: Expansion, text: str | None) -> list[list[Piece]]:
         operator, quoted = part.operator, part.quoted
         if text and _UNKNOWN.fullmatch(text) and operator[0] == ":":
             return [[(text, quoted)]] if operator != ":+" else [[(_unknown(part.name), quoted)]]
@@ -732,7 +734,7 @@ class _Run:
             self._set(part.name, _joined(self._pieces(part.word)))
         return self._of_word(part)
 
-    def _of_word(self, part: Parameter) -> list[list[Piece]]:
+    def _of_word(self, part: Expansion) -> list[list[Piece]]:
         if part.quoted:
             return [[("", True), *((text, True) for text, _ in self._pieces(part.word))]]
         fields = self._split_default(part.word)
@@ -748,7 +750,7 @@ class _Run:
                 pieces[-1] += more
         return pieces
 
-    def _changed(self, part: Parameter, text: str) -> str | None:  # noqa: PLR0911 - a case for each form
+    def _changed(self, part: Expansion, text: str) -> str | None:  # noqa: PLR0911 - a case for each form
         """Return a known value under an operator; None where that is not followed."""
         operator, word = part.operator, part.word
         pieces = self._pieces(word)
@@ -784,7 +786,7 @@ class _Run:
         return None
 
     def _listed(  # noqa: PLR0911, PLR0912 - a case for each form
-        self, part: Parameter, value: Value | None, *, star: bool
+        self, part: Expansion, value: Value | None, *, star: bool
     ) -> list[list[Piece]]:
         quoted = part.quoted
         if value is None:
@@ -849,7 +851,7 @@ class _Run:
     # Simple commands.
 
     def _simple(self, command: Simple) -> bool | None:
-        if command.words and isinstance(command.words[0], Assignment):
+        if command.words and isinstance(command.words[0], VariableAssignment):
             raise AssertionError(command)
         captured = self._captured
         if command.redirected:
@@ -891,7 +893,7 @@ class _Run:
     def _declare(self, name: str, command: Simple) -> bool:
         options = ""
         for word in command.words[1:]:
-            if isinstance(word, Assignment):
+            if isinstance(word, VariableAssignment):
                 self._localize(name, word.name)
                 if "A" in options:
                     self.state.keyed.add(word.name)
@@ -978,7 +980,7 @@ class _Run:
     def _script(
         self,
         text: str,
-        state: _State,
+        state: _ShellVariables,
         arguments: list[str] | None = None,
         *,
         sourced: bool = False,
@@ -1025,9 +1027,9 @@ class _Run:
         finally:
             self._prefix = before
 
-    def _child(self) -> _State:
+    def _child(self) -> _ShellVariables:
         """Return the state that a program finds which this shell starts."""
-        state = _State()
+        state = _ShellVariables()
         for name in self.state.exported:
             value = self.state.variables.get(name)
             if isinstance(value, str):
@@ -1086,10 +1088,10 @@ class _Run:
             at += 2 if words[at] in _WITH_VALUES else 1
         rest = words[at + 1 :] if base == "ssh" else words[at:]
         if rest:
-            return self._script(" ".join(rest), _State(), [])
+            return self._script(" ".join(rest), _ShellVariables(), [])
         texts = [] if command is None else command.stdin
         if texts:
-            return self._script(_joined(self._pieces(texts[-1])), _State(), [])
+            return self._script(_joined(self._pieces(texts[-1])), _ShellVariables(), [])
         return None
 
 
@@ -1363,7 +1365,7 @@ def _bracket(run: _Run, words: list[str], _: Simple | None) -> bool | None:
 def _let(run: _Run, words: list[str], _: Simple | None) -> bool | None:
     status: bool | None = True
     for text in words[1:]:
-        status = run._computed((Literal(text, quoted=True),))
+        status = run._computed((LiteralText(text, quoted=True),))
     return status
 
 

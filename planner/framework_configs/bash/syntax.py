@@ -16,7 +16,7 @@ from meshwright.planner.framework_configs.readers.input_limits import MOST_DEPTH
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class LiteralText:
     """Characters as they stand."""
 
     text: str
@@ -24,7 +24,7 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class Expansion:
     """`$NAME`, `${NAME}`, `${NAME:-word}`, `${NAME[@]}`, `${#NAME}`."""
 
     name: str
@@ -59,12 +59,12 @@ class Opaque:
     text: str
 
 
-Part = Literal | Parameter | Arithmetic | Substitution | Opaque
+Part = LiteralText | Expansion | Arithmetic | Substitution | Opaque
 Word = tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class VariableAssignment:
     """`NAME=word`, `NAME+=word`, `NAME[word]=word`, `NAME=(words)`."""
 
     name: str
@@ -79,8 +79,8 @@ class Assignment:
 class Simple:
     """A command with what is assigned before it, and the text that it reads."""
 
-    assignments: tuple[Assignment, ...]
-    words: tuple[Word | Assignment, ...]
+    assignments: tuple[VariableAssignment, ...]
+    words: tuple[Word | VariableAssignment, ...]
     """Assignments are arguments of `export`, `declare` and their like."""
     stdin: list[Word] = field(default_factory=list)
     redirected: bool = False
@@ -88,7 +88,7 @@ class Simple:
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class TestCommand:
     """`[[ ... ]]`, a word each."""
 
     words: tuple[Word, ...]
@@ -109,14 +109,14 @@ class Not:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipeCommand:
     """Commands joined by `|`."""
 
     stages: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class AndOr:
     """Commands joined by `&&` and `||`."""
 
     first: Node
@@ -124,7 +124,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class CommandList:
     """Commands one after the other."""
 
     commands: tuple[Node, ...]
@@ -139,7 +139,7 @@ class If:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CaseCommand:
     """`case word in pattern) ... esac`."""
 
     word: Word
@@ -172,7 +172,7 @@ class Subshell:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FunctionCommand:
     """`name() { ... }`."""
 
     name: str
@@ -181,18 +181,18 @@ class Function:
 
 Node = (
     Simple
-    | Test
+    | TestCommand
     | Computed
     | Not
-    | Pipeline
-    | Chain
-    | Sequence
+    | PipeCommand
+    | AndOr
+    | CommandList
     | If
-    | Case
+    | CaseCommand
     | For
     | While
     | Subshell
-    | Function
+    | FunctionCommand
 )
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\[)?", re.ASCII)
@@ -207,7 +207,7 @@ _RESERVED = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 DECLARATIONS = ("export", "local", "declare", "typeset", "readonly")
 
 
-def parse(text: str, of: str = "script") -> Sequence:
+def parse(text: str, of: str = "script") -> CommandList:
     """Return the tree of a script; DocumentError says at which line it is none."""
     parser = _Parser(text, of)
     body = parser.sequence(())
@@ -235,7 +235,7 @@ class _Parser:
 
     # Commands.
 
-    def sequence(self, ends: tuple[str, ...]) -> Sequence:
+    def sequence(self, ends: tuple[str, ...]) -> CommandList:
         """Return commands until a reserved word, or a closing bracket, of `ends`."""
         self._deeper()
         commands: list[Node] = []
@@ -243,7 +243,7 @@ class _Parser:
             self._gap()
             if self.at >= len(self.text) or self._ends(ends):
                 self._depth -= 1
-                return Sequence(tuple(commands))
+                return CommandList(tuple(commands))
             command = self._chain()
             self._blanks()
             if self._take("&"):
@@ -267,7 +267,7 @@ class _Parser:
             self._blanks()
             sign = self.text[self.at : self.at + 2]
             if sign not in ("&&", "||"):
-                return Chain(first, tuple(others)) if others else first
+                return AndOr(first, tuple(others)) if others else first
             self.at += 2
             self._gap()
             others.append((sign, self._pipeline()))
@@ -289,7 +289,7 @@ class _Parser:
         while True:
             self._blanks()
             if self._next("||") or not self._next("|"):
-                return stages[0] if len(stages) == 1 else Pipeline(tuple(stages))
+                return stages[0] if len(stages) == 1 else PipeCommand(tuple(stages))
             self.at += 2 if self._next("|&") else 1
             self._gap()
             stages.append(self._command())
@@ -390,7 +390,7 @@ class _Parser:
             self._gap()
             if self._keyword() == "esac":
                 self.at += 4
-                return Case(word, tuple(branches))
+                return CaseCommand(word, tuple(branches))
             self._take("(")
             patterns = [self._word()]
             self._blanks()
@@ -418,7 +418,7 @@ class _Parser:
         if self._take("("):
             self._expect(")")
         self._gap()
-        return Function(name, self._command())
+        return FunctionCommand(name, self._command())
 
     def _function_name(self) -> str:
         match = re.compile(r"[\w.-]+").match(self.text, self.at)
@@ -434,13 +434,15 @@ class _Parser:
             self._gap()
             if self._keyword() == "]]":
                 self.at += 2
-                return Test(tuple(words))
+                return TestCommand(tuple(words))
             sign = next((s for s in ("&&", "||", "(", ")", "<", ">") if self._next(s)), "")
             if sign:
                 self.at += len(sign)
-                words.append((Literal(sign, quoted=False),))
+                words.append((LiteralText(sign, quoted=False),))
                 continue
-            word = self._word(pattern=bool(words) and words[-1] == (Literal("=~", quoted=False),))
+            word = self._word(
+                pattern=bool(words) and words[-1] == (LiteralText("=~", quoted=False),)
+            )
             if not word:
                 self.refuse("']]' is missing")
             words.append(word)
@@ -451,8 +453,8 @@ class _Parser:
 
     def _simple(self) -> Node:
         command = Simple((), ())
-        assignments: list[Assignment] = []
-        words: list[Word | Assignment] = []
+        assignments: list[VariableAssignment] = []
+        words: list[Word | VariableAssignment] = []
         declares = False
         while True:
             self._blanks()
@@ -467,21 +469,21 @@ class _Parser:
             if not word:
                 break
             if not words:
-                name = word[0].text if isinstance(word[0], Literal) and len(word) == 1 else ""
+                name = word[0].text if isinstance(word[0], LiteralText) and len(word) == 1 else ""
                 declares = name in DECLARATIONS
                 self._blanks()
                 if name and not assignments and self._next("("):
                     self.at += 1
                     self._expect(")")
                     self._gap()
-                    return Function(name, self._command())
+                    return FunctionCommand(name, self._command())
             words.append(word)
         command.assignments, command.words = tuple(assignments), tuple(words)
         if not assignments and not words and not command.stdin and not command.redirected:
             self.refuse(f"'{self.text[self.at : self.at + 10]}' is no command")
         return command
 
-    def _assignment(self) -> Assignment | None:
+    def _assignment(self) -> VariableAssignment | None:
         begin = self.at
         match = _ASSIGN.match(self.text, begin)
         if match is None:
@@ -499,12 +501,12 @@ class _Parser:
             return None
         self.at += 2 if append else 1
         if not self._take("("):
-            return Assignment(match[1], append, self._word(), index=index)
+            return VariableAssignment(match[1], append, self._word(), index=index)
         elements: list[tuple[Word | None, Word]] = []
         while True:
             self._gap()
             if self._take(")"):
-                return Assignment(match[1], append, array=tuple(elements), index=index)
+                return VariableAssignment(match[1], append, array=tuple(elements), index=index)
             key: Word | None = None
             if self._next("["):
                 place = self.at
@@ -561,7 +563,7 @@ class _Parser:
             self.refuse(f"'{sign}' has no word")
         if command is not None:
             if sign == "<<<":
-                command.stdin.append((*word, Literal("\n", quoted=True)))
+                command.stdin.append((*word, LiteralText("\n", quoted=True)))
             elif sign.startswith(">") and match[0][:1] not in "23456789":
                 command.redirected = True
             elif sign.startswith("<"):
@@ -584,7 +586,7 @@ class _Parser:
                 lines.append(f"{line}\n")
             body = "".join(lines)
             if command is not None:
-                word: Word = (Literal(body, quoted=True),)
+                word: Word = (LiteralText(body, quoted=True),)
                 if expands:
                     word = self._nested(body)._quoted_text("")
                 command.stdin.append(word)
@@ -606,7 +608,7 @@ class _Parser:
                     continue
                 if pattern and char in "()|":
                     self.at += 1
-                    parts.append(Literal(char, quoted=False))
+                    parts.append(LiteralText(char, quoted=False))
                     continue
                 break
             self._part(char, parts)
@@ -619,18 +621,18 @@ class _Parser:
             if following == "\r" and self._next("\n"):
                 self.at += 1
             elif following != "\n":
-                parts.append(Literal(following or "\\", quoted=True))
+                parts.append(LiteralText(following or "\\", quoted=True))
         elif char == "'":
             end = self.text.find("'", self.at + 1)
             if end < 0:
                 self.refuse("a quote is not closed")
-            parts.append(Literal(self.text[self.at + 1 : end], quoted=True))
+            parts.append(LiteralText(self.text[self.at + 1 : end], quoted=True))
             self.at = end + 1
         elif char == '"':
             self.at += 1
             inside = self._quoted_text('"')
             if not (len(inside) == 1 and _is_list(inside[0])):  # no word where a list is empty
-                parts.append(Literal("", quoted=True))
+                parts.append(LiteralText("", quoted=True))
             parts += inside
         elif char in "$`":
             self._dollar(parts, quoted=False)
@@ -639,7 +641,7 @@ class _Parser:
             if match is None:
                 self.refuse(f"'{char}' is no part of a word")
             self.at = match.end()
-            parts.append(Literal(match[0], quoted=False))
+            parts.append(LiteralText(match[0], quoted=False))
 
     def _quoted_text(self, end: str) -> Word:
         """Return what stands before a closing double quote, or the end of the text."""
@@ -658,16 +660,16 @@ class _Parser:
                 following = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
                 if following in ("$", "`", "\\") or (following == '"' and end):
-                    parts.append(Literal(following, quoted=True))
+                    parts.append(LiteralText(following, quoted=True))
                 elif following != "\n":
-                    parts.append(Literal("\\" + following, quoted=True))
+                    parts.append(LiteralText("\\" + following, quoted=True))
             elif char in "$`":
                 self._dollar(parts, quoted=True)
             else:
                 match = _IN_QUOTES.match(self.text, self.at)
                 taken = match[0] if match else char
                 self.at += len(taken)
-                parts.append(Literal(taken, quoted=True))
+                parts.append(LiteralText(taken, quoted=True))
         self._depth -= 1
         return tuple(parts)
 
@@ -692,17 +694,17 @@ class _Parser:
             if match is None:
                 self.refuse("a quote is not closed")
             self.at = match.end()
-            parts.append(Literal(_escaped(match[1]), quoted=True))
+            parts.append(LiteralText(_escaped(match[1]), quoted=True))
         elif following == '"' and not quoted:
             parts += self._quoted_text('"')
         elif following and following in _SPECIAL:
-            parts.append(Parameter(following, quoted))
+            parts.append(Expansion(following, quoted))
         elif match := _NAME.match(self.text, begin + 1):
             self.at = match.end()
-            parts.append(Parameter(match[0], quoted))
+            parts.append(Expansion(match[0], quoted))
         else:
             self.at = begin + 1
-            parts.append(Literal("$", quoted=quoted))
+            parts.append(LiteralText("$", quoted=quoted))
 
     def _backtick(self, parts: list[Part], *, quoted: bool) -> None:
         match = re.compile(r"`((?:\\.|[^`\\])*)`", re.DOTALL).match(self.text, self.at)
@@ -744,8 +746,8 @@ class _Parser:
                 self.refuse("an index is not closed")
         if self._take("}"):
             if indirect:
-                return Parameter(name, quoted, index, operator="!")
-            return Parameter(name, quoted, index, counted=counted)
+                return Expansion(name, quoted, index, operator="!")
+            return Expansion(name, quoted, index, counted=counted)
         if counted or indirect:
             self.refuse("'${#' and '${!' are followed with a name alone")
         signs = (":-", "-", ":=", "=", ":+", "+", ":?", "?", "##", "#", "%%", "%", "//", "/",
@@ -755,7 +757,7 @@ class _Parser:
             self.refuse("'${' is not closed")
         self.at += len(sign)
         default = sign[-1] in "-=+?"  # quotes around a pattern do not quote it
-        return Parameter(name, quoted, index, sign, self._brace_word(quoted=quoted and default))
+        return Expansion(name, quoted, index, sign, self._brace_word(quoted=quoted and default))
 
     def _brace_word(self, *, quoted: bool) -> Word:
         parts: list[Part] = []
@@ -771,10 +773,10 @@ class _Parser:
             match = _IN_BRACES.match(self.text, self.at)
             if match is not None:
                 self.at = match.end()
-                parts.append(Literal(match[0], quoted=quoted))
+                parts.append(LiteralText(match[0], quoted=quoted))
             elif char == "'" and quoted:
                 self.at += 1
-                parts.append(Literal("'", quoted=True))
+                parts.append(LiteralText("'", quoted=True))
             else:
                 self._part(char, parts)
 
@@ -846,9 +848,9 @@ class _Parser:
 
 def _is_list(part: Part) -> bool:
     """Whether a part is `"${NAME[@]}"` or `"$@"`."""
-    if not isinstance(part, Parameter) or part.counted:
+    if not isinstance(part, Expansion) or part.counted:
         return False
-    return part.name == "@" or part.index == (Literal("@", quoted=True),)
+    return part.name == "@" or part.index == (LiteralText("@", quoted=True),)
 
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "e": "\x1b"}

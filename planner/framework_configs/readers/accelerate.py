@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.framework_configs.bash.interpreter import Surroundings
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
@@ -34,12 +34,14 @@ _OF_LAUNCH = (
 )
 
 
-def read(text: str, surroundings: Surroundings | None = None) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the configuration says."""
     return of_settings(limits.settings(text, "accelerate"), surroundings)
 
 
-def of_settings(data: dict[str, Any], surroundings: Surroundings | None = None) -> ParsedConfig:
+def of_settings(
+    data: dict[str, Any], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
     """Return what settings say; a file of DeepSpeed that they name is read too."""
     settings = Settings(data)
     kind = settings.word("distributed_type") or "MULTI_GPU"
@@ -73,7 +75,7 @@ def of_settings(data: dict[str, Any], surroundings: Surroundings | None = None) 
     return config
 
 
-def _of_deepspeed(nested: Settings, surroundings: Surroundings | None) -> ParsedConfig:
+def _of_deepspeed(nested: Settings, surroundings: ScriptEnvironment | None) -> ParsedConfig:
     """Return what the settings of DeepSpeed say there, or in the file that they name."""
     file = nested.pop("deepspeed_config_file")
     if file is not None:

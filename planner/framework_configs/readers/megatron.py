@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.framework_configs.bash.interpreter import Surroundings
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.megatron import RECIPES
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron, shell
@@ -25,7 +25,7 @@ _MOST_LAYOUT = 100_000
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read(text: str, surroundings: Surroundings | None = None) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the arguments say."""
     return shell.parsed(text, "megatron", lambda words: _of_words(words, text), surroundings)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.framework_configs.bash.interpreter import Surroundings
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.schedules import SCHEDULES
 
 _VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}|\$\([^)]*\)?")
@@ -224,7 +224,7 @@ def schedule_name(framework: str, word: str) -> str | None:
     return next((s.name for s in SCHEDULES.values() if s.names.get(framework) == word), None)
 
 
-def named_file(key: str, name: object, surroundings: Surroundings | None) -> tuple[str, str]:
+def named_file(key: str, name: object, surroundings: ScriptEnvironment | None) -> tuple[str, str]:
     """Return name and text of another file that a configuration names; it must be there."""
     if not isinstance(name, str):
         raise DocumentError(key, f"is {name!r:.40}; it is a file, or a section of settings")

@@ -1,6 +1,6 @@
 """Flags of the command that trains in a shell script.  The script is read, never run.
 
-`planner.framework_configs.bash` follows it; here its commands are told apart.
+`planner.framework_configs.bash` follows it; here its commands are distinguished.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from pathlib import PurePosixPath
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import one_line
-from meshwright.planner.framework_configs.bash.interpreter import Surroundings, Way, ways
+from meshwright.planner.framework_configs.bash.interpreter import (
+    ScriptEnvironment,
+    ScriptPath,
+    ways,
+)
 from meshwright.planner.framework_configs.readers.input_limits import check_size
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
 
@@ -25,7 +29,7 @@ def parsed(
     text: str,
     of: str,
     parse: Callable[[list[str]], ParsedConfig],
-    surroundings: Surroundings | None = None,
+    surroundings: ScriptEnvironment | None = None,
 ) -> ParsedConfig:
     """Return what `parse` makes of the words of the command that trains.
 
@@ -59,7 +63,7 @@ def parsed(
     return first
 
 
-def _which(configs: Sequence[tuple[Way, ParsedConfig]], first: ParsedConfig) -> str:
+def _which(configs: Sequence[tuple[ScriptPath, ParsedConfig]], first: ParsedConfig) -> str:
     """Say which conditions decide what is trained."""
     deciding = []
     texts = dict.fromkeys(text for way, _ in configs for text, _ in way.decisions)
@@ -87,13 +91,13 @@ def _as_arguments(text: str) -> str | None:
     return " ".join(line.removesuffix("\\") for line in plain)
 
 
-def words(text: str, surroundings: Surroundings | None = None) -> list[str]:
+def words(text: str, surroundings: ScriptEnvironment | None = None) -> list[str]:
     """Return the words of the command that trains, of a script that has one way through it."""
     [way] = ways(_as_arguments(text) or text, surroundings)
     return _training_words(way, "script")
 
 
-def _candidates(way: Way) -> list[tuple[str, ...]]:
+def _candidates(way: ScriptPath) -> list[tuple[str, ...]]:
     return [
         command
         for command in way.commands
@@ -102,7 +106,7 @@ def _candidates(way: Way) -> list[tuple[str, ...]]:
     ]
 
 
-def _training_words(way: Way, of: str) -> list[str]:
+def _training_words(way: ScriptPath, of: str) -> list[str]:
     """Return the words of the one command that trains."""
     candidates = _candidates(way)
     training = [command for command in candidates if _trains(command)] or candidates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.planner.framework_configs.bash.interpreter import Surroundings
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
@@ -23,13 +23,13 @@ _RATES = {
 }
 
 
-def read(text: str, surroundings: Surroundings | None = None) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the arguments say."""
     return of_settings(limits.settings(text, "transformers"), surroundings)
 
 
 def of_flags(
-    flags: dict[str, str | bool | list[str]], surroundings: Surroundings | None = None
+    flags: dict[str, str | bool | list[str]], surroundings: ScriptEnvironment | None = None
 ) -> ParsedConfig:
     """Return what flags of a script say."""
     data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
@@ -39,7 +39,9 @@ def of_flags(
     return of_settings(data, surroundings)
 
 
-def of_settings(data: dict[str, Any], surroundings: Surroundings | None = None) -> ParsedConfig:
+def of_settings(
+    data: dict[str, Any], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
     """Return what arguments say; other files that they name are read too."""
     settings = Settings(data)
     config = ParsedConfig(framework="transformers")
@@ -77,7 +79,9 @@ def of_settings(data: dict[str, Any], surroundings: Surroundings | None = None) 
     return config
 
 
-def _of_fsdp(settings: Settings, config: ParsedConfig, surroundings: Surroundings | None) -> None:
+def _of_fsdp(
+    settings: Settings, config: ParsedConfig, surroundings: ScriptEnvironment | None
+) -> None:
     value, nested = settings.pop("fsdp"), settings.pop("fsdp_config")
     if isinstance(nested, str):
         name, text = named_file("fsdp_config", nested, surroundings)

@@ -12,7 +12,7 @@ import pytest
 from meshwright.api import commands
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.framework_configs.bash.interpreter import Surroundings, ways
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment, ways
 from meshwright.planner.framework_configs.import_plan import Imported, import_plan
 from tests.planner.framework_configs.bash_scripts import Script
 
@@ -94,7 +94,9 @@ REST = "--bf16 --seq-length 1024 --micro-batch-size 1 --global-batch-size 64"
 GPT = resolve_model("gpt2")
 
 
-def read(text: str, surroundings: Surroundings | None = None, of: str = "megatron") -> Imported:
+def read(
+    text: str, surroundings: ScriptEnvironment | None = None, of: str = "megatron"
+) -> Imported:
     machine = resolve_cluster("8xh100-sxm-80gb")
     return import_plan(text, of, machine, model=GPT, surroundings=surroundings)
 
@@ -141,9 +143,9 @@ def test_a_branch_that_nothing_decides_is_asked_for_by_its_variable() -> None:
         read(BRANCHES)
 
     for size, tensor in (("7", 2), ("13", 4)):
-        assert read(BRANCHES, Surroundings(values={"SIZE": size})).plan.mesh.tensor == tensor
+        assert read(BRANCHES, ScriptEnvironment(values={"SIZE": size})).plan.mesh.tensor == tensor
     with pytest.raises(DocumentError, match="runs no command that is known to train"):
-        read(BRANCHES, Surroundings(values={"SIZE": "8"}))
+        read(BRANCHES, ScriptEnvironment(values={"SIZE": "8"}))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +176,12 @@ def test_another_file_that_is_named_is_read_or_the_import_is_refused() -> None:
     text = "{per_device_train_batch_size: 1, bf16: true, deepspeed: ds.json}"
     files = {"ds.json": '{"zero_optimization": {"stage": 3}}'}
 
-    assert read(text, Surroundings(files=files.get), "transformers").plan.zero == 3
+    assert read(text, ScriptEnvironment(files=files.get), "transformers").plan.zero == 3
     with pytest.raises(DocumentError, match=r"names 'ds\.json', which is not beside"):
         read(text, of="transformers")
     launched = "accelerate launch --config_file a.yaml train.py --per_device_train_batch_size 1"
     files["a.yaml"] = "{distributed_type: FSDP, num_processes: 8, fsdp_config: {fsdp_version: 2}}"
-    assert read(launched, Surroundings(files=files.get), "slurm").plan.zero == 3
+    assert read(launched, ScriptEnvironment(files=files.get), "slurm").plan.zero == 3
     with pytest.raises(DocumentError, match=r"names 'a\.yaml'"):
         read(launched, of="slurm")
 
