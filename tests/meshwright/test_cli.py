@@ -517,3 +517,18 @@ def test_a_configuration_is_imported_and_improved(
     assert "change, one after the other" in capsys.readouterr().out
     assert cli.main(["compare", str(plan), str(plan), "--best"]) == 1
     assert "compares one plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--version"], ["catalog"], ["catalog", "--json"]])
+def test_a_stdout_without_room_ends_a_command_quietly(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwright", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    assert (done.returncode, done.stderr) == (1, "")
