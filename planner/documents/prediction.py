@@ -230,8 +230,8 @@ class Certificate(Document):
     plan: PlanProof | None = None
     """The plan that is the answer, which may be simpler than the fastest."""
     parts: Count | None = None
-    """How many parts of the cluster the bound holds for, all devices among them; the configurations
-    are those of the part that the plan is for."""
+    """How many parts of the cluster the bound is valid for, all devices among them; the
+    configurations are those of the part that the plan is for."""
 
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""

@@ -81,17 +81,17 @@ def parts_of(request: Request, store: FigureStore | None = None) -> Iterator[Clu
     [group] = request.cluster.groups
     least_s = least_steps_s(request, store)
     shapes = sorted(
-        (float(least_s[nodes * each]), -nodes * each, nodes, each)
-        for each in range(1, group.devices_per_node + 1)
+        (float(least_s[nodes * per_node]), -nodes * per_node, nodes, per_node)
+        for per_node in range(1, group.devices_per_node + 1)
         for nodes in range(1, group.nodes + 1)
-        if math.isfinite(least_s[nodes * each]) or nodes * each == group.devices
+        if math.isfinite(least_s[nodes * per_node]) or nodes * per_node == group.devices
     )
-    for bound_s, _, nodes, each in shapes:
-        if nodes * each == group.devices:
+    for bound_s, _, nodes, per_node in shapes:
+        if nodes * per_node == group.devices:
             yield ClusterPart(request, bound_s, whole=True)
             continue
-        name = part_name(request.cluster_name, nodes=nodes, devices_per_node=each)
-        cluster = request.cluster.smaller(nodes=nodes, devices_per_node=each)
+        name = part_name(request.cluster_name, nodes=nodes, devices_per_node=per_node)
+        cluster = request.cluster.smaller(nodes=nodes, devices_per_node=per_node)
         yield ClusterPart(replace(request, cluster=cluster, called=name), bound_s, whole=False)
 
 
@@ -241,9 +241,11 @@ def used_text(request: Request, answer: PartAnswer) -> str:
         return ""
     [group], [used] = request.cluster.groups, answer.part.request.cluster.groups
     nodes = f"{used.nodes} of {group.nodes} nodes"
-    each = f"{used.devices_per_node} of {group.devices_per_node} devices of each node"
+    devices = f"{used.devices_per_node} of {group.devices_per_node} devices of each node"
     whole_nodes = used.devices_per_node == group.devices_per_node
-    where = nodes if whole_nodes else each if used.nodes == group.nodes else f"{nodes}, {each}"
+    where = nodes if whole_nodes else devices
+    if not whole_nodes and used.nodes < group.nodes:
+        where = f"{nodes}, {devices}"
     return f": the plan uses {where}, and is slower on more"
 
 

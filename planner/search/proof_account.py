@@ -162,7 +162,7 @@ def of_parts(certificate: Certificate, bounds_s: Sequence[float], *, left: int) 
     `left` of them were not looked at to the end, and count by their bounds.
     """
     bound_s = min(certificate.objective_s, *bounds_s)
-    claim = f" That holds for {len(bounds_s)} parts of the cluster, all devices among them"
+    claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
     claim += f"; {left} of them are excluded no further." if left else "."
     update: dict[str, object] = {
         "lower_bound_s": bound_s,

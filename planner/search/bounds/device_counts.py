@@ -7,7 +7,7 @@ at least its share of all layers.  A rank does one action at a time, so that
 
 with w_k the fewest seconds that one device takes for a sample of a layer of kind k, alone or with
 others.  Memory, links, and which nodes devices are of are left out: one number says that no part of
-a cluster with so many devices can be faster than a plan that is known.
+a cluster with as many devices can be faster than a plan that is known.
 """
 
 from __future__ import annotations
