@@ -74,11 +74,12 @@ def usd_text(usd: UncertainValue) -> str:
     """Return dollars with their range, in millions from one on.
 
     >>> usd_text(UncertainValue(value=1_492_640.0, low=690_189.0, high=3_047_246.0))
-    '1.5 (0.7-3.0) M USD'
+    '1.49 (0.69-3.05) M USD'
     """
     if usd.value < MILLION:
         return f"{range_text(usd)} USD"
-    return f"{range_text(usd, 1 / MILLION)} M USD"
+    value, low, high = (f"{figure / MILLION:,.2f}" for figure in (usd.value, usd.low, usd.high))
+    return f"{value} M USD" if low == high else f"{value} ({low}-{high}) M USD"
 
 
 def price_dates(how: str) -> list[str]:
