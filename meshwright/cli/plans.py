@@ -33,6 +33,7 @@ from meshwright.cli.options import (
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import Precision as FormatName
     from meshwright.planner.documents.plan import Plan
     from meshwright.planner.search.answer import Answer
 
@@ -253,7 +254,11 @@ def predict(
             mine.value_of("cluster", cluster),
             mine.value_of("framework", framework),
         )
+<<<<<<< HEAD
     wanted: Any = precision.value if precision else None
+=======
+    wanted: FormatName | None = precision.value if precision else None
+>>>>>>> w-f
     usual = wanted if is_plan(model) else mine.precision(wanted)
     predicted = commands.predicted_plan(
         model,
