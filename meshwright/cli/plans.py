@@ -254,11 +254,7 @@ def predict(
             mine.value_of("cluster", cluster),
             mine.value_of("framework", framework),
         )
-<<<<<<< HEAD
-    wanted: Any = precision.value if precision else None
-=======
     wanted: FormatName | None = precision.value if precision else None
->>>>>>> w-f
     usual = wanted if is_plan(model) else mine.precision(wanted)
     predicted = commands.predicted_plan(
         model,

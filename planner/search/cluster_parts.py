@@ -1,7 +1,7 @@
 """Idle devices: no answer is slower than that of any part of the cluster.
 
-ClusterParts have some nodes, and some devices of each.  One number of devices may divide a batch, layers
-or heads where another does not, and links between nodes may cost more than the nodes bring.  ClusterParts
+Parts have some nodes, and some devices of each.  One number of devices may divide a batch, layers
+or heads where another does not, and links between nodes may cost more than the nodes bring.  Parts
 are looked at in the order of a bound that depends on their number of devices alone
 (planner.search.bounds.device_counts), the whole cluster among them: once a plan is known, most fall
 to that.  What is left falls to the bounds of its configurations, or is searched like the whole.
@@ -38,9 +38,9 @@ from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 
 MOST_BOUNDED = 64
-"""ClusterParts whose configurations are bounded, beside a plan that is known."""
+"""Parts whose configurations are bounded, beside a plan that is known."""
 MOST_SEARCHED = 6
-"""ClusterParts that are searched like the whole cluster, and of which no plan may be known."""
+"""Parts that are searched like the whole cluster, and of which no plan may be known."""
 BOUNDED = Effort(likely=0, tried=0, programs=0)
 """What bounds of a part's configurations may take."""
 ANY_S = sys.float_info.max
@@ -116,7 +116,7 @@ def search_parts(
         found = shown(request)
         part = ClusterPart(request, 0.0, whole=True)
         return PartAnswer(part, found, with_preference(request, found, prefer))
-    parts = _Parts(prefer=prefer)
+    parts = _PartSearch(prefer=prefer)
     for part in parts_of(request, parts.store):
         parts.look_at(part, shown if part.whole else asked)
     best = parts.best
@@ -130,7 +130,7 @@ def search_parts(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Parts:
+class _PartSearch:
     """What is known of the parts that were looked at."""
 
     prefer: Prefer
@@ -142,7 +142,7 @@ class _Parts:
     bounded: int = 0
     searched: int = 0
     left: int = 0
-    """ClusterParts that were not looked at to the end."""
+    """Parts that were not looked at to the end."""
 
     @property
     def limit_s(self) -> float:
