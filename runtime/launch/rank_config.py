@@ -14,6 +14,7 @@ from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.data import corpus as data
+from meshwright.runtime.data.corpus import Corpus
 from meshwright.runtime.engine.unsupported import documents_refused
 from meshwright.runtime.launch.launch_config import Launch
 from meshwright.runtime.launch.preflight import Preflight
@@ -148,12 +149,12 @@ def write_orders(
     return orders
 
 
-def _refuse_other_data(ready: Preflight, corpus: data.Corpus) -> None:
+def _refuse_other_data(ready: Preflight, corpus: Corpus) -> None:
     """Refuse data that have changed since the attempt before of the same run."""
     file = run.orders_file(ready.output)
     if not file.exists():
         return
-    before = data.Corpus.open(read(RankOrders, file).corpus)
+    before = Corpus.open(read(RankOrders, file).corpus)
     if before.digest != corpus.digest:
         raise LaunchError(
             f"{corpus.source}: has changed since the run began: it had {count_text(before.tokens)} "
@@ -162,7 +163,7 @@ def _refuse_other_data(ready: Preflight, corpus: data.Corpus) -> None:
         )
 
 
-def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) -> None:
+def _tell_conversations(corpus: Corpus, ready: Preflight, say: Terminal) -> None:
     """Print how conversations are laid into samples, and the first of them with what counts."""
     from meshwright.runtime.data.chat import Conversations  # noqa: PLC0415 - imports transformers
     from meshwright.runtime.data.packing import PackedSamples  # noqa: PLC0415
