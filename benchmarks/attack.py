@@ -15,7 +15,7 @@ documents and predicted.  A plan is a hit if it fits and
                   answer
 
 The last is a measure of quality, not of truth, of plans that the space does not have.  Answers are
-those of `plan --prove simulated`, so that bounds are as high as they get; with --usual those of
+those of `plan --gap 0`, so that bounds are as high as they get; with --usual those of
 `plan`.  Exit code 1 says that there was a hit.
 
 What the certificate's space is, as it says itself (`certificate.model`, planner/search/space.py):
@@ -85,7 +85,7 @@ from meshwright.planner.schedules.closed_form import pace
 from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.partition.stage_counts import shares_of
 from meshwright.planner.search.proof_account import UNSEARCHED
-from meshwright.planner.search.proof_budget import EFFORTS, Prove
+from meshwright.planner.search.proof_budget import FULL, USUAL, Effort
 from meshwright.planner.search.search import search
 from meshwright.planner.search.space import relay_of
 
@@ -137,7 +137,7 @@ class Attack:
         request: Target,
         *,
         seed: int = 0,
-        prove: Prove = "usual",
+        effort: Effort = USUAL,
         answer: Answer | None = None,
     ) -> None:
         """Attack `answer`, or what the search answers."""
@@ -148,7 +148,7 @@ class Attack:
         allowed = read_allowances([request.allow]) if request.allow else frozenset()
         asked = Request(self.model, self.cluster, self.job, Pins(allowed=allowed))
         self._asked = asked = replace(asked, called=request.cluster)
-        self.answer = answer or search(asked, effort=EFFORTS[prove])
+        self.answer = answer or search(asked, effort=effort)
         self.rng = random.Random(f"{request.name} {seed}")
         self.drafts = Drafts(
             self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng
@@ -566,8 +566,8 @@ def main() -> int:
             parser.error(f"no request '{name}'; there are {', '.join(REQUESTS)}")
     outcomes = []
     for name in arguments.requests or REQUESTS:
-        prove: Prove = "usual" if arguments.usual else "simulated"
-        attack = Attack(REQUESTS[name], seed=arguments.seed, prove=prove)
+        effort = USUAL if arguments.usual else FULL
+        attack = Attack(REQUESTS[name], seed=arguments.seed, effort=effort)
         outcomes.append(attack.run(arguments.plans, _bar(name)))
         if not arguments.json and not arguments.markdown:
             print("\n".join(lines(outcomes[-1])), flush=True)

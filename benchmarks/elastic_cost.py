@@ -135,7 +135,7 @@ def count_calls(folder: Path) -> None:
         setattr(owner, name, counting)
 
     counted(Loop, "_copy", "copies")
-    for owner, name in ((Beacon, "tell"), (Beacon, "stepped"), (Loop, "_own_s")):
+    for owner, name in ((Beacon, "begin_part"), (Beacon, "count_step"), (Loop, "_own_s")):
         counted(owner, name, "telling")
     for name in ("took", "doubts"):
         counted(Replays, name, "doubts")

@@ -109,7 +109,7 @@ class SleepingStore(WeightGradients):
         super().__init__()
         self.seconds = seconds
 
-    def taken(self) -> Callable[[], None]:
+    def take_deferred(self) -> Callable[[], None]:
         make = super().taken()
         if not self.deferring:
             return make

@@ -48,7 +48,7 @@ answer_with_stack(Path(sys.argv[1]), rank)
 beacon = Beacon(rank)
 for step in range(1, 10**9):
     for part in ("batch", "step"):
-        beacon.tell(step, part)
+        beacon.begin_part(step, part)
         time.sleep(float(sys.argv[2]) / 2)
 """
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ def false_alarms(*, steps: int, ranks: int, step_s: float, jitter: float, seed: 
             )
             for step in range(1, steps + 1):
                 for rank in told:
-                    rank.tell(step, "step")
+                    rank.begin_part(step, "step")
                 now_s += step_s * rng.uniform(1 - jitter, 1 + jitter)
                 alarms += bool(watch.look())
         finally:
@@ -132,10 +132,10 @@ def telling_s(steps: int = 20_000, looks: int = 500) -> tuple[float, float]:
         del os.environ[BEACONS]
         begin_s = time.process_time()
         for step in range(steps):
-            beacon.tell(step, "batch")
-            beacon.tell(step, "step")
+            beacon.begin_part(step, "batch")
+            beacon.begin_part(step, "step")
             before_s = own_seconds()
-            beacon.stepped(data_s=0.1, work_s=own_seconds() - before_s, whole_s=0.5)
+            beacon.count_step(data_s=0.1, work_s=own_seconds() - before_s, whole_s=0.5)
         rank_s = (time.process_time() - begin_s) / steps
         hang = HangWatch(seen, {0: 0, 1: 1}, Path(name), start_s=STARTED_S)
         drift = DriftWatch(plan, (0, 1), None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import meshwright
-from meshwright.runtime.tracing.replayed_stage import seeded, step_seed
+from meshwright.runtime.tracing.replayed_stage import seed_draws, step_seed
 
 STEPS, SAMPLES, MICRO_BATCH, LENGTH, WORDS, WIDTH, MASK = 4, 8, 2, 10, 32, 16, 0
 Batch = Mapping[str, Tensor]
@@ -114,7 +114,7 @@ def plain() -> Trained:
 
 
 def _drawn(seed: list[int], name: str, forward: Any, *args: Any) -> Tensor:
-    with seeded(seed[0], name, torch.device("cpu")):
+    with seed_draws(seed[0], name, torch.device("cpu")):
         made: Tensor = forward(*args)
         return made
 

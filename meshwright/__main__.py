@@ -2,6 +2,8 @@
 
 import sys
 
+from meshwright.planner.system.stdout_guard import stdout_is_lost
+
 
 def main() -> int:
     """Run the command of this process; Ctrl-C ends it without a traceback while it loads too."""
@@ -9,11 +11,15 @@ def main() -> int:
         if sys.argv[1:] == ["--version"]:  # which needs no command
             from meshwright.api.version import version  # noqa: PLC0415 - other commands need none
 
-            print(version())
-            return 0
+            try:
+                print(version())
+            except OSError:
+                return 1
+            return int(stdout_is_lost())
         from meshwright.cli import main as run  # noqa: PLC0415 - what is interrupted
 
-        return run()
+        status = run()
+        return status or int(stdout_is_lost())
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)
         return 130

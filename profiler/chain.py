@@ -44,7 +44,7 @@ from meshwright.runtime.models.layer_outline import recorder_of
 from meshwright.runtime.optim.adamw import adamw, slots_of
 from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
-from meshwright.runtime.parallel.attention_api import divided
+from meshwright.runtime.parallel.attention_api import divide_positions
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.techniques import activation_checkpointing as recomputing
 from meshwright.runtime.techniques.compile import Compiler
@@ -320,7 +320,7 @@ class Chain:
 
         every = few_samples(self.script.batch, begin + micro_batch)
         micro_samples = part_of(every, range(begin, begin + micro_batch))
-        return tree_map(on_device, divided(micro_samples, self.place.context))
+        return tree_map(on_device, divide_positions(micro_samples, self.place.context))
 
     def _tokens(self, micro_batch: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(micro_batch + MOST_SAMPLES * self._data_rank)
@@ -331,7 +331,9 @@ class Chain:
             given: tuple[Tensor, ...] = inputs, targets
             if len(self._recorded.example) > 2:
                 given += (torch.arange(self.seq_len).expand_as(inputs),)
-            return tuple(tensor.to(self.device) for tensor in divided(given, self.place.context))
+            return tuple(
+                tensor.to(self.device) for tensor in divide_positions(given, self.place.context)
+            )
         if self.division.context > 1:
             held = self.place.context.positions(self.seq_len)
             inputs, targets = inputs[:, held], targets[:, held]

@@ -40,7 +40,7 @@ Degrees = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasurementRequest:
+class LayerRequest:
     """One setting of the layers to measure, and its value: 1 is what the best plan uses."""
 
     tensor: int
@@ -70,7 +70,7 @@ class HeadWish:
 class StageRequest:
     """A whole stage to measure under one setting."""
 
-    wish: MeasurementRequest
+    wish: LayerRequest
     layers: tuple[str, ...]
 
 
@@ -93,7 +93,7 @@ def wishes(
     *,
     divisions: Sequence[Degrees],
     micro_batches: Sequence[int],
-) -> list[MeasurementRequest]:
+) -> list[LayerRequest]:
     """Return all settings that a plan can have, most valuable first.
 
     Of what no good plan uses, layers that tensor parallelism divides come before others.
@@ -102,7 +102,7 @@ def wishes(
     sizes = sorted({*micro_batches, *(size for _, size, _, _ in values)})
     order = _ends_first(sizes)
     every = [
-        MeasurementRequest(
+        LayerRequest(
             tensor=division[0],
             context=division[1],
             expert=division[2],
@@ -172,7 +172,7 @@ def stage_wishes(
         key = (degrees_of(plan), plan.micro_batch, chosen)
         if key[0] in divisions and key not in wishes:
             tensor, context, expert = key[0]
-            wish = MeasurementRequest(
+            wish = LayerRequest(
                 tensor=tensor,
                 context=context,
                 expert=expert,
@@ -183,7 +183,7 @@ def stage_wishes(
             layers = tuple(item.layer for item in of_stage[:MOST_LAYERS])
             wishes[key] = StageRequest(wish=wish, layers=layers)
     if not wishes:
-        wish = MeasurementRequest(tensor=1, micro_batch=1, recompute="none", value=0.0)
+        wish = LayerRequest(tensor=1, micro_batch=1, recompute="none", value=0.0)
         return [StageRequest(wish=wish, layers=tuple(names[:MOST_LAYERS]))]
     return list(wishes.values())[:MOST_STAGES]
 

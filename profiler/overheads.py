@@ -365,13 +365,13 @@ def step_s(device: torch.device) -> float:
     updating: list[float] = []
     first = next(iter(engine.units.values()))
     first.register_forward_pre_hook(lambda *_: begun.append(clock.now_s()))
-    whole = engine._optimizers.whole
+    whole = engine._optimizers.unsharded
 
     def begun_update() -> dict[Slot, Tensor]:
         updating.append(clock.now_s())
         return whole()
 
-    engine._optimizers.whole = begun_update  # type: ignore[method-assign]
+    engine._optimizers.unsharded = begun_update  # type: ignore[method-assign]
 
     def step() -> Seconds:
         start = clock.now_s()

@@ -48,7 +48,7 @@ from meshwright.profiler.measurement_plan import (
     Budget,
     Degrees,
     HeadWish,
-    MeasurementRequest,
+    LayerRequest,
     StageRequest,
     best_plans,
     budget,
@@ -96,7 +96,7 @@ class ProfileAgenda:
     counts: tuple[int, ...]
     """Ranks of each node."""
     groups: tuple[Groups, ...]
-    wishes: tuple[MeasurementRequest, ...]
+    wishes: tuple[LayerRequest, ...]
     heads: tuple[HeadWish, ...]
     stages: tuple[StageRequest, ...]
     budget: Budget
@@ -331,7 +331,7 @@ def _order(
     }
 
 
-def _setting(wish: MeasurementRequest) -> dict[str, Any]:
+def _setting(wish: LayerRequest) -> dict[str, Any]:
     return {name: value for name, value in asdict(wish).items() if name != "value"}
 
 

@@ -41,7 +41,7 @@ READS: dict[tuple[str, str], str] = {
     ("planner/report/html.py", "read_text"): PROGRAM,
     ("planner/report/trials.py", "read_text"): PROGRAM,
     ("planner/report/run_page.py", "read_text"): PROGRAM,
-    ("planner/report/validation.py", "read_text"): PROGRAM,
+    ("planner/report/validation_report.py", "read_text"): PROGRAM,
     ("planner/report/whatif_html.py", "read_text"): PROGRAM,
     ("planner/framework_configs/readers/input_limits.py", "json.loads"): TEXT,
     ("planner/framework_configs/readers/input_limits.py", "tomllib.loads"): TEXT,

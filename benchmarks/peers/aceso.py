@@ -162,7 +162,7 @@ class Profile:
             }
         return self._tables[key]
 
-    def has(self, micro_batch: int, tensor: int) -> bool:
+    def has_member(self, micro_batch: int, tensor: int) -> bool:
         """Whether there is a profile for it."""
         name = f"{self._model}_mbs{micro_batch}_tp{tensor}_algo0.csv"
         return (self._folder / name).is_file()
@@ -518,7 +518,9 @@ class Search:
         for tensor in (one for one in (1, 2, 4, 8) if devices % one == 0):
             data = devices // tensor
             share = micro_batch // data
-            known = share in self._model.micro_batches and self._model.profile.has(share, tensor)
+            known = share in self._model.micro_batches and self._model.profile.has_member(
+                share, tensor
+            )
             if micro_batch % data == 0 and known:
                 found.append(Degrees(tensor, data, share))
         return found

@@ -39,9 +39,20 @@ from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
 from meshwright.planner.documents.plan import Job, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.units import bytes_text, count_text, duration_s, seconds_text
+from meshwright.planner.documents.units import (
+    bytes_text,
+    count_text,
+    duration_s,
+    percent_text,
+    seconds_text,
+)
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
-from meshwright.planner.requests.pins import outside, read_layout, without_effect
+from meshwright.planner.requests.pins import (
+    check_micro_batches,
+    outside,
+    read_layout,
+    without_effect,
+)
 from meshwright.planner.requests.request import (
     AS_PREDICTED,
     FACTORY_SEQ_LEN,
@@ -50,20 +61,16 @@ from meshwright.planner.requests.request import (
     pinned_layout,
 )
 from meshwright.planner.search.answer import Alternative, Answer, Progress
-from meshwright.planner.search.plan_preference import (
-    Prefer,
-    alternative_row,
-    not_worth_eight_bits,
-    with_preference,
-)
-from meshwright.planner.search.proof_budget import EFFORTS, GapProgress, Prove
+from meshwright.planner.search.cluster_parts import dividing_batch, search_parts, used_text
+from meshwright.planner.search.plan_preference import Prefer, alternative_row, not_worth_eight_bits
+from meshwright.planner.search.proof_budget import GapProgress, effort_to
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
 from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
 
 if TYPE_CHECKING:
     from meshwright.planner.calibration.scores.validate import Validation
-    from meshwright.planner.framework_configs.import_plan import Imported
+    from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
     from meshwright.planner.search.plan_differences import Change
     from meshwright.planner.solver.problem_document import Problem
     from meshwright.profiler.profile import ProfileAgenda
@@ -87,8 +94,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
-    `prove="simulated"` takes up to two minutes to close the gap in simulated time, and may find a
-    faster plan on the way; `progress` usually gets how far the search is.
+    `gap=0.01` takes minutes, if need be, until no plan is more than 1 % faster in simulated time,
+    and may find a faster one on the way; `progress` usually gets how far the search is.
 
     `html` names a page that says why, with the alternatives and the pipeline's timeline.
     `document_len` is how long the document of a token is, on average over tokens, where samples
@@ -118,7 +125,7 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         options.prefer,
         solver=options.solver,
         top=options.top,
-        prove=options.prove,
+        gap=options.gap,
         progress=options.progress,
     )
     if script is not None:
@@ -155,29 +162,48 @@ def answer_to(
     *,
     solver: str = "exact",
     top: int = 1,
-    prove: Prove = "usual",
+    gap: float | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
-    gap_progress = None if progress is None or prove == "usual" else _closing(progress)
+    gap_progress = None if progress is None or gap is None else _closing(progress)
     try:
-        searched = search(
+        searched = search_parts(
             request,
+            prefer,
             solver=solver,
             top=top,
             progress=progress,
-            effort=EFFORTS[prove],
+            effort=effort_to(gap),
             gap_progress=gap_progress,
         )
     except NoPlanFits as error:
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
-    answer = with_preference(request, searched, prefer)
-    prediction = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
+    answer = searched.answer
+    prediction = answer.prediction.on(
+        request.cluster.devices,
+        used=answer.plan.mesh.devices,
+        where=used_text(request, searched),
+    )
     prediction = prediction.with_notes(
+        *dividing_batch(request, searched),
+        *_open_gap(answer.certificate, gap),
         *without_effect(request.pins, answer.plan.layout),
-        *not_worth_eight_bits(request, answer.plan, prediction),
+        *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
+
+
+def _open_gap(certificate: Certificate, asked: float | None) -> Iterator[str]:
+    """Yield what a proof could not exclude, where its gap is above the one that is asked for."""
+    if asked is None or certificate.gap <= asked:
+        return
+    lowest = next(iter(certificate.runners_up), None)
+    which = f"; not excluded is {lowest.layout}" if lowest is not None else ""
+    yield (
+        f"the gap is {percent_text(certificate.gap)}, not {percent_text(asked)}: a plan may take "
+        f"{seconds_text(certificate.lower_bound_s)}{which}"
+    )
 
 
 def _with_less_surety(request: Request) -> str:
@@ -276,7 +302,7 @@ def compare_best(
         mine=wanted,
         prediction=mine,
         best=answer,
-        changes=waterfall(wanted, best, graph, machine),
+        changes=waterfall(wanted, best, graph, machine, machine_of(best.cluster, None)),
         warnings=tuple(_warnings(mine, answer.prediction)),
     )
 
@@ -306,13 +332,15 @@ def import_plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     output: str | None = None,
-) -> Imported:
+    values: Sequence[str] = (),
+) -> ImportedPlan:
     """Read another framework's configuration as a plan; nothing of it is executed.
 
     `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
-    runs one of them.
+    runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
+    from meshwright.planner.framework_configs.harmless_words import bounded  # noqa: PLC0415 - its table
 
     try:
         imported_plan = configs.import_plan(
@@ -323,12 +351,64 @@ def import_plan(
             called=cluster,
             seq_len=seq_len,
             global_batch=global_batch,
+            surroundings=_surroundings(source, values),
         )
     except DocumentError as error:
         raise (error if error.file else error.in_file(source)) from error
+    machine = machine_of(cluster, None)
+    graph = (
+        plan_model(imported_plan.plan, None) if model is None else model_of(model, seq_len=seq_len)
+    )
+    prediction = bounded(
+        _with_caveats(imported_plan.plan, graph, machine), imported_plan.not_understood
+    )
     if output is not None:
         document.write(imported_plan.plan, output)
-    return imported_plan
+    return ImportedPlan(
+        plan=imported_plan.plan,
+        assumed=imported_plan.assumed,
+        unknown=imported_plan.unknown,
+        not_understood=imported_plan.not_understood,
+        prediction=prediction,
+    )
+
+
+def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
+    """Return what a script finds where it stands: values that are given, and files beside it."""
+    from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment  # noqa: PLC0415
+
+    settled: dict[str, str] = {}
+    for item in values:
+        name, sign, value = item.rpartition("=") if item.startswith("[") else item.partition("=")
+        if not sign or not name:
+            raise DocumentError("set", f"'{item:.60}': write NAME=VALUE")
+        settled[name] = value
+    folder = Path(source).resolve().parent
+
+    def text_of(name: str) -> str | None:
+        """Return the text of a file beside the script, or in a folder beside it."""
+        plain = Path(name)
+        places = [folder / plain.name]
+        if not plain.is_absolute() and ".." not in plain.parts:
+            places.insert(0, folder / plain)
+        file = next((place for place in places if place.is_file()), None)
+        return None if file is None else document.read_text(str(file))
+
+    return ScriptEnvironment(values=settled, files=text_of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedPlan:
+    """The plan of a configuration, what it takes, and how far it is what the configuration says."""
+
+    plan: Plan
+    assumed: tuple[str, ...]
+    unknown: tuple[str, ...]
+    """Keys that were not used."""
+    not_understood: tuple[str, ...]
+    """Those that may change seconds or bytes, the most decisive first."""
+    prediction: Prediction
+    """Its range is wider where words were not understood."""
 
 
 def of_plan(
@@ -370,11 +450,13 @@ def predict(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
     profile: str | None = None,
     framework: str = "native",
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
+    `lora` are settings of adapters that alone are trained, as of `plan`.
     With another framework than ours a layout is priced by its accounting rules.
     """
     return predicted_plan(
@@ -384,6 +466,7 @@ def predict(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
+        lora=lora,
         profile=profile,
         framework=framework,
     ).prediction
@@ -397,6 +480,7 @@ def predicted_plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
     profile: str | None = None,
     framework: str = "native",
 ) -> PredictedPlan:
@@ -405,6 +489,15 @@ def predicted_plan(
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
+        given: dict[str, object] = {
+            "seq-len": seq_len,
+            "global-batch": global_batch,
+            "precision": precision,
+            "lora": lora or None,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise DocumentError(name, "a plan has its own already; give a model instead")
         if framework != "native":
             raise DocumentError(
                 "framework", "a plan has its framework already; give a model instead"
@@ -428,11 +521,13 @@ def predicted_plan(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
+        lora=lora,
         pins=pins,
         profile=measured,
         framework=framework,
     )
     wanted_layout = pinned_layout(request, idle=idle)
+    check_micro_batches(layout or "", wanted_layout)
     notes = tuple(without_effect(pins, wanted_layout))
     if framework != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
@@ -484,13 +579,15 @@ def export(
     to: str | None = None,
     output: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    with_recipe: bool = False,
 ) -> Exported | FrameworkConfiguration:
     """Write a checkpoint in the form that another program reads, or a plan as its configuration.
 
-    A plan is written for its own framework unless `to` names another.
+    A plan is written for its own framework unless `to` names another; its optimizer and learning
+    rates only with its recipe.
     """
     if is_plan(source):
-        return _framework_configuration(source, to, output)
+        return _framework_configuration(source, to, output, recipe=with_recipe)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
@@ -508,7 +605,7 @@ def export(
 
 
 def _framework_configuration(
-    source: str, to: str | None, output: str | None
+    source: str, to: str | None, output: str | None, *, recipe: bool
 ) -> FrameworkConfiguration:
     from meshwright.planner.framework_configs.configuration import (  # noqa: PLC0415 - one of many
         NEED_NODES,
@@ -535,13 +632,13 @@ def _framework_configuration(
         environment = prediction.environment
         misfit = [f"it does not fit in the memory of {wanted.cluster}"] * (not prediction.fits)
         warnings = [*misfit, *prediction.notes]
-    text = with_environment(configuration(wanted, graph, to, machine), environment)
+    text = with_environment(configuration(wanted, graph, to, machine, recipe=recipe), environment)
     if output is not None:
         document.write_text(text, output)
     return FrameworkConfiguration(
         framework=to,
         text=text,
-        in_the_script=in_the_script(wanted, graph, to, machine),
+        in_the_script=in_the_script(wanted, graph, to, machine, recipe=recipe),
         file=output,
         environment=environment,
         warnings=tuple(warnings),
@@ -763,7 +860,7 @@ def validate(
     if rows is not None:
         document.write_text(rows_csv(result), rows)
     if html is not None:
-        from meshwright.planner.report.validation import page as validation_page  # noqa: PLC0415 - loads jinja2
+        from meshwright.planner.report.validation_report import validation_page  # noqa: PLC0415
 
         document.write_text(validation_page(result), html)
     return result

@@ -34,7 +34,7 @@ from meshwright.studies import study_command as studies
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.planner.framework_configs.import_plan import Imported
+    from meshwright.api.commands import ImportedPlan
     from meshwright.runtime.checkpoint.weight_export import Exported
     from meshwright.runtime.parallel.tensor_styles_search import TensorStyles
 
@@ -92,8 +92,8 @@ def search(
 ) -> Answer:
     """Return the fastest plan with its prediction and its certificate; arguments as of `plan`.
 
-    `top` asks for the best plans of other meshes too; `prove="simulated"` closes the certificate's
-    gap in simulated time, in up to two minutes.
+    `top` asks for the best plans of other meshes too; `gap=0.01` proves until no plan
+    is more than 1 % faster, which may take minutes.
 
     >>> import meshwright
     >>> found = meshwright.search("gpt2-small", "2xa100-sxm-80gb", seq_len=1024, global_batch=16)
@@ -155,8 +155,8 @@ def tensor_styles(
 
     with restore_side_effects(build):
         module, few = built(build, {}), few_samples(batch, SAMPLES)
-        recorder = Recorder.of(module, few, inputs, units=units)
-        return TensorStyles.of(DerivedStyles(module, recorder, few).of(ranks), ranks)
+        recorder = Recorder.of_units(module, few, inputs, units=units)
+        return TensorStyles.for_units(DerivedStyles(module, recorder, few).units_at(ranks), ranks)
 
 
 def predict(
@@ -167,12 +167,14 @@ def predict(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
     profile: str | None = None,
     framework: str = "native",
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
-    A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1".
+    A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1" and with `lora`,
+    settings of adapters that alone are trained, such as ["rank=16"].
 
     >>> import meshwright
     >>> a100 = "8xa100-sxm-80gb"
@@ -189,10 +191,17 @@ def predict(
             seq_len=seq_len,
             global_batch=global_batch,
             precision=precision,
+            lora=lora,
             profile=profile,
             framework=framework,
         )
-    given = {"layout": layout, "seq_len": seq_len, "global_batch": global_batch}
+    given: dict[str, object] = {
+        "layout": layout,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "precision": precision,
+        "lora": lora or None,
+    }
     for name, value in given.items():
         if value is not None:
             raise DocumentError(name, "a plan has its own already; give a model instead")
@@ -288,11 +297,12 @@ def import_plan(
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
-) -> Imported:
+    values: Sequence[str] = (),
+) -> ImportedPlan:
     """Read another framework's configuration as a plan; nothing in it is executed.
 
     `of` is megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, nanotron,
-    fsdp, or slurm: a script that runs one of them.
+    fsdp, or slurm: a script that runs one of them.  `values` are those of a script's variables.
 
     >>> import meshwright, pathlib, tempfile
     >>> file = pathlib.Path(tempfile.mkdtemp(), "run.sh")
@@ -305,7 +315,13 @@ def import_plan(
     Raises DocumentError where a configuration is none, or none that can run there.
     """
     return commands.import_plan(
-        str(path), of=of, cluster=cluster, model=model, seq_len=seq_len, global_batch=global_batch
+        str(path),
+        of=of,
+        cluster=cluster,
+        model=model,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        values=values,
     )
 
 

@@ -15,7 +15,6 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import SURE_TO_FIT, Request
 from meshwright.planner.search.plan_preference import Prefer
-from meshwright.planner.search.proof_budget import Prove
 from meshwright.planner.solver.requirements import read_requirements
 
 MOST_TOP = 1_000
@@ -49,7 +48,8 @@ class PlanOptions:
     framework: str = "native"
     """Framework that trains: its own space is searched, priced as it trains."""
     prefer: Prefer = "simplest"
-    prove: Prove = "usual"
+    gap: float | None = None
+    """Share of the step to which the proof closes, as 0.01; None: as far as is quick."""
     fit_probability: float = SURE_TO_FIT
     """Least probability that a plan fits in memory."""
 
@@ -58,6 +58,8 @@ class PlanOptions:
             raise DocumentError(
                 "top", f"is {self.top}; it is a whole number from 1 to {MOST_TOP:,}"
             )
+        if self.gap is not None and not 0 <= self.gap < 1:
+            raise DocumentError("gap", f"is {self.gap:g}; it lies between 0 and 1, as 0.01")
 
     def request(
         self, graph: ModelGraph, machine: ClusterSpec, measured: Profiles, *, called: str

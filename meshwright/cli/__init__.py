@@ -8,6 +8,7 @@ traceback is our bug.  A command's module names its options; what it needs is im
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -20,7 +21,7 @@ from meshwright.cli.console import print_message, refuse
 from meshwright.cli.examples import epilog
 from meshwright.planner.errors import DocumentError, Interrupted, MeshwrightError
 from meshwright.planner.errors.shown import lines
-from meshwright.planner.system.stdout_guard import results_apart
+from meshwright.planner.system.stdout_guard import results_apart, stdout_is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +87,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 """In the order of the help."""
 INTERRUPTED = Interrupted.status
 """What a command returns that Ctrl-C ended."""
+LOST = (errno.EPIPE, errno.ENOSPC)
+"""Errors of an output that nobody reads, or that has no room."""
 WRONG_USAGE: Any = typer.BadParameter.__mro__[1]
 """All errors of arguments; typer names this one of them."""
 
@@ -114,11 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
     except WRONG_USAGE as error:
         error.show()
         return _fail(json, "UsageError", error.format_message(), error.exit_code)
-    except BrokenPipeError:
-        return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except Exception as error:
+        if isinstance(error, OSError) and (stdout_is_lost() or error.errno in LOST):
+            return 1
         _fail(json, "Bug", f"{type(error).__name__}: {error}", 1)
         sys.excepthook = _bug  # what is raised may quote a document
         raise
@@ -133,7 +136,7 @@ def _fail(
         from meshwright.render.json_output import as_json
 
         failure = {"kind": kind, "message": message, "status": status, **(place or {})}
-        with contextlib.suppress(BrokenPipeError):  # nobody reads it
+        with contextlib.suppress(OSError):  # nobody reads it
             print(as_json({"error": failure}), flush=True)
     return status
 

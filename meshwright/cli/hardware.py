@@ -77,7 +77,8 @@ def whatif(
         float | None, typer.Option("--electricity", help="US dollars per kWh")
     ] = None,
     utilisation: Annotated[
-        float | None, typer.Option("--utilisation", help="Share of bought hours used: 0.8")
+        float | None,
+        typer.Option("--utilisation", help="Share of bought or reserved hours that all work uses"),
     ] = None,
     years: Annotated[
         float | None, typer.Option("--years", help="Years until bought devices are sold")
@@ -99,6 +100,10 @@ def whatif(
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
+    fit_probability: Annotated[
+        float | None,
+        typer.Option("--fit-probability", help="Least probability that a plan fits: 0.95"),
+    ] = None,
     prices: Annotated[
         str | None, typer.Option("--prices", help="Price file instead of the catalogue")
     ] = None,
@@ -156,6 +161,7 @@ def whatif(
             precision=precision,
             seq_len=seq_len,
             global_batch=global_batch,
+            fit_probability=fit_probability,
             prices=prices,
             processes=processes,
             html=html,

@@ -166,7 +166,7 @@ def validate(
     """Compare predictions with a table of measured runs."""
     from meshwright.api import commands
     from meshwright.planner.calibration.scores.validate import validation_json
-    from meshwright.planner.report.validation_text import validation_text
+    from meshwright.planner.report.validation_report import validation_text
     from meshwright.render.json_output import as_json
     from meshwright.render.text import next_fact
 
@@ -199,7 +199,7 @@ def calibrate(
     """Fit the constants of your cluster to measured runs."""
     from meshwright.api import calibration
     from meshwright.planner.calibration.fitting.fitted_calibration import calibrated_json
-    from meshwright.planner.report.validation_text import calibration_text
+    from meshwright.planner.report.validation_report import calibration_text
     from meshwright.render.json_output import as_json
     from meshwright.render.text import next_fact
 

@@ -41,13 +41,6 @@ class Solver(StrEnum):
     ILP = "ilp"
 
 
-class ProofLevel(StrEnum):
-    """How far the proof in simulated time is followed."""
-
-    USUAL = "usual"
-    SIMULATED = "simulated"
-
-
 class Preferred(StrEnum):
     """Which of the plans near the fastest is taken."""
 
@@ -102,6 +95,10 @@ ProfileOption = Annotated[
         help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
     ),
 ]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+]
 PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seq_len": (SeqLen, None),
     "document_len": (
@@ -116,13 +113,7 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "global_batch": (GlobalBatch, None),
     "precision": (PrecisionOption, None),
-    "lora": (
-        Annotated[
-            list[str] | None,
-            typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
-        ],
-        None,
-    ),
+    "lora": (LoraOption, None),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[
@@ -167,14 +158,14 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         Preferred.SIMPLEST,
     ),
-    "prove": (
+    "gap": (
         Annotated[
-            ProofLevel,
+            float | None,
             typer.Option(
-                "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
+                "--gap", help="Prove until no plan is faster by more than this, as 0.01: minutes"
             ),
         ],
-        ProofLevel.USUAL,
+        None,
     ),
     "fit_probability": (
         Annotated[

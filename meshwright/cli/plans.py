@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
@@ -18,6 +19,7 @@ from meshwright.cli.options import (
     GlobalBatch,
     Html,
     Json,
+    LoraOption,
     ModelArgument,
     OfPlan,
     Output,
@@ -31,6 +33,7 @@ from meshwright.cli.options import (
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import Precision as FormatName
     from meshwright.planner.documents.plan import Plan
     from meshwright.planner.search.answer import Answer
 
@@ -183,13 +186,20 @@ def import_(
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Value of a script's variable, NAME=VALUE, or of its first argument, 1=VALUE",
+        ),
+    ] = None,
     output: Output = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Read another framework's configuration as a plan.
 
-    It executes nothing of it, and prints what was assumed and which keys were not read.
+    It executes nothing of it, and prints what the plan takes and which words were not understood.
     """
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
@@ -205,6 +215,7 @@ def import_(
         seq_len=seq_len,
         global_batch=global_batch,
         output=output,
+        values=values or (),
     )
     if json:
         print(as_json(imported_json(imported)))
@@ -222,6 +233,7 @@ def predict(
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
+    lora: LoraOption = None,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
@@ -242,14 +254,20 @@ def predict(
             mine.value_of("cluster", cluster),
             mine.value_of("framework", framework),
         )
-    wanted = mine.precision(precision.value if precision else None) if not is_plan(model) else None
+<<<<<<< HEAD
+    wanted: Any = precision.value if precision else None
+=======
+    wanted: FormatName | None = precision.value if precision else None
+>>>>>>> w-f
+    usual = wanted if is_plan(model) else mine.precision(wanted)
     predicted = commands.predicted_plan(
         model,
         cluster,
         layout=layout,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=wanted,
+        precision=usual,
+        lora=lora or (),
         profile=profile,
         framework=framework or "native",
     )
@@ -265,10 +283,11 @@ def predict(
                 "global-batch": (global_batch, job.global_batch),
             }
         )
+    adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
     then = (
         f"compare {model} --best"
         if is_plan(model)
-        else f"plan {model} --cluster {predicted.cluster}"
+        else f"plan {model} --cluster {predicted.cluster}{adapters}"
     )
     more_facts = [*defaults_facts(mine.notes), next_fact(f"meshwright {then}", explain=explain)]
     facts = [Fact(label="layout", text=prediction.layout)]
@@ -335,6 +354,10 @@ def export(
         str | None, typer.Option("-o", "--output", help="A new folder; for a plan a file")
     ] = None,
     dtype: Annotated[DType, typer.Option("--dtype", help="Type of the weights")] = DType.FP32,
+    with_recipe: Annotated[
+        bool,
+        typer.Option("--with-recipe", help="Of a plan: optimizer and learning rates too"),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Export a plan or a checkpoint for another framework."""
@@ -342,7 +365,9 @@ def export(
     from meshwright.planner.documents.units import bytes_text, count_text
     from meshwright.render.json_output import as_json, export_json
 
-    written = commands.export(source, to=to, output=output, dtype=dtype.value)
+    written = commands.export(
+        source, to=to, output=output, dtype=dtype.value, with_recipe=with_recipe
+    )
     if isinstance(written, commands.FrameworkConfiguration):
         if json:
             print(as_json(asdict(written)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from meshwright.planner.whatif.pricing.survival import COPIES_SHARE, RunSeconds,
 from meshwright.planner.whatif.study import Failures
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.recovery_policy import RankEnd, Verdict
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import account_of, append_record, events_file
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def decision_record(
         until = f"; ranks should train in {seconds_text(predicted_s)}" if predicted_s else ""
         print(f"meshwright: {reaction}, because {why}{until}", file=sys.stderr)
     return Decision(
-        at_unix_s=time.time(),
+        at_unix_s=unix_now_s(),
         reaction=reaction,
         why=why,
         predicted_s=predicted_s,

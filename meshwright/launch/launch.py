@@ -29,6 +29,7 @@ from meshwright.planner.errors.shown import lines
 from meshwright.planner.frameworks.native_limits import caveat
 from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.run import run_clock
 from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
 from meshwright.runtime.run.locks_and_signals import signals_kept
 from meshwright.runtime.run.recovery_policy import REPLANNED, VERDICTS, RankEnd, Verdict
@@ -79,6 +80,7 @@ def launch(
     from meshwright.runtime.launch.failure_report import RankFailed  # noqa: PLC0415 - the runtime
     from meshwright.runtime.launch.launch_config import Launch  # noqa: PLC0415
 
+    run_clock.begin()
     node_rank = where.node_rank()
     fit = LaunchablePlan.read(plan_path, profile)
     if not dry_run:

@@ -21,7 +21,7 @@ from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import leave_out
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.events import Decision, Incident, Reaction
+from meshwright.planner.documents.events import Attempt, AttemptEnded, Decision, Incident, Reaction
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.planner.errors.shown import lines
@@ -47,10 +47,12 @@ from meshwright.runtime.run.locks_and_signals import signals_kept
 from meshwright.runtime.run.node_rank import NodeRank
 from meshwright.runtime.run.recovery_policy import RankEnd, Verdict, verdict
 from meshwright.runtime.run.rendezvous import NodeLeft
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import (
     Device,
     account_of,
     append_record,
+    events,
     events_file,
     metrics_file,
     newest_record,
@@ -132,7 +134,7 @@ class Epochs:
             try:
                 self._wait_as_spare()
             except RunOver as over:
-                self._print_notice(f"this node was a spare: {over}")
+                self._end_as_spare(over)
                 return None
             epoch = self._agent.epoch
             self.adopt(epoch)
@@ -223,12 +225,34 @@ class Epochs:
         if self._signals:
             raise HandedOver("a notice came while this node was a spare")
 
+    def _end_as_spare(self, over: RunOver) -> None:
+        """Say that the run is over; raise LaunchError where it has not come to its end.
+
+        A node that was left out does not know: the others go on.
+        """
+        assert self._run.checkpoint is not None and self._run.output is not None
+        saved = checkpoint.newest(self._run.checkpoint)
+        done = checkpoint.progress(saved).step if saved is not None else 0
+        attempts = (
+            event for event in events(self._run.output) if isinstance(event, Attempt | AttemptEnded)
+        )
+        *_, last = (None, *attempts)
+        is_in_time = isinstance(last, AttemptEnded) and last.stopped == "max_seconds"
+        is_left_out = self._agent.roster.agent.start in self._agent.epoch.excluded
+        notice = f"this node was a spare: {over}"
+        if done < self._run.steps and not is_in_time and not is_left_out:
+            raise LaunchError(
+                f"{notice}; {saved or 'nothing'} is saved of {self._run.steps} steps; start the "
+                "run again with --resume --or-start"
+            )
+        self._print_notice(notice)
+
     def _regroup(self, failed: RankFailed | NodeLeft) -> None:
         """Take part in the next epoch, or raise how this one ended."""
         end = failed.end if isinstance(failed, RankFailed) else None
         if end is not None:
             end = end.model_copy(update={"said": lines(str(failed))[:MOST_SAID]})
-        begin_s = time.time()
+        begin_s = unix_now_s()
         self._agent.regroup(
             end,
             failed,
@@ -435,7 +459,7 @@ class ScaleUp:
             f"{nodes - len(epoch.members)} more nodes are there, and save "
             f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
         )
-        growth.ask(self._run.output)
+        growth.request_end(self._run.output)
         notice = f"ranks end after the next save, because {self.why}"
         print(f"meshwright: {lines(notice)}", file=sys.stderr)
 

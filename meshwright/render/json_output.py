@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.api.commands import PlanImprovement
+    from meshwright.api.commands import ImportedPlan, PlanImprovement
     from meshwright.launch.attempt import LaunchResult
     from meshwright.launch.schedulers import Submission
     from meshwright.planner.documents.prediction import Prediction
-    from meshwright.planner.framework_configs.import_plan import Imported
     from meshwright.planner.search.answer import Alternative, Answer
     from meshwright.profiler.profile import ProfileAgenda
     from meshwright.runtime.checkpoint.weight_export import Exported
@@ -174,11 +173,13 @@ def _peak(prediction: Prediction) -> float:
     return max(stage.peak_memory_bytes for stage in prediction.stages)
 
 
-def imported_json(imported: Imported) -> dict[str, Any]:
+def imported_json(imported: ImportedPlan) -> dict[str, Any]:
     """Return what `import --json` prints."""
     return {
         "plan": imported.plan.model_dump(mode="json", exclude_none=True),
         "layout": imported.plan.layout.text(),
         "assumed": list(imported.assumed),
         "unknown": list(imported.unknown),
+        "not_understood": list(imported.not_understood),
+        "prediction": imported.prediction.model_dump(mode="json", exclude_none=True),
     }

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.report.facts import MOST_LINES, Fact, Summary, plain_table
-from meshwright.planner.report.text import SURE, answer_text, choices_table, cost_word, job_text
+from meshwright.planner.report.text import (
+    SURE,
+    answer_text,
+    choices_table,
+    cost_word,
+    job_text,
+    prediction_facts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from meshwright.api.commands import PlanImprovement
+    from meshwright.api.commands import ImportedPlan, PlanImprovement
     from meshwright.launch.attempt import LaunchResult
     from meshwright.launch.run_script import ScriptResult
     from meshwright.planner.documents.events import Expected
@@ -26,9 +33,8 @@ if TYPE_CHECKING:
         Profile,
         StageMeasurement,
     )
-    from meshwright.planner.framework_configs.import_plan import Imported
     from meshwright.planner.search.answer import Alternative, Answer
-    from meshwright.profiler.measurement_plan import MeasurementRequest
+    from meshwright.profiler.measurement_plan import LayerRequest
     from meshwright.profiler.profile import ProfileAgenda
     from meshwright.runtime.run.run_report import Comparison, RunReport
 
@@ -231,20 +237,26 @@ def _peak(prediction: Prediction) -> float:
 
 
 def imported_facts(
-    imported: Imported, defaults: Sequence[str], output: str | None, *, explain: bool
+    imported: ImportedPlan, defaults: Sequence[str], output: str | None, *, explain: bool
 ) -> Summary:
-    """Return the plan of a configuration, what was assumed, and the keys that were not read."""
+    """Return the plan of a configuration, what it takes, and what was not understood."""
     facts = [Fact(label="plan", text=imported.plan.layout.text())]
+    facts += prediction_facts(imported.prediction, whole=explain)
     if explain:
         facts += [Fact(label="assumed", text=what) for what in imported.assumed]
     elif imported.assumed:
         facts.append(Fact(label="assumed", text="; ".join(imported.assumed)))
-    if imported.unknown:
-        facts.append(Fact(label="not read", text=", ".join(imported.unknown)))
+    harmless = [word for word in imported.unknown if word not in imported.not_understood]
+    if explain and imported.not_understood:
+        facts.append(Fact(label="not read", text=", ".join(imported.not_understood)))
+    if explain and harmless:
+        facts.append(Fact(label="harmless", text=", ".join(harmless)))
     facts += defaults_facts(defaults)
     then = "add -o mine.yaml to keep the plan"
     if output:
         then = f"meshwright compare {output} --best"
+        if imported.not_understood:
+            then += ", for what was understood"
     title = f"{imported.plan.model.name} on {imported.plan.cluster}: {job_text(imported.plan.job)}"
     return Summary(title, [*facts, next_fact(then, explain=explain)], whole=explain)
 
@@ -374,12 +386,12 @@ def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
     yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
 
 
-def _setting_text(of: MeasurementRequest | StageMeasurement) -> str:
+def _setting_text(of: LayerRequest | StageMeasurement) -> str:
     """Return a setting of layers as people write it.
 
-    >>> from meshwright.profiler.measurement_plan import MeasurementRequest
+    >>> from meshwright.profiler.measurement_plan import LayerRequest
     >>> setting = {"tensor": 2, "context": 2, "micro_batch": 4, "recompute": "full"}
-    >>> _setting_text(MeasurementRequest(**setting, value=1.0))
+    >>> _setting_text(LayerRequest(**setting, value=1.0))
     'tp 2 cp 2, micro-batch 4, recompute full'
     """
     compiled = ", compiled" * getattr(of, "compiled", False)
@@ -387,7 +399,7 @@ def _setting_text(of: MeasurementRequest | StageMeasurement) -> str:
     return f"{division}, micro-batch {of.micro_batch}, recompute {of.recompute}{compiled}"
 
 
-def _division_text(of: MeasurementRequest | StageMeasurement | LayerMeasurement) -> str:
+def _division_text(of: LayerRequest | StageMeasurement | LayerMeasurement) -> str:
     parts = [("tp", of.tensor), ("cp", of.context), ("ep", of.expert)]
     return " ".join(f"{name} {degree}" for name, degree in parts if degree > 1 or name == "tp")
 

@@ -84,6 +84,7 @@ FLAGS = {
     "goal.power_cap_w": "power-cap",
     "goal.confidence": "confidence",
     "work.precision": "precision",
+    "work.fit_probability": "fit-probability",
     "assumptions.electricity_usd_per_kwh": "electricity",
     "assumptions.utilisation": "utilisation",
     "assumptions.years": "years",
@@ -159,6 +160,7 @@ def study_of(
     precision: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    fit_probability: float | None = None,
     electricity: float | None = None,
     utilisation: float | None = None,
     years: float | None = None,
@@ -184,6 +186,7 @@ def study_of(
         "tuning": tuning,
         "framework": framework,
         "precision": precision,
+        "fit_probability": fit_probability,
     }
     goal = {
         "tokens": tokens,

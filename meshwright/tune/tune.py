@@ -279,6 +279,11 @@ def tune(
     if fewer is not None:
         check_smaller(fewer, request.cluster)
     answer = answer_to(request, "simplest", progress=progress)
+    used = answer.plan.cluster
+    if answer.prediction.idle_devices:
+        request = replace(request, cluster=machine_of(used, measured), called=used)
+        if fewer is not None:
+            check_smaller(fewer, request.cluster)
     every = tuple(
         candidate if mine is None else _trained_as(candidate, mine)
         for candidate in _runnable(request, answer, run, progress)
@@ -292,7 +297,7 @@ def tune(
         request=request,
         candidates=every if small is None else small.candidates,
         small=small,
-        machine=machine_of(cluster, _without_pace(measured)),
+        machine=machine_of(request.cluster_name, _without_pace(measured)),
         trial_cluster=None
         if trial_cluster is None
         else machine_of(trial_cluster, _without_pace(measured)),

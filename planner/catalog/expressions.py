@@ -3,8 +3,8 @@
 MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
 document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
 (`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a cluster
-document.  A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with
-torch.
+document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.  A user's
+own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ def resolve_cluster(text: str) -> ClusterSpec:
     >>> cluster.devices, [(tier.name, tier.devices) for tier in cluster.tiers]
     (128, [('nvlink', 8), ('network', 128)])
     """
+    whole, _, shape = text.rpartition(":")
+    if whole and (part := re.fullmatch(r"(\d{1,9})x(\d{1,9})", shape)):
+        return _part_of_cluster(resolve_cluster(whole), int(part[1]), int(part[2]), text)
     if text == "local" or text.startswith("local:"):
         from meshwright.planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
 
@@ -138,6 +141,37 @@ def resolve_cluster(text: str) -> ClusterSpec:
             f"For CLUSTER, {CLUSTER_FORMS}, local or a cluster.yaml.",
         ) from error
     return _of_accelerator(accelerator, counts, text)
+
+
+def _part_of_cluster(whole: ClusterSpec, nodes: int, each: int, text: str) -> ClusterSpec:
+    """Return some nodes of a cluster of one group, and some devices of each.
+
+    >>> part = resolve_cluster("3x5xh100-sxm-80gb:3x4")
+    >>> part.devices, [tier.devices for tier in part.tiers]
+    (12, [4, 12])
+    """
+    if len(whole.groups) > 1:
+        raise DocumentError("", f"'{text:.60}' is a part of several groups; name the nodes it has")
+    [group] = whole.groups
+    if not (1 <= nodes <= group.nodes and 1 <= each <= group.devices_per_node):
+        raise DocumentError(
+            "",
+            f"'{text:.60}' is no part of {group.nodes} nodes with {group.devices_per_node} devices "
+            "each; name 1 to as many",
+        )
+    return whole.smaller(nodes=nodes, devices_per_node=each)
+
+
+def part_name(called: str, *, nodes: int, devices_per_node: int) -> str:
+    """Return what names a part of the cluster that is `called` so.
+
+    >>> part_name("3x5xh100-sxm-80gb", nodes=3, devices_per_node=4), part_name("local", nodes=1,
+    ...     devices_per_node=2)
+    ('3x5xh100-sxm-80gb:3x4', 'local:2')
+    """
+    if called == "local" or called.startswith("local:"):
+        return f"local:{devices_per_node}"
+    return f"{called}:{nodes}x{devices_per_node}"
 
 
 def _join_groups(text: str) -> ClusterSpec:

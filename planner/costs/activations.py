@@ -23,12 +23,14 @@ multiplies and narrows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
-from meshwright.planner.costs.calibration import Figures
-from meshwright.planner.costs.hardware_rates import Rates
-from meshwright.planner.documents.plan import Activations
 from meshwright.planner.operators.operator_table import larger, share
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.calibration import Figures
+    from meshwright.planner.costs.hardware_rates import Rates
+    from meshwright.planner.documents.plan import Activations
 
 PACKED_BYTES_PER_ELEMENT = 1 + 4 / 128
 PACKING_TRAFFIC_BYTES = 37

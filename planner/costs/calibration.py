@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.costs.layer_seconds import ENDS
-from meshwright.planner.documents.cluster import Provenance
-from meshwright.planner.documents.plan import Activations
 from meshwright.planner.documents.profile import LayerMeasurement, Profile, Recompute
 from meshwright.planner.operators.operator_table import Setting, smaller
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import Provenance
+    from meshwright.planner.documents.plan import Activations
 
 SURE = 0.2
 """Spread of a stage's and of its layers' seconds up to which one says something of the other."""

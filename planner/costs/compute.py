@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.cluster import (
     EIGHT_BITS,
@@ -23,9 +24,11 @@ from meshwright.planner.documents.cluster import (
     AttentionKernel,
     DeviceCurve,
 )
-from meshwright.planner.documents.framework import Framework, Recipe
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.operators.operator_table import Operator
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework, Recipe
 
 MATMUL_BACKWARD = 2.0
 """A product's backward is two products of its size: one for each factor's gradient."""

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshwright.planner.costs.calibration import Figures, figures_at, join_figures
-from meshwright.planner.costs.hardware_rates import Rates
-from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.profile import Recompute
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.hardware_rates import Rates
+    from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.profile import Recompute
 
 KindFigures = dict[str, tuple[Figures, ...]]
 """By Layer.kind, in the order none, selective, full."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.collectives import Level, group_levels
 from meshwright.planner.costs.cut_tensors import crossings
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
 from meshwright.planner.costs.memory.host_memory import host_room_bytes
-from meshwright.planner.costs.memory.rank_memory import StageTraffic
 from meshwright.planner.costs.stage_placement import StagePlacement, StagePlacements, passed_on
-from meshwright.planner.documents.plan import Activations, Layout
-from meshwright.planner.requests.request import Request
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.memory.rank_memory import StageTraffic
+    from meshwright.planner.documents.plan import Activations, Layout
+    from meshwright.planner.requests.request import Request
 
 
 class GroupCosts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from meshwright.planner.catalog import native
 from meshwright.planner.costs import compute
@@ -22,15 +22,17 @@ from meshwright.planner.costs.collectives import (
 )
 from meshwright.planner.costs.layer_seconds import shown_s
 from meshwright.planner.costs.memory.state_bytes import StateTypes, updated_bytes
-from meshwright.planner.documents.cluster import ClusterSpec, Collective
-from meshwright.planner.documents.framework import Framework
-from meshwright.planner.documents.plan import Job, Layout, Offload
 from meshwright.planner.documents.prediction import Assumption
-from meshwright.planner.documents.profile import Calibration, Overheads, Profile
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.operator_table import larger
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec, Collective
+    from meshwright.planner.documents.framework import Framework
+    from meshwright.planner.documents.plan import Job, Layout, Offload
+    from meshwright.planner.documents.profile import Calibration, Overheads, Profile
+    from meshwright.planner.operators.expert_routing import Routing
 
 Hidden = Literal["units", "copies", "gather", "reduce"]
 """What is hidden: collectives of units in each pass, the same with copies over the host link, whose

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple, assert_never, cast
+from typing import TYPE_CHECKING, NamedTuple, assert_never, cast
 
 import numpy as np
 
 from meshwright.planner.costs.activations import ActivationCost, activation_cost
-from meshwright.planner.costs.calibration import Figures
 from meshwright.planner.costs.collectives import Level, group_steps, levels, same_experts_steps
-from meshwright.planner.costs.hardware_rates import Rates
-from meshwright.planner.costs.layer_costs import LayerFigures
 from meshwright.planner.costs.layer_seconds import ENDS
 from meshwright.planner.costs.layer_strategy import StrategyParts
 from meshwright.planner.costs.memory.resident_states import (
@@ -25,7 +22,6 @@ from meshwright.planner.costs.memory.resident_states import (
     matrices_bytes,
     weight_versions,
 )
-from meshwright.planner.costs.memory.state_bytes import States, StateSharding
 from meshwright.planner.costs.sharding import (
     ExposedSharding,
     Links,
@@ -35,11 +31,17 @@ from meshwright.planner.costs.sharding import (
     traffic,
 )
 from meshwright.planner.documents.axes import computed_by
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.model import Layer, ModelGraph, trains_as_module
-from meshwright.planner.documents.plan import Activations, Axis, Layout
-from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.operators.operator_table import Setting
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.calibration import Figures
+    from meshwright.planner.costs.hardware_rates import Rates
+    from meshwright.planner.costs.layer_costs import LayerFigures
+    from meshwright.planner.costs.memory.state_bytes import States, StateSharding
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.plan import Activations, Axis, Layout
+    from meshwright.planner.documents.profile import Recompute
+    from meshwright.planner.operators.operator_table import Setting
 
 SHARD_AXES: tuple[Axis, ...] = ("context", "data_shard")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from meshwright.planner.costs.calibration import (
 )
 from meshwright.planner.costs.collectives import Levels, group_steps
 from meshwright.planner.costs.cost_cache import FigureBasis, FigureStore, KindFigures, Rows
-from meshwright.planner.costs.hardware_rates import Rates
 from meshwright.planner.costs.layer_seconds import (
     ENDS,
     HostPasses,
@@ -37,13 +36,8 @@ from meshwright.planner.costs.layer_seconds import (
     LinkSeconds,
     link_rule,
 )
-from meshwright.planner.documents.cluster import ClusterSpec, Collective
-from meshwright.planner.documents.model import Layer, ModelGraph
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.prediction import Assumption
-from meshwright.planner.documents.profile import LayerMeasurement, Profile, Recompute
 from meshwright.planner.operators import layer_operators as arithmetic
-from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.operator_table import (
     RECOMPUTES,
     GroupAxis,
@@ -55,6 +49,14 @@ from meshwright.planner.operators.operator_table import (
     larger,
     share,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.hardware_rates import Rates
+    from meshwright.planner.documents.cluster import ClusterSpec, Collective
+    from meshwright.planner.documents.model import Layer, ModelGraph
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.documents.profile import LayerMeasurement, Profile, Recompute
+    from meshwright.planner.operators.expert_routing import Routing
 
 Floats = NDArray[np.float64]
 Groups = tuple[Levels, Levels, Levels, Levels, Levels, Levels]

@@ -13,15 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from meshwright.planner.architectures.parameters import routes
 from meshwright.planner.costs import compute
-from meshwright.planner.costs.compute import DeviceRates
 from meshwright.planner.documents.cluster import Collective
-from meshwright.planner.documents.framework import Framework
-from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.operator_table import (
     BACKWARD_OF,
     GroupAxis,
@@ -32,6 +28,12 @@ from meshwright.planner.operators.operator_table import (
     larger,
     share,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.compute import DeviceRates
+    from meshwright.planner.documents.framework import Framework
+    from meshwright.planner.documents.profile import Recompute
+    from meshwright.planner.operators.expert_routing import Routing
 
 ENDS = ("embedding", "head")
 EXPERT_AXES: tuple[GroupAxis, ...] = ("expert", "experts_across", "experts_inside")

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.planner.costs.activations import ActivationCost
-from meshwright.planner.costs.calibration import Figures
-from meshwright.planner.costs.memory.state_bytes import States
-from meshwright.planner.documents.plan import Activations
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.operators.operator_table import RECOMPUTES, either, larger
 from meshwright.planner.solver.requirements import option_name
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.activations import ActivationCost
+    from meshwright.planner.costs.calibration import Figures
+    from meshwright.planner.costs.memory.state_bytes import States
+    from meshwright.planner.documents.plan import Activations
 
 Recomputes = Recompute | Mapping[str, tuple[Recompute, ...]] | None
 """One choice of all layers, those of each kind of layer, or (None) any."""

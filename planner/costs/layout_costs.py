@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.costs.cost_cache import FigureStore, KindFigures
 from meshwright.planner.costs.cut_tensors import Boundaries
 from meshwright.planner.costs.hardware_rates import Rates, assumptions, host_assumptions, rates
 from meshwright.planner.costs.layer_cost_breakdown import LayerParts, Moved, parts_key
@@ -39,6 +39,7 @@ from meshwright.planner.costs.layer_strategy import (
     choices_of,
     strategy_cost,
 )
+from meshwright.planner.costs.lora import reach_feed_forward
 from meshwright.planner.costs.memory.host_memory import usable_share
 from meshwright.planner.costs.memory.resident_states import (
     ResidentParameters,
@@ -46,17 +47,20 @@ from meshwright.planner.costs.memory.resident_states import (
     loss_gradients,
 )
 from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
-from meshwright.planner.costs.sharding import ShardingTraffic
 from meshwright.planner.costs.slowdown import pace_of, slower_framework, slower_profile
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
-from meshwright.planner.documents.plan import Activations, Layout
-from meshwright.planner.documents.prediction import Assumption
-from meshwright.planner.documents.profile import ChunkedLoss, Recompute
 from meshwright.planner.frameworks.native_limits import caveat, refusal
 from meshwright.planner.operators import layer_operators as arithmetic
 from meshwright.planner.operators.kernels import kernels_of
 from meshwright.planner.operators.operator_table import RECOMPUTES, Setting
-from meshwright.planner.requests.request import Request
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.cost_cache import FigureStore, KindFigures
+    from meshwright.planner.costs.sharding import ShardingTraffic
+    from meshwright.planner.documents.plan import Activations, Layout
+    from meshwright.planner.documents.prediction import Assumption
+    from meshwright.planner.documents.profile import ChunkedLoss, Recompute
+    from meshwright.planner.requests.request import Request
 
 __all__ = [
     "CostTables",
@@ -152,16 +156,16 @@ class CostTables:
             slower_framework(request.framework, pace_of(profile)),
             head_dim=a.head_dim if a else 128,
         )
-        self.prices_adapters = self._rates.framework.kernels.adapters != "none"
-        """Whether frozen weights take less time; else they take that of trained ones."""
-        frozen = job.lora is not None and self.prices_adapters
         self._kernels = kernels_of(
             self._rates.framework,
             job.precision,
-            frozen=frozen,
+            frozen=job.lora is not None,
             quantised=job.lora is not None and job.lora.quantised,
         )
-        warning = caveat(model, cluster) if request.framework.name == "native" else None
+        native = request.framework.name == "native"  # others' constants are fitted to their rule
+        if native and job.lora is not None and not reach_feed_forward(model, job.lora):
+            self._kernels = replace(self._kernels, frozen="attention")
+        warning = caveat(model, cluster) if native else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
             *((warning,) if warning else ()),

@@ -152,6 +152,23 @@ def _adapters(model: ModelGraph, kind: str, lora: Lora, tensor: int) -> Iterator
             yield lora.rank * linear.outputs / (1 if linear.rows else tensor)
 
 
+def reach_feed_forward(model: ModelGraph, lora: Lora) -> bool:
+    """Whether adapters stand beside products of the feed-forward, not of attention alone.
+
+    >>> from meshwright.planner.catalog.expressions import resolve_model
+    >>> llama = resolve_model("llama-3.1-8b")
+    >>> reach_feed_forward(llama, Lora(rank=16, targets=("q_proj", "v_proj")))
+    False
+    >>> reach_feed_forward(llama, Lora(rank=16, targets=("q_proj", "down_proj")))
+    True
+    """
+    a = model.architecture
+    if a is None:
+        return True
+    of_block = linears(a, experts=False)
+    return any("mlp." in linear.path and is_target(linear.path, lora) for linear in of_block)
+
+
 def is_target(path: str, lora: Lora) -> bool:
     """Tell whether a module is aimed at, by the end of its path.
 

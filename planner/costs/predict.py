@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.compute import peak_flops
 from meshwright.planner.costs.cut_tensors import blocks_of, in_order
 from meshwright.planner.costs.group_costs import GroupCosts
 from meshwright.planner.costs.layer_seconds import ENDS
-from meshwright.planner.costs.layer_strategy import StrategyParts
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
 from meshwright.planner.costs.memory.host_memory import overfull, unknown
 from meshwright.planner.costs.memory.rank_memory import (
@@ -33,7 +33,6 @@ from meshwright.planner.costs.memory.rank_memory import (
 )
 from meshwright.planner.costs.stage_placement import StagePlacements, alike, branching
 from meshwright.planner.costs.uncertainty import fit_probability, memory_range, step_range
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import Activations, Layout, Plan
 from meshwright.planner.documents.prediction import (
@@ -52,15 +51,12 @@ from meshwright.planner.schedules.schedule import Order, orders, rank_of_stage
 from meshwright.planner.schedules.simulate import Timeline, timeline
 from meshwright.planner.schedules.steady_state import RankTimes, StageTimes, rank_times
 
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layer_strategy import StrategyParts
+    from meshwright.planner.documents.cluster import ClusterSpec
+
 Placement = tuple[tuple[str, Recompute, Activations], ...]
 """Layer kinds of one stage in order, each with its choices."""
-
-FULL_TIME = Assumption(
-    what="time of training adapters: that of training the whole model",
-    provenance="an upper bound; memory counts gradients and optimizer state of adapters alone",
-    source="planner/costs/lora.py",
-)
-"""What a prediction for adapters says."""
 
 TOLD = "not known of the run"
 """Source of what is assumed of a run."""
@@ -398,7 +394,6 @@ def placement_prediction(
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
             *seats.assumptions([on_host[rank] > 0 for rank in home]),
             *unknown(tables.cluster, layout, on_host),
-            *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
         ),
     )
 

@@ -32,14 +32,16 @@ pipeline are reduced after the last backward, seen in full.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from meshwright.planner.costs import compute
 from meshwright.planner.costs.collectives import Levels, ranks_of
-from meshwright.planner.costs.hardware_rates import Hidden, Rates
 from meshwright.planner.costs.memory.state_bytes import FP32, NARROW, StateSharding, StateTypes
-from meshwright.planner.documents.framework import Accumulation
 from meshwright.planner.operators.operator_table import either, larger
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.hardware_rates import Hidden, Rates
+    from meshwright.planner.documents.framework import Accumulation
 
 POWERSGD_RANK = 4
 """Columns of PowerSGD's factors."""
@@ -132,7 +134,7 @@ def traffic(
     if not (sharing.is_wrapped or sharing.data > 1):
         return ShardingTraffic(backward_copies_s=added_s)
     working = types.working * trained
-    if types.unit != "buffer" or sharing.zero == 3:  # else whole copies stay as they are
+    if not sharing.has_whole_frozen:
         working += types.frozen * frozen
     if narrow and (sharing.gathers_again or types.unit == "buffer"):
         working = min(working, NARROW * (parameters - wide) + types.working * wide)

@@ -7,15 +7,19 @@ collectives and seconds of the host under a framework are multiplied by it here.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshwright.planner.documents.framework import Framework, PerPass
-from meshwright.planner.documents.profile import (
-    CollectiveCurve,
-    LayerMeasurement,
-    LinkFit,
-    Overheads,
-    Profile,
-    StageMeasurement,
-)
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.profile import (
+        CollectiveCurve,
+        LayerMeasurement,
+        LinkFit,
+        Overheads,
+        Profile,
+        StageMeasurement,
+    )
 
 
 def pace_of(profile: Profile | None) -> float:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.cut_tensors import crossings
-from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
 from meshwright.planner.costs.memory.rank_memory import StageTraffic
-from meshwright.planner.documents.cluster import Accelerator
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout
-from meshwright.planner.documents.prediction import Assumption
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
+    from meshwright.planner.documents.cluster import Accelerator
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.documents.prediction import Assumption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.prediction import Assumption
-from meshwright.planner.requests.request import Request
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.requests.request import Request
 
 LINK_SPREAD = 0.15
 """Relative error of collective seconds: the alpha-beta model misses NCCL's curves by 7-21 %."""

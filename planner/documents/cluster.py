@@ -264,3 +264,31 @@ class ClusterSpec(Document):
             groups=groups,
             tiers=(*inside, *(tier for tier in self.tiers if tier.devices > reach)),
         )
+
+    def smaller(self, *, nodes: int, devices_per_node: int) -> ClusterSpec:
+        """Return the cluster that some nodes of its only group are, and some devices of each.
+
+        Links keep their rates; one that joins no more devices than a faster one is left out.
+        """
+        [group] = self.groups
+        shape = {"nodes": nodes, "devices_per_node": devices_per_node}
+
+        def fewer(tiers: tuple[LinkTier, ...]) -> tuple[LinkTier, ...]:
+            kept: dict[int, LinkTier] = {}
+            for tier in tiers:
+                if tier.devices <= group.devices_per_node:
+                    reach = min(tier.devices, devices_per_node)
+                else:
+                    reach = tier.devices * devices_per_node // group.devices_per_node
+                reach = min(reach, nodes * devices_per_node)
+                if reach > max(kept, default=1):
+                    kept[reach] = tier.model_copy(update={"devices": reach})
+            return tuple(kept.values())
+
+        inside = None if group.tiers is None else fewer(group.tiers)
+        return ClusterSpec(
+            name=f"{self.name}:{nodes}x{devices_per_node}"[-200:],
+            groups=(group.model_copy(update={**shape, "tiers": inside}),),
+            tiers=fewer(self.tiers),
+            price=self.price,
+        )

@@ -126,6 +126,9 @@ class Sharding(Part):
     bucket_gradients: Amount = 0.0
     """Gradients of a bucket in which ZeRO reduces them, which is a buffer of its own in the type of
     computation; there are two, one of which is reduced."""
+    leaves_frozen: Flag = False
+    """Frozen weights that every rank has whole are in no unit of FSDP2: they are used where they
+    are; else a shard stands beside the copy that it is gathered into."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     bridged: Flag = True
@@ -165,9 +168,8 @@ class Kernels(Part):
     """That kernel has one width of heads: narrower values are padded to the width of queries."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
-    adapters: Literal["none", "attention", "all"] = "all"
-    """Which products of a frozen block have adapters, and so keep their inputs.  `none`: frozen
-    blocks are priced as trained ones, which bounds their seconds from above."""
+    adapters: Literal["attention", "all"] = "all"
+    """Which products of a frozen block have adapters, and so keep their inputs."""
     adapter_rank: Positive = 16
     """Of those adapters, where a run does not say."""
     adapter_targets: tuple[Text, ...] = ("all-linear",)
@@ -590,8 +592,7 @@ class Framework(Document):
             for path in entry.fields:
                 if path not in figure_names:
                     raise ValueError(
-                        f"has a basis for '{path:.60}', which is no figure of a framework; "
-                        "leave it out"
+                        f"has a basis for '{path:.60}', which is no figure of one; leave it out"
                     )
                 counts[path] = counts.get(path, 0) + 1
         twice = sorted(path for path, count in counts.items() if count > 1)

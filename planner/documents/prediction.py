@@ -154,14 +154,17 @@ class Prediction(Document):
         """Return the prediction with more notes."""
         return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
 
-    def on(self, devices: int, *, used: int) -> Self:
-        """Return the prediction for a cluster with `devices`, of which ranks use `used`."""
+    def on(self, devices: int, *, used: int, where: str = "") -> Self:
+        """Return the prediction for a cluster with `devices`, of which ranks use `used`.
+
+        `where` says which those are.
+        """
         idle = devices - used
         if idle <= 0:
             return self
         verb = "is" if idle == 1 else "are"
         return self.model_copy(update={"idle_devices": idle}).with_notes(
-            f"{idle} of {devices} devices {verb} idle"
+            f"{idle} of {devices} devices {verb} idle{where}"
         )
 
 
@@ -226,6 +229,9 @@ class Certificate(Document):
     """Configurations whose plans were simulated, the fastest first."""
     plan: PlanProof | None = None
     """The plan that is the answer, which may be simpler than the fastest."""
+    parts: Count | None = None
+    """How many parts of the cluster the bound is valid for, all devices among them; the
+    configurations are those of the part that the plan is for."""
 
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""

@@ -44,11 +44,17 @@ class Written(NamedTuple):
 
 
 def configuration(
-    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+    plan: Plan,
+    model: ModelGraph,
+    to: str,
+    cluster: ClusterSpec | None = None,
+    *,
+    recipe: bool = True,
 ) -> str:
     """Return the text of a framework's configuration; DocumentError names what it cannot do.
 
-    Frameworks of NEED_NODES get the cluster's nodes too.
+    Frameworks of NEED_NODES get the cluster's nodes too.  Without its `recipe` a plan leaves
+    optimizer and learning rates to the framework's own, save for WHOLE_RECIPES.
     """
     if not is_written(to):
         targets = [*FRAMEWORKS, *plugins("exporters")]
@@ -56,7 +62,8 @@ def configuration(
     reasons = obstacles(plan, model, to, cluster)
     if reasons:
         raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(reasons)}")
-    return _writer(to).text(FrameworkPlan(plan=plan, model=model, cluster=cluster))
+    wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe)
+    return _writer(to).text(wanted)
 
 
 def is_written(to: str) -> bool:
@@ -114,11 +121,19 @@ def with_environment(text: str, environment: Mapping[str, str]) -> str:
 
 
 def in_the_script(
-    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+    plan: Plan,
+    model: ModelGraph,
+    to: str,
+    cluster: ClusterSpec | None = None,
+    *,
+    recipe: bool = True,
 ) -> list[str]:
     """Return what of a plan is set elsewhere: in the training script, or where it is started."""
-    wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster)
-    return [*_writer(to).outside(wanted), *own_text(wanted)]
+    wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe)
+    left = (
+        [] if recipe or to in WHOLE_RECIPES else ["optimizer and learning rates are your recipe's"]
+    )
+    return [*_writer(to).outside(wanted), *own_text(wanted), *left]
 
 
 FRAMEWORKS = {
@@ -151,5 +166,7 @@ FRAMEWORKS = {
 }
 """By the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
 
+WHOLE_RECIPES = ("nanotron", "fsdp", "accelerate")
+"""Frameworks whose file is a whole recipe, or says nothing of one."""
 NEED_NODES = ("accelerate",)
 """Frameworks whose configuration counts nodes."""

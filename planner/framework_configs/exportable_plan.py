@@ -20,6 +20,8 @@ class FrameworkPlan:
     plan: Plan
     model: ModelGraph
     cluster: ClusterSpec | None
+    recipe: bool = True
+    """Optimizer, learning rates and clipping are written too, in place of the other's own."""
 
     @property
     def recomputes(self) -> Counter[str]:

@@ -10,7 +10,7 @@ A batch script: whose command it runs, on how many ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,6 +25,8 @@ from meshwright.planner.documents.model import Architecture, ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from meshwright.planner.documents.training import Training
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
+from meshwright.planner.framework_configs.harmless_words import not_understood
 from meshwright.planner.framework_configs.readers import (
     accelerate,
     deepspeed,
@@ -36,7 +38,7 @@ from meshwright.planner.framework_configs.readers import (
     transformers,
 )
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, named_file
 from meshwright.planner.framework_configs.torchtitan import REGISTERED
 from meshwright.planner.frameworks.stage_rules import by_products, ends_of
 from meshwright.planner.requests.request import Request
@@ -44,9 +46,14 @@ from meshwright.planner.schedules import PLAIN
 from meshwright.planner.schedules.schedule import obstacle
 
 
-def read_batch_script(text: str) -> ParsedConfig:
+def read_batch_script(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the script's command says, by what it looks like."""
-    words = shell.words(limits.check_size(text, "slurm"))
+    return shell.parsed(
+        text, "slurm", lambda words: _of_words(words, text, surroundings), surroundings
+    )
+
+
+def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | None) -> ParsedConfig:
     flags = shell.flags(words)
     asked = shell.directives(text)
     each, nodes = _plain_count(flags, "nproc-per-node", "num-gpus", "gpus-per-node"), None
@@ -60,7 +67,14 @@ def read_batch_script(text: str) -> ParsedConfig:
     elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
         config = megatron.of_flags(flags, text)
     elif "per-device-train-batch-size" in flags:
-        config = transformers.of_flags({k: v for k, v in flags.items() if k not in launch})
+        trainer = {k: v for k, v in flags.items() if k not in launch}
+        config = transformers.of_flags(trainer, surroundings)
+        if "config-file" in flags:  # of accelerate, which starts the trainer
+            named = flags["config-file"]
+            file = named[0] if isinstance(named, list) else named  # and then the trainer's script
+            name, own = named_file("--config_file", file, surroundings)
+            started = accelerate.of_settings(limits.settings(own, name), surroundings)
+            config = _started_by(config, started, says_type=bool({"bf16", "fp16"} & set(flags)))
     else:
         raise DocumentError(
             "slurm",
@@ -70,6 +84,31 @@ def read_batch_script(text: str) -> ParsedConfig:
     config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
     config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
     return config
+
+
+def _started_by(config: ParsedConfig, started: ParsedConfig, *, says_type: bool) -> ParsedConfig:
+    """Return a trainer's settings under those of accelerate's launcher."""
+    if started.framework == "megatron":
+        raise DocumentError("--config_file", "starts Megatron in a trainer, which is not followed")
+    if config.zero:
+        return replace(config, devices=started.devices, unknown=[*config.unknown, *started.unknown])
+    return replace(
+        config,
+        framework="deepspeed" if started.framework == "deepspeed" else config.framework,
+        devices=started.devices,
+        tensor=started.tensor,
+        context=started.context,
+        data_replicate=started.data_replicate,
+        data_shard=started.data_shard,
+        zero=started.zero,
+        offload=started.offload,
+        recompute=started.recompute if config.recompute == "none" else config.recompute,
+        compile=started.compile if config.compile == "none" else config.compile,
+        precision=config.precision if says_type or not started.precision else started.precision,
+        assumed=[*config.assumed, *started.assumed],
+        unknown=[*config.unknown, *started.unknown],
+        understood=config.understood + started.understood,
+    )
 
 
 _OF_LAUNCH = {
@@ -91,7 +130,7 @@ def _plain_count(flags: dict[str, str | bool | list[str]], *names: str) -> int |
     return None
 
 
-READERS: dict[str, Callable[[str], ParsedConfig]] = {
+READERS: dict[str, Callable[..., ParsedConfig]] = {
     "megatron": megatron.read,
     "megatron-bridge": megatron.read_bridge,
     "torchtitan": torchtitan.read,
@@ -104,6 +143,8 @@ READERS: dict[str, Callable[[str], ParsedConfig]] = {
     "slurm": read_batch_script,
 }
 """By the framework, or the kind of file, that is imported from."""
+_LOOK_AROUND = ("megatron", "accelerate", "transformers", "slurm")
+"""Readers that follow variables and other files."""
 _FRAMEWORKS = {"megatron-bridge": "megatron"}
 
 
@@ -116,6 +157,8 @@ class Imported:
     """What the configuration does not say, or says of what plans do not have."""
     unknown: tuple[str, ...]
     """Keys that were not understood, or that say nothing of how the model is trained."""
+    not_understood: tuple[str, ...] = ()
+    """Those that may change seconds or bytes, the most decisive first."""
 
 
 def import_plan(
@@ -127,14 +170,22 @@ def import_plan(
     called: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    surroundings: ScriptEnvironment | None = None,
 ) -> Imported:
     """Return the plan of a configuration's text; DocumentError says why there is none.
 
-    `model` is needed where the configuration names none of the catalogue.
+    `model` is needed where the configuration names none of the catalogue.  `surroundings` are the
+    values of a script's variables, and the files beside it.
     """
     if of not in READERS:
         raise DocumentError("from", f"is '{of:.40}'; {nearest(of, list(READERS))}")
-    config = READERS[of](text)
+    config = READERS[of](text, surroundings) if of in _LOOK_AROUND else READERS[of](text)
+    if not config.understood:
+        unread = ", ".join(config.unknown[:3])
+        also = f" (it has {unread})" if unread else ""
+        raise DocumentError(
+            of, f"no setting was understood{also}; give the file that the framework reads"
+        )
     assumed = list(config.assumed)
     graph = model if model is not None else _model(config, assumed)
     _check_figures(config, graph)
@@ -193,7 +244,13 @@ def import_plan(
     except ValidationError as error:
         raise first_error(error) from error
     plan.check_model(graph)
-    return Imported(plan=plan, assumed=tuple(assumed), unknown=tuple(dict.fromkeys(config.unknown)))
+    unknown = tuple(dict.fromkeys(config.unknown))
+    return Imported(
+        plan=plan,
+        assumed=tuple(assumed),
+        unknown=unknown,
+        not_understood=not_understood(unknown, of),
+    )
 
 
 def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:

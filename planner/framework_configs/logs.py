@@ -8,6 +8,7 @@ ThroughputTimer, and the logs of transformers' Trainer, which accelerate's users
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -164,13 +165,25 @@ def accelerate(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
                 yield Said(step_s=1 / _number(seen[1]), steps=max(1, done))
 
 
+def _measured(reader: Reader) -> Reader:
+    """Return a reader that leaves out seconds and bytes that no clock or allocator gives."""
+
+    def read(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
+        for said in reader(lines, work):
+            figures = [figure for figure in (said.step_s, said.peak_bytes) if figure is not None]
+            if all(0 < figure < math.inf for figure in figures):
+                yield said
+
+    return read
+
+
 READERS: dict[str, Reader] = {
-    "megatron": megatron,
-    "megatron-deepspeed": megatron,
-    "torchtitan": torchtitan,
-    "deepspeed": deepspeed_throughput,
-    "accelerate": accelerate,
-    "fsdp": accelerate,
+    "megatron": _measured(megatron),
+    "megatron-deepspeed": _measured(megatron),
+    "torchtitan": _measured(torchtitan),
+    "deepspeed": _measured(deepspeed_throughput),
+    "accelerate": _measured(accelerate),
+    "fsdp": _measured(accelerate),
 }
 """By the base of a plan's framework."""
 

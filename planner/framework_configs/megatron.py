@@ -71,7 +71,9 @@ def text(wanted: FrameworkPlan) -> str:
         lines += _eight_bits(wanted)
     elif plan.precision in ("bf16", "fp16"):
         lines.append(f"--{plan.precision}")
-    return "\n".join([*lines, *_megatron_training(wanted)]) + "\n"
+    if wanted.recipe:
+        lines += _megatron_training(wanted)
+    return "\n".join(lines) + "\n"
 
 
 SAYS = frozenset({"scales"})
@@ -196,13 +198,25 @@ _OPTIONS_OF: dict[str, Axis | None] = {
 
 def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
     for option in wanted.plan.framework.split("+")[1:]:
+        if option == "deepep":
+            continue
         axis = _OPTIONS_OF.get(option, "expert")
         if axis is None or getattr(wanted.plan.mesh, axis) > 1:
             yield from _OPTIONS.get(option, ())
-    if (
-        wanted.plan.hierarchical_all_to_all is not None
-    ):  # what its kernels do that send a token once to a node
+    a = wanted.model.architecture
+    if a is None or a.experts is None:
+        return
+    yield "--moe-grouped-gemm"
+    if dispatches_by_kernels(wanted):
         yield from _OPTIONS["deepep"]
+    else:
+        yield "--moe-token-dispatcher-type alltoall"
+
+
+def dispatches_by_kernels(wanted: FrameworkPlan) -> bool:
+    """Whether tokens are sent by DeepEP, whose kernels send one once to a node."""
+    named = "deepep" in wanted.plan.framework.split("+") and wanted.plan.mesh.expert > 1
+    return named or wanted.plan.hierarchical_all_to_all is not None
 
 
 def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
@@ -244,14 +258,14 @@ def deepspeed_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
 
 def deepspeed_text(wanted: FrameworkPlan) -> str:
     """Return the flags of Megatron-DeepSpeed: its own scripts, with ZeRO by DeepSpeed."""
-    dropped = ("--sequence-parallel", "--overlap-", "--use-distributed-optimizer")
+    dropped = ("--sequence-parallel", "--overlap-", "--use-distributed-optimizer", "--moe-")
     lines = [line for line in text(wanted).splitlines() if not line.startswith(dropped)]
     return "\n".join([*lines, "--deepspeed", f"--zero-stage {wanted.plan.zero}"]) + "\n"
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
-    mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps
+    mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps * wanted.recipe
     if mesh.tensor * mesh.context > 1 and wanted.plan.zero < 2:
         yield "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, before Blackwell"
     if steps > 1:

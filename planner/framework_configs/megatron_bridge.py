@@ -49,6 +49,9 @@ def text(wanted: FrameworkPlan) -> str:
         "scheduler": _rates(wanted),
         "mixed_precision": _PRECISIONS[_recipe(plan)],
     }
+    if not wanted.recipe:
+        config["optimizer"] = {"use_distributed_optimizer": plan.zero > 0}
+        del config["scheduler"]
     text: str = yaml.safe_dump(config, sort_keys=False)
     return text
 
@@ -84,6 +87,13 @@ def _model(wanted: FrameworkPlan) -> dict[str, Any]:
         config["fp8_dot_product_attention"] = True
     if mesh.expert > 1:
         config["expert_tensor_parallel_size"] = mesh.expert_tensor
+    a = wanted.model.architecture
+    if a is not None and a.experts is not None:
+        config["moe_grouped_gemm"] = True
+        by_kernels = megatron.dispatches_by_kernels(wanted)
+        config["moe_token_dispatcher_type"] = "flex" if by_kernels else "alltoall"
+        if by_kernels:
+            config["moe_flex_dispatcher_backend"] = "deepep"
     layout = megatron.layout_of(wanted)
     if layout is not None:
         config["pipeline_model_parallel_layout"] = layout
@@ -133,7 +143,7 @@ def outside(wanted: FrameworkPlan) -> Iterator[str]:
     yield "the recipe of the model, whose overrides these are (--config_file)"
     if plan.precision == "fp8" and plan.scales == "tensorwise":
         yield "first_last_layers_bf16: false, or the first and the last block stay in 16 bits"
-    steps = plan.training.warmup_steps
+    steps = plan.training.warmup_steps * wanted.recipe
     if steps > 1:
         yield f"rates of the first {steps} steps lie below the plan's, by less than 1/{steps}"
     yield from megatron.fused_instead(wanted)

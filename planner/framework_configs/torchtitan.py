@@ -111,7 +111,10 @@ def text(wanted: FrameworkPlan) -> str:
     plan = wanted.plan
     module, name = REGISTERED.get(plan.model.name, (None, None))
     policy = recompute_of(wanted)
-    imports = ["from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig"]
+    imports = []
+    if wanted.recipe:
+        kinds = "OptimizersContainer, ParamGroupConfig"
+        imports.append(f"from torchtitan.components.optimizer import {kinds}")
     converters = _converters(wanted)
     if converters:
         names = ", ".join(sorted(name for name, _ in converters))
@@ -131,7 +134,7 @@ def text(wanted: FrameworkPlan) -> str:
         "def planned(config):",
         '    """Return the configuration of a model as planned."""',
         *(f"    config.{line}" for line in _settings(wanted)),
-        *_groups(wanted),
+        *(_groups(wanted) if wanted.recipe else ()),
         "    return config",
     ]
     if module is not None:
@@ -144,7 +147,7 @@ _REGISTRY = "config_registry"
 
 def _settings(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what is assigned to fields of a Trainer.Config."""
-    plan, mesh, t = wanted.plan, wanted.plan.mesh, wanted.plan.training
+    plan, mesh = wanted.plan, wanted.plan.mesh
     # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
     # schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
     pipelined = mesh.pipeline > 1
@@ -157,10 +160,6 @@ def _settings(wanted: FrameworkPlan) -> Iterator[str]:
     yield f"training.enable_cpu_offload = {plan.offload == 'parameters'}"
     # The plan's host time and memory are those of eager launches.
     yield "training.disable_cuda_graphs = True"
-    # A bound of 0 would make every gradient 0.
-    yield f"training.max_norm = {t.clip_norm or 'float(' + repr(str(math.inf)) + ')'}"
-    if wanted.falls:
-        yield f"training.steps = {t.rate_steps}"  # behind it the rate would go on falling
     yield f"parallelism.data_parallel_replicate_degree = {mesh.data_replicate}"
     yield f"parallelism.data_parallel_shard_degree = {mesh.data_shard}"
     yield f"parallelism.tensor_parallel_degree = {mesh.tensor}"
@@ -186,6 +185,17 @@ def _settings(wanted: FrameworkPlan) -> Iterator[str]:
     if converters:
         calls = ", ".join(f"{name}.Config({settings})" for name, settings in converters)
         yield f"model_spec = model_registry(config.model_spec.flavor, converters=[{calls}])"
+    if wanted.recipe:
+        yield from _rates(wanted)
+
+
+def _rates(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield clipping and learning rates."""
+    t = wanted.plan.training
+    # A bound of 0 would make every gradient 0.
+    yield f"training.max_norm = {t.clip_norm or 'float(' + repr(str(math.inf)) + ')'}"
+    if wanted.falls:
+        yield f"training.steps = {t.rate_steps}"  # behind it the rate would go on falling
     yield f"lr_scheduler.warmup_steps = {t.warmup_steps}"
     yield f"lr_scheduler.total_steps = {t.rate_steps if wanted.falls else None}"
     ratio = t.decay_steps / t.rate_steps if t.rate_schedule == "wsd" else None
@@ -247,7 +257,7 @@ def outside(wanted: FrameworkPlan) -> Iterator[str]:
         yield "planned(config) takes the configuration of your model, as those of torchtitan.models"
     else:
         yield f"save it as plan.py and start torchtitan.train --module plan --config {name}"
-    if wanted.falls:
+    if wanted.falls and wanted.recipe:
         yield f"training ends at step {plan.training.rate_steps}, where its learning rate does"
 
 

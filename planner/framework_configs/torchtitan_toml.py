@@ -67,7 +67,7 @@ def text(wanted: FrameworkPlan) -> str:
         f"seq_len = {plan.seq_len}",
         f'mixed_precision_param = "{"float32" if plan.precision == "fp32" else "bfloat16"}"',
         f"enable_cpu_offload = {str(plan.offload == 'parameters').lower()}",
-        *_titan_training(wanted),
+        *(_titan_training(wanted) if wanted.recipe else ()),
         "",
         "[parallelism]",
         f"data_parallel_replicate_degree = {replicas}",
@@ -153,6 +153,8 @@ def _titan_training(wanted: FrameworkPlan) -> Iterator[str]:
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
+    if not wanted.recipe:
+        return
     if plan.training.weight_decay:
         yield "weight decay acts on norms too, which the plan leaves out"
     if wanted.falls:

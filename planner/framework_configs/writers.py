@@ -43,6 +43,17 @@ def transformers_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     yield from of_one_kind(wanted)
 
 
+_LAYOUT_KEYS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "torch_compile",
+)
+"""What is no recipe of an optimizer."""
+
+
 def transformers_text(wanted: FrameworkPlan) -> str:
     """Return the arguments."""
     plan, t = wanted.plan, wanted.plan.training
@@ -62,6 +73,8 @@ def transformers_text(wanted: FrameworkPlan) -> str:
         "gradient_checkpointing": not plan.zero and recompute_of(wanted) == "full",
         "torch_compile": plan.compile == "block",
     }
+    if not wanted.recipe:
+        config = {key: value for key, value in config.items() if key in _LAYOUT_KEYS}
     if plan.zero:
         config["fsdp"] = "full_shard"
         config["fsdp_config"] = {
@@ -121,21 +134,24 @@ def deepspeed_text(wanted: FrameworkPlan) -> str:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if plan.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    recipe = {
+        "gradient_clipping": t.clip_norm,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": t.learning_rate,
+                "betas": [t.beta1, t.beta2],
+                "eps": t.epsilon,
+                "weight_decay": t.weight_decay,
+            },
+        },
+    }
     text = json.dumps(
         {
             "train_batch_size": plan.global_batch,
             "train_micro_batch_size_per_gpu": plan.micro_batch,
             "gradient_accumulation_steps": plan.micro_batches,
-            "gradient_clipping": t.clip_norm,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {
-                    "lr": t.learning_rate,
-                    "betas": [t.beta1, t.beta2],
-                    "eps": t.epsilon,
-                    "weight_decay": t.weight_decay,
-                },
-            },
+            **(recipe if wanted.recipe else {}),
             "bf16": {"enabled": plan.precision == "bf16"},
             "fp16": {"enabled": plan.precision == "fp16"},
             "zero_optimization": zero,

@@ -71,6 +71,40 @@ def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int)
             assert_never(rule)
 
 
+def block_counts(
+    rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int
+) -> list[int]:
+    """[stage] Blocks of stages as even as a rule lets them be; a stage may have no layer at all.
+
+    Under `even_but_ends` the embedding and the head count as blocks where only that divides the
+    blocks among several stages of a rank.  Else blocks that do not divide evenly go to the first
+    stages.  Stages that outnumber blocks have the embedding alone, or the head.
+    """
+    _, blocks, _ = ends_of(model)
+    stages = ranks * virtual_stages
+    if rule == "by_products" and virtual_stages == 1 and model.architecture is not None:
+        sizes = by_products(model.architecture, ranks)
+    else:
+        front, back = _lighter_ends(rule, blocks, stages=stages, virtual_stages=virtual_stages)
+        each, more = divmod(blocks + front + back, stages)
+        sizes = [each + (stage < more) for stage in range(stages)]
+        sizes[0] -= front
+        sizes[-1] -= back
+    return sizes
+
+
+def _lighter_ends(
+    rule: StageRule, blocks: int, *, stages: int, virtual_stages: int
+) -> tuple[int, int]:
+    """Return the blocks that the first and the last stage have less than others."""
+    lighter = ((0, 0), (1, 0), (0, 1), (1, 1))
+    if stages > blocks:
+        return next((ends for ends in lighter if sum(ends) == stages - blocks), (0, 0))
+    if rule == "even_but_ends" and virtual_stages > 1:
+        return next((ends for ends in lighter if not (blocks + sum(ends)) % stages), (0, 0))
+    return 0, 0
+
+
 def ends_of(model: ModelGraph) -> tuple[int, int, int]:
     """Return how many layers of a chain lie before its blocks, are blocks, and lie behind them."""
     if model.architecture is None:

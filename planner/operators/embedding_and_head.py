@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.model import Architecture
-from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.operators.kernels import MODULES
 from meshwright.planner.operators.operator_table import (
     FP32,
@@ -17,6 +16,10 @@ from meshwright.planner.operators.operator_table import (
     smaller,
 )
 from meshwright.planner.operators.operators import gather_sequence, matmul, norm, reduce_activation
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import Architecture
+    from meshwright.planner.documents.profile import ChunkedLoss
 
 INDEX = 8
 """Bytes of a token id."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.planner.documents.model import Experts
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import Experts
 
 
 @dataclass(frozen=True, slots=True)

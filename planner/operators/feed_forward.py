@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.model import Architecture, Experts
 from meshwright.planner.operators.expert_routing import routing_of
-from meshwright.planner.operators.kernels import KernelSettings
 from meshwright.planner.operators.operator_table import FP32, GroupAxis, Operator, Setting, smaller
 from meshwright.planner.operators.operators import (
     elementwise,
@@ -20,6 +19,10 @@ from meshwright.planner.operators.operators import (
     row_wise,
     undivided_side,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import Architecture, Experts
+    from meshwright.planner.operators.kernels import KernelSettings
 
 INDEX_BYTES = 8
 """Of the number of an expert that a token chose."""

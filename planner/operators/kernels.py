@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -146,7 +148,7 @@ def kernels_of(
         expert_once=framework.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and framework.experts.narrow_sends,
         shared_divided=framework.experts.shared == "divided",
-        frozen=rule.adapters if frozen and rule.adapters != "none" else None,
+        frozen=rule.adapters if frozen else None,
         adapters_drop=frozen and rule.adapter_dropout,
         restored_bytes=rule.restored_bytes if quantised else 0.0,
     )

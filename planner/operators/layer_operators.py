@@ -17,6 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from meshwright.planner.architectures.parameters import (
     OPT_POSITION_OFFSET,
@@ -25,16 +26,6 @@ from meshwright.planner.architectures.parameters import (
     routes,
 )
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.model import (
-    Architecture,
-    DividedLayer,
-    Layer,
-    LayerTrace,
-    ModelGraph,
-    TracedExperts,
-    TracedLogits,
-)
-from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.operators.attention import attention, attention_width, window
 from meshwright.planner.operators.embedding_and_head import (
     chunked_loss,
@@ -57,6 +48,18 @@ from meshwright.planner.operators.operator_table import (
     smaller,
 )
 from meshwright.planner.operators.operators import matmul, norm
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import (
+        Architecture,
+        DividedLayer,
+        Layer,
+        LayerTrace,
+        ModelGraph,
+        TracedExperts,
+        TracedLogits,
+    )
+    from meshwright.planner.documents.profile import ChunkedLoss
 
 
 def table(model: ModelGraph, layer: Layer, setting: Setting) -> OperatorTable:

@@ -15,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, assert_never, cast
+from typing import TYPE_CHECKING, Literal, assert_never, cast
 
 import numpy as np
 
-from meshwright.planner.documents.cluster import Collective, Precision
-from meshwright.planner.documents.framework import SelectiveRecompute
-from meshwright.planner.documents.plan import Dispatch, Scales
-from meshwright.planner.documents.profile import ChunkedLoss, Recompute
-from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.kernels import MODULES, KernelSettings
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import Collective, Precision
+    from meshwright.planner.documents.framework import SelectiveRecompute
+    from meshwright.planner.documents.plan import Dispatch, Scales
+    from meshwright.planner.documents.profile import ChunkedLoss, Recompute
+    from meshwright.planner.operators.expert_routing import Routing
 
 OperatorKind = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"

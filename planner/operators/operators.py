@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce
 from operator import and_
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.planner.documents.model import Architecture
-from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.kernels import MODULES, KernelSettings
 from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import Architecture
+    from meshwright.planner.operators.expert_routing import Routing
 
 NARROW_MULTIPLE = 16
 """Rows and columns of a matrix in 8 bits are multiples of it: cuBLAS (16 bytes), torchao's filter,
@@ -62,13 +65,15 @@ def norm(
     root, scaled = f"{name}_root", f"{name}_scaled"
     # Gemma's factor 1 + weight is a tensor of its own.
     factor = {f"{name}_factor": width * FP32} if a.family in GEMMA else {}
+    # Scaled rows are kept for the weight's gradient alone.
+    kept = (root, *factor) if kernels.frozen else (root, scaled, *factor)
     if setting.element_bytes == FP32:
         return Operator(
             name=name,
             kind="memory",
             inputs=(source,),
             outputs={root: rows * FP32, scaled: size, **factor, name: size},
-            saved=(source, root, scaled, *factor),
+            saved=(source, *kept),
             moved_bytes=7 * size,
             backward_moved_bytes=14 * size,
             kernels=6,
@@ -81,7 +86,7 @@ def norm(
         kind="memory",
         inputs=(source,),
         outputs={wide: count * FP32, root: rows * FP32, scaled: scaled_bytes, **factor, name: size},
-        saved=(wide, root, scaled, *factor),
+        saved=(wide, *kept),
         fp32=(wide, root, scaled, *factor) if keeps_wide else (wide, root),
         moved_bytes=count * 38,
         backward_moved_bytes=count * 60,

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import jinja2
 
-from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.plan import Plan
-from meshwright.planner.documents.prediction import Certificate, Prediction, StagePrediction
 from meshwright.planner.documents.units import GIB, bytes_text, seconds_text
 from meshwright.planner.report import svg
 from meshwright.planner.report.mesh_picture import axes_of, mesh_picture
 from meshwright.planner.report.text import layers_text, recompute_text, why_text
 from meshwright.planner.report.timeline_picture import left_out, timeline_key, timeline_picture
 from meshwright.planner.schedules.schedule import rank_of_stage
-from meshwright.planner.schedules.simulate import Timeline
-from meshwright.planner.search.answer import Alternative
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.plan import Plan
+    from meshwright.planner.documents.prediction import Certificate, Prediction, StagePrediction
+    from meshwright.planner.schedules.simulate import Timeline
+    from meshwright.planner.search.answer import Alternative
 
 MOST_MOMENTS = 8_000
 """Changes of memory drawn; of a longer step each rank shows its first ones."""

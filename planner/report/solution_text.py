@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
@@ -18,7 +18,9 @@ from meshwright.planner.solver.partition_problem import (
     Unfinished,
     host_bytes,
 )
-from meshwright.planner.solver.problem_document import Problem
+
+if TYPE_CHECKING:
+    from meshwright.planner.solver.problem_document import Problem
 
 FEW = 8
 """Stages that are shown unless all of them are asked for."""

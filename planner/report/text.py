@@ -16,7 +16,6 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from meshwright.planner.costs.predict import FULL_TIME
 from meshwright.planner.costs.uncertainty import own_miss
 from meshwright.planner.documents.plan import Job, PlacedLayer, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
@@ -24,7 +23,7 @@ from meshwright.planner.documents.units import GIB, bytes_text, percent_text, se
 from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.search.answer import Alternative
-from meshwright.planner.search.proof_account import LEFT_OUT
+from meshwright.planner.search.proof_account import LEFT_OUT, LEFT_OUT_OF_PARTS
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
@@ -71,9 +70,8 @@ AMORTISED_STEPS = 1000
 """Over which the seconds of compilation are shown."""
 SURE = 0.95
 """A plan that fits with a lower probability is extra to."""
-NOTED = (CAVEAT_SOURCE, FULL_TIME.source)
-"""Sources of assumptions that no answer leaves out: it cannot be launched, or its time is a bound.
-"""
+NOTED = (CAVEAT_SOURCE,)
+"""Sources of assumptions that no answer leaves out: it cannot be launched."""
 
 
 def answer_text(
@@ -260,7 +258,8 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
         yield Fact(label="proof", text=certificate.statement)
     elif whole:
         yield Fact(label="proof", text=proof.statement)
-        yield Fact(label="left out", text=LEFT_OUT)
+        unsearched = LEFT_OUT if certificate.parts is None else LEFT_OUT_OF_PARTS
+        yield Fact(label="left out", text=unsearched)
     else:
         if proof.gap < ROUNDED:
             text = f"no faster plan among {certificate.configurations:,} configurations"

@@ -12,11 +12,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report.mesh_picture import COLOURS
-from meshwright.planner.schedules.schedule_record import Action
-from meshwright.planner.schedules.simulate import Timeline
+
+if TYPE_CHECKING:
+    from meshwright.planner.schedules.schedule_record import Action
+    from meshwright.planner.schedules.simulate import Timeline
 
 SHADES = {
     "F": ("forward", 1.0),

@@ -6,15 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import jinja2
 
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report import svg
-from meshwright.planner.report.facts import Fact
-from meshwright.planner.tuning.next_trial import Tuner
-from meshwright.planner.tuning.record import Trial
 from meshwright.planner.tuning.trial_options import CONSTANTS
+
+if TYPE_CHECKING:
+    from meshwright.planner.report.facts import Fact
+    from meshwright.planner.tuning.next_trial import Tuner
+    from meshwright.planner.tuning.record import Trial
 
 MOST_PLANS = 48
 """Drawn, of those believed fastest and those that were tried."""

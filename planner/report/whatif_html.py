@@ -12,23 +12,25 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from meshwright.planner.catalog import Quantity
 from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.report.whatif_text import MOST_ASKED, provenance_text
 from meshwright.planner.whatif.conclusions import overall_texts, verdicts
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts
 from meshwright.planner.whatif.formatting import days_text, usd_text
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.page_data import page_data
 from meshwright.planner.whatif.ranking import figure as compared
 from meshwright.planner.whatif.ranking import measured_first, ordered_by
-from meshwright.planner.whatif.run_study import Result
-from meshwright.planner.whatif.study import Assumptions
 from meshwright.planner.whatif.uncertain_value import exact
+
+if TYPE_CHECKING:
+    from meshwright.planner.catalog import Quantity
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.run_study import Result
+    from meshwright.planner.whatif.study import Assumptions
 
 ARITHMETIC = (
     "uncertain_value",

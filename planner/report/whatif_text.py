@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,11 +15,13 @@ from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.whatif.conclusions import verdicts
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts, slack_days
 from meshwright.planner.whatif.formatting import days_text, names_text, price_ages, range_text
-from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.pricing.break_even import BreakEven
 from meshwright.planner.whatif.ranking import Rank, measured_first
-from meshwright.planner.whatif.run_study import Changed, Result
-from meshwright.planner.whatif.study import Order
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.pricing.break_even import BreakEven
+    from meshwright.planner.whatif.run_study import Changed, Result
+    from meshwright.planner.whatif.study import Order
 
 FEW = 3
 """Candidates of a model that are listed in ten lines."""
@@ -72,8 +75,8 @@ def _brief(result: Result, model: str, rank: Rank) -> str:
     outcome = rank.outcome
     name = outcome.candidate if len(result.ranks) == 1 else f"{model}, {outcome.candidate}"
     parts = [name]
-    if outcome.hours is not None:
-        parts.append(days_text(outcome.hours))
+    if outcome.result_hours is not None:
+        parts.append(days_text(outcome.result_hours))
     if outcome.usd is not None:
         parts.append(f"{range_text(outcome.usd)} USD")
     return ", ".join(parts)
@@ -122,7 +125,7 @@ def result_text(result: Result, *, whole: bool = True) -> RenderableType:
 
 
 def ranks_table(model: str, ranks: Sequence[Rank]) -> Table:
-    """Return one row per outcome that fits: time, cost, step and memory."""
+    """Return one row per outcome that fits: time to the result, cost, step and memory."""
     headings = ["", model, "time", "USD", "step", "free memory"]
     several = sum(bool(rank.first) for rank in ranks) > 1
     if several:
@@ -133,7 +136,7 @@ def ranks_table(model: str, ranks: Sequence[Rank]) -> Table:
         table.add_row(
             f"{'=' if rank.tied else ''}{rank.place}{'*' if rank.pareto else ''}",
             outcome.candidate,
-            "" if outcome.hours is None else days_text(outcome.hours),
+            "" if outcome.result_hours is None else days_text(outcome.result_hours),
             "" if outcome.usd is None else range_text(outcome.usd),
             "" if outcome.step_s is None or outcome.jobs else seconds_text(outcome.step_s.value),
             bytes_text(outcome.headroom_bytes),
@@ -191,6 +194,8 @@ def _speed_texts(outcome: CandidateOutcome) -> Iterator[str]:
 def _time(result: Result, outcome: CandidateOutcome) -> Iterator[str]:
     if outcome.hours is not None:
         yield days_text(outcome.hours)
+    if outcome.result_hours is not None and outcome.lead_days is not None:
+        yield f"the result after {days_text(outcome.result_hours)}"
     slack = slack_days(result, outcome)
     if slack is not None and slack > 0:
         yield f"{slack:.1f} days to spare"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -173,11 +174,16 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
 def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]:
     """Read pins that describe one layout, and `idle=4`: how many devices it leaves idle.
 
+    A layout as answers print it is read too (`Layout.text`); `check_micro_batches` compares its
+    number of micro-batches.
+
     >>> pins, idle = read_layout("tp=2,idle=4")
     >>> pins.tensor, idle
     (2, 4)
+    >>> read_layout("tp=8 pp=16 dp=1 zero=0 interleaved stages=8/rank micro_batch=1x16")[0].schedule
+    'interleaved'
     """
-    parts = [part.strip() for part in text.split(",")]
+    parts = [_as_pin(part) for part in re.split(r"[,\s]+", text.strip())]
     idle = [part for part in parts if part.partition("=")[0] == "idle"]
     others = [part for part in parts if part not in idle]
     if len(idle) > 1:
@@ -189,6 +195,29 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     if not value.isdecimal() or len(value) > LONGEST_NUMBER:
         raise DocumentError("layout", f"'{idle[0]:.40}': idle is no whole number; give one from 0")
     return pins, int(value)
+
+
+def _as_pin(word: str) -> str:
+    """Return a word of a printed layout as NAME=VALUE of a pin; words of pins as they stand."""
+    if word in SCHEDULES:
+        return f"schedule={word}"
+    if stages := re.fullmatch(r"stages=(\d+)/rank", word):
+        return f"v={stages[1]}"
+    return _BATCHES.sub(r"micro_batch=\1", word)
+
+
+_BATCHES = re.compile(r"\bmicro_batch=(\d{1,12})x(\d{1,12})")
+
+
+def check_micro_batches(text: str, layout: Layout) -> None:
+    """Refuse a printed layout (`micro_batch=1x16`) whose number of micro-batches is another."""
+    stated = _BATCHES.search(text)
+    if stated is not None and int(stated[2]) != layout.micro_batches:
+        raise DocumentError(
+            "layout",
+            f"'{stated[0]}' has {stated[2]} micro-batches; this global batch makes "
+            f"{layout.micro_batches} of them: name the batch with --global-batch",
+        )
 
 
 def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:

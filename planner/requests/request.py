@@ -32,6 +32,9 @@ SEQ_LEN = 4096
 """Tokens of a sample, unless the model takes fewer."""
 TOKENS_PER_STEP = 2**22
 """Tokens of a global batch."""
+TUNING_SAMPLES = 8
+FEWEST_TUNING_SAMPLES, MOST_TUNING_SAMPLES = 16, 128
+"""Of a fine-tuning: samples of each rank in a step; bounds of those of all ranks."""
 CPU_SEQ_LEN = 256
 CPU_SAMPLES = 8
 """On CPUs: tokens of a sample; samples of each rank in a step."""
@@ -110,15 +113,16 @@ class Request:
         limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
         if seq_len is None:
             seq_len = min(limit, CPU_SEQ_LEN if on_cpu else SEQ_LEN)
+        adapters = Training().with_settings([f"lora.{setting}" for setting in lora]).lora
         if global_batch is None:
-            devices = cluster.devices
-            samples = CPU_SAMPLES * devices if on_cpu else max(1, TOKENS_PER_STEP // seq_len)
-            global_batch = -(-samples // devices) * devices
+            global_batch = _default_batch(
+                cluster.devices, seq_len, on_cpu=on_cpu, tunes=adapters is not None
+            )
         job = Job(
             seq_len=seq_len,
             global_batch=global_batch,
             precision=cluster.precision_for(precision),
-            lora=Training().with_settings([f"lora.{setting}" for setting in lora]).lora,
+            lora=adapters,
             document_len=document_len,
         )
         framework_ = framework_called(framework)
@@ -198,6 +202,24 @@ class Request:
         return replace(
             self, cluster=self.cluster.part(groups), profile=of_groups, called=self.cluster_name
         )
+
+
+def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> int:
+    """Return the samples of a step where a job does not say: a multiple of the devices.
+
+    Adapters are fitted to few data, in batches of 16 to 128 samples.
+
+    >>> [_default_batch(devices, 4096, on_cpu=False, tunes=True) for devices in (1, 2, 8, 24, 256)]
+    [16, 16, 64, 120, 256]
+    >>> _default_batch(8, 4096, on_cpu=False, tunes=False)
+    1024
+    """
+    if on_cpu:
+        return CPU_SAMPLES * devices
+    if tunes:
+        samples = max(FEWEST_TUNING_SAMPLES, TUNING_SAMPLES * devices)
+        return max(1, min(samples, MOST_TUNING_SAMPLES) // devices) * devices
+    return -(-max(1, TOKENS_PER_STEP // seq_len) // devices) * devices
 
 
 def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.plan import Plan
-from meshwright.planner.documents.prediction import Certificate, Prediction
-from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.plan_candidate import Ranked
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Plan
+    from meshwright.planner.documents.prediction import Certificate, Prediction
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+    from meshwright.planner.search.plan_candidate import Ranked
 
 TIES_LIMIT_S = 60.0
 """For the integer program on one layout, where hosts or requirements tie stages together; what it

@@ -14,20 +14,21 @@ see, and what is proven.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import EQUAL
-from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
 from meshwright.planner.search.proof_budget import GOAL, Effort, GapProgress
 from meshwright.planner.search.queue import Pruned, QueueEntry, SearchGoal, SearchSpace
 from meshwright.planner.search.space import complexity, kind
 from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Unfinished
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.search.plan_candidate import Ranked
 
 ALIKE = 2
 """Layouts near the optimum of one schedule and one number of stages a rank."""
@@ -195,9 +196,10 @@ class SimulatedStepGoal(SearchGoal):
         """Plans that fit, each with the space that simulated it."""
         self.blocked = False
         """Whether the lowest entry may not be bounded further."""
+        self.closed = False
+        """Whether the gap is as small as it is asked to be."""
         self._efforts = effort.further or effort, effort
         self._gap_progress = gap_progress
-        self._started = time.process_time()
 
     @property
     def step_s(self) -> float:
@@ -208,17 +210,6 @@ class SimulatedStepGoal(SearchGoal):
     def limit_s(self) -> float:
         """What is at least this does not beat the best."""
         return self.step_s * (1 - EQUAL)
-
-    @property
-    def late(self) -> bool:
-        """Whether the seconds that the user has set are over."""
-        return time.process_time() - self._started > self.effort.seconds
-
-    @property
-    def until_s(self) -> float:
-        """CPU seconds of the process at which one more program has to end."""
-        most = self._started + self.effort.seconds
-        return min(most, time.process_time() + self.effort.program_s)
 
     def exceeds(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
@@ -231,7 +222,7 @@ class SimulatedStepGoal(SearchGoal):
     def lowest(self, entry: QueueEntry) -> None:
         """Hear which entry has the lowest bound: it decides how much more may be done."""
         gap = max(0.0, 1 - entry.bound_s / self.step_s)
-        self.blocked = False
+        self.blocked, self.closed = False, gap <= self.effort.gap
         for effort in self._efforts if gap > GOAL else self._efforts[1:]:
             self.effort = effort
             self.blocked = not entry.space.may_refine(entry.level)

@@ -11,18 +11,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.costs.layout_costs import LayoutCosts
 from meshwright.planner.costs.memory.host_memory import usable_share
-from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.requests.pins import SHORT_NAMES, Pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.queue import Pruned, SearchSpace
 from meshwright.planner.search.remedies import dividing, ways_out
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layout_costs import LayoutCosts
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.search.plan_candidate import Ranked
 
 LOOKED_AT = 8
 """Of the layouts with the least bytes, the number that is solved."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
-from meshwright.planner.costs.hardware_rates import Rates
-from meshwright.planner.costs.memory.state_bytes import StateTypes
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework_space import EVERYTHING, Space
-from meshwright.planner.documents.plan import Activations, GradientCompression, Layout, Offload
-from meshwright.planner.requests.pins import Pins
-from meshwright.planner.requests.request import Request
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.hardware_rates import Rates
+    from meshwright.planner.costs.memory.state_bytes import StateTypes
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.plan import Activations, GradientCompression, Layout, Offload
+    from meshwright.planner.requests.pins import Pins
+    from meshwright.planner.requests.request import Request
 
 
 class Saving(NamedTuple):

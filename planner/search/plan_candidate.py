@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.predict import placement_prediction, placements_of
-from meshwright.planner.costs.stage_placement import StagePlacements
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout, Plan
-from meshwright.planner.documents.prediction import Certificate, Prediction
-from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.partition.layout_partition import plan_of
 from meshwright.planner.search.proof_account import of_plan
-from meshwright.planner.solver.partition_problem import Solution
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layout_costs import CostTables
+    from meshwright.planner.costs.stage_placement import StagePlacements
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout, Plan
+    from meshwright.planner.documents.prediction import Certificate, Prediction
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+    from meshwright.planner.solver.partition_problem import Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

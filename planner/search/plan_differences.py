@@ -10,20 +10,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import balanced_cuts, predict
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework import base_of
-from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, Stage
-from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.request import Request
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.prediction import Prediction
 
 _AXES = ("tensor", "context", "pipeline", "expert")
 _TOGETHER = 3
@@ -43,23 +45,41 @@ class Change:
     """Of a step; less than 0 where others need it first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The cluster of a plan, and the part of it that a plan with fewer ranks is for."""
+
+    whole: ClusterSpec
+    part: ClusterSpec
+
+    def of_plan(self, plan: Plan) -> ClusterSpec:
+        """Return the part for plans that have no more ranks than it has devices."""
+        return self.part if plan.mesh.devices <= self.part.devices else self.whole
+
+
 def waterfall(
-    mine: Plan, best: Plan, model: ModelGraph, cluster: ClusterSpec
+    mine: Plan,
+    best: Plan,
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    part: ClusterSpec | None = None,
 ) -> tuple[Change, ...]:
     """Return the changes from one plan to another of the same job, each with its worth.
 
-    The predictions' steps fall from the first plan's to the last one's: what is saved adds up.
+    The best may be for a part of the cluster.  The predictions' steps fall from the first plan's to
+    the last one's: what is saved adds up.
     """
     if mine.job != best.job:
         raise DocumentError(
             "plans", "are of different jobs: sequence, batch or precision differ; plan both anew"
         )
+    machines = Machines(cluster, part or cluster)
     left = dict(_differences(mine, best))
     changes: list[str] = []
     before = predict(mine, model, cluster)
     steps = []
     while left:
-        step = _next(mine, best, model, cluster, changes, list(left))
+        step = _next(mine, best, model, machines, changes, list(left))
         saved_s = before.step_time_s - step[2].step_time_s
         what = ", ".join(left[name] for name in step[0])
         steps.append(Change(what, step[1], step[2], saved_s))
@@ -74,7 +94,7 @@ def _next(
     mine: Plan,
     best: Plan,
     model: ModelGraph,
-    cluster: ClusterSpec,
+    machines: Machines,
     changes: list[str],
     left: list[str],
 ) -> tuple[tuple[str, ...], Plan, Prediction]:
@@ -82,17 +102,17 @@ def _next(
     for count in range(1, min(_TOGETHER, len(left) - 1) + 1):
         tried = []
         for names in combinations(left, count):
-            plan = _between(mine, best, model, cluster, frozenset((*changes, *names)))
+            plan = _between(mine, best, model, machines, frozenset((*changes, *names)))
             if plan is None:
                 continue
             try:
-                prediction = predict(plan, model, cluster)
+                prediction = predict(plan, model, machines.of_plan(plan))
             except DocumentError:
                 continue
             tried.append((names, plan, prediction))
         if tried:
             return min(tried, key=lambda one: (not one[2].fits, one[2].step_time_s))
-    return tuple(left), best, predict(best, model, cluster)
+    return tuple(left), best, predict(best, model, machines.part)
 
 
 def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
@@ -190,7 +210,7 @@ def _changed_layers(mine: dict[str, str], best: dict[str, str]) -> str:
 
 
 def _between(
-    mine: Plan, best: Plan, model: ModelGraph, cluster: ClusterSpec, changes: frozenset[str]
+    mine: Plan, best: Plan, model: ModelGraph, machines: Machines, changes: frozenset[str]
 ) -> Plan | None:
     """Return the plan with some changes made, None if there is none."""
     if changes >= {name for name, _ in _differences(mine, best)}:
@@ -243,6 +263,7 @@ def _between(
         )
     except (ValidationError, DocumentError):
         return None
+    cluster = machines.of_plan(plan)
     framework = Request.of_plan(plan, model, cluster).framework
     if framework.name == "native" and refusal(model, cluster, plan.job, plan.layout) is not None:
         return None

@@ -12,19 +12,15 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.axes import LAYOUT_AXES
 from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
-from meshwright.planner.documents.prediction import Prediction
-from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.frameworks.executable import rules_of
-from meshwright.planner.requests.pins import Pins
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import PLAIN
 from meshwright.planner.search.answer import Alternative, Answer
 from meshwright.planner.search.partition.stage_counts import run_of
@@ -32,6 +28,12 @@ from meshwright.planner.search.plan_candidate import Ranked, proven
 from meshwright.planner.search.proof_budget import Effort
 from meshwright.planner.search.search import search
 from meshwright.planner.search.space import kind
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.prediction import Prediction
+    from meshwright.planner.documents.profile import Recompute
+    from meshwright.planner.requests.pins import Pins
+    from meshwright.planner.requests.request import Request
 
 Prefer = Literal["simplest", "fastest"]
 NEAR = 0.015
@@ -83,8 +85,12 @@ def features(plan: Plan) -> list[str]:
     return axes
 
 
-def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest") -> Answer:
+def with_preference(
+    request: Request, answer: Answer, prefer: Prefer = "simplest", *, at_most_s: float = LARGE_S
+) -> Answer:
     """Return the answer with the plan that is preferred, and the table of choices.
+
+    A simpler plan takes `at_most_s` a step.
 
     The table has the plan, the fastest, the best of data parallelism alone and of tensor and
     pipeline parallelism; the last two where chains of like layers are on devices that are alike.
@@ -101,7 +107,8 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
         every += _simpler(request, answer, _fastest(every))
     chosen = fastest = _fastest(every)
     if prefer == "simplest":
-        limit_s = fastest.prediction.step_time_s * (1 + NEAR)
+        least_s = fastest.prediction.step_time_s
+        limit_s = max(least_s, min(least_s * (1 + NEAR), at_most_s))
         near = (candidate for candidate in every if candidate.prediction.step_time_s <= limit_s)
         chosen = min(near, key=lambda one: (len(features(one.plan)), one.prediction.step_time_s))
     rows = {"chosen": chosen, "fastest": fastest, **usual}

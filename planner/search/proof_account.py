@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.framework import Framework
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser, PlanProof
 from meshwright.planner.documents.profile import CHUNK_ROWS
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import percent_text
 from meshwright.planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework
+    from meshwright.planner.documents.plan import Layout
 
 RUNNERS_UP = 5
 PROVEN = 2e-6
@@ -69,6 +72,8 @@ UNSEARCHED = (
 )
 LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 """What `meshwright predict` prices and no search of the native framework looks at unasked."""
+LEFT_OUT_OF_PARTS = LEFT_OUT.removeprefix(f"{UNSEARCHED[0]}, ")
+"""The same where all parts of a cluster are looked at."""
 
 
 @dataclass(slots=True)
@@ -149,6 +154,30 @@ def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certi
         statement=statement,
     )
     return certificate.model_copy(update={"plan": proof, "statement": statement})
+
+
+def of_parts(certificate: Certificate, bounds_s: Sequence[float], *, left: int) -> Certificate:
+    """Return the certificate of a part with what is proven of the cluster and all of its parts.
+
+    `left` of them were not looked at to the end, and count by their bounds.
+    """
+    bound_s = min(certificate.objective_s, *bounds_s)
+    claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
+    claim += f"; {left} of them are excluded no further." if left else "."
+    update: dict[str, object] = {
+        "lower_bound_s": bound_s,
+        "gap": _gap(certificate.objective_s, bound_s),
+        "optimal": bound_s >= certificate.objective_s * (1 - PROVEN),
+        "parts": len(bounds_s),
+    }
+    proof = certificate.plan
+    if proof is not None:
+        least_s = min(bound_s, proof.step_time_s)
+        text = _statement(proof.step_time_s, least_s, certificate.configurations) + claim
+        gap = _gap(proof.step_time_s, least_s)
+        changes = {"lower_bound_s": least_s, "gap": gap, "statement": text}
+        update |= {"plan": proof.model_copy(update=changes), "statement": text}
+    return certificate.model_copy(update=update)
 
 
 def _gap(step_s: float, bound_s: float) -> float:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from meshwright.planner.costs.cut_tensors import MOST_IDEALS
 from meshwright.planner.solver.graph_instance import GraphEffort
@@ -47,10 +45,8 @@ class Effort:
     """Of a program that is tried: the relaxation of a larger one may take minutes."""
     iterations: int = 1 << 30
     """Of the simplex algorithm, about 0.3 ms each, in all rounds of one program."""
-    seconds: float = math.inf
-    """CPU seconds, where the user has set a time."""
-    program_s: float = math.inf
-    """Of them, for one program."""
+    gap: float = 0.0
+    """At which the proof ends."""
     further: Effort | None = None
     """What it may take while the gap is above `GOAL`."""
 
@@ -80,24 +76,25 @@ BRIEF = Effort(
     programs=0,
 )
 """For searches of many clusters."""
-_ALL = 1 << 30
 FULL = Effort(
-    families=_ALL,
-    memory_stages=_ALL,
-    cut_stages=_ALL,
-    layouts=_ALL,
-    solved=_ALL,
-    programs=_ALL,
+    families=60_000,
+    memory_stages=400_000,
+    cut_stages=100_000,
+    layouts=600,
+    solved=1_000,
+    programs=300,
     ways=20_000,
     actions=30_000,
     nodes=1_000,
-    columns=_ALL,
-    seconds=100.0,
-    program_s=5.0,
+    columns=1 << 30,
+    iterations=10_000,
 )
-Prove = Literal["usual", "simulated"]
-EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
-"""What a user may ask for."""
+"""Of a proof that the user asks for: minutes at most."""
+
+
+def effort_to(gap: float | None) -> Effort:
+    """Return what a proof may take that is to end at a gap; the usual where none is asked for."""
+    return USUAL if gap is None else replace(FULL, gap=gap)
 
 
 MOST_PAIRS = 10_000_000

@@ -18,12 +18,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.planner.costs.layout_costs import LayoutCosts
 from meshwright.planner.documents.plan import Layout
-from meshwright.planner.search.answer import Progress
-from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import (
     DOMINATED,
     OUT_OF_MEMORY,
@@ -31,6 +28,11 @@ from meshwright.planner.search.proof_account import (
     PruningStatistics,
 )
 from meshwright.planner.search.space import LayoutFamily, complexity
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layout_costs import LayoutCosts
+    from meshwright.planner.search.answer import Progress
+    from meshwright.planner.search.plan_candidate import Ranked
 
 
 @dataclass(frozen=True, slots=True)

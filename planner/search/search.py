@@ -16,15 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
-from meshwright.planner.frameworks.native_limits import Rules
 from meshwright.planner.requests.pins import outside
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import SCHEDULES, schedule_of
 from meshwright.planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from meshwright.planner.search.bounds.layout_bounds import Candidates, candidates_of
@@ -45,8 +42,13 @@ from meshwright.planner.search.space import complexity, kind
 from meshwright.planner.search.spaces import simulated_chain
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
-from meshwright.planner.solver.graph_instance import GraphEffort
 from meshwright.planner.system.gc_pause import pause_collector
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.cost_cache import FigureStore
+    from meshwright.planner.frameworks.native_limits import Rules
+    from meshwright.planner.requests.request import Request
+    from meshwright.planner.solver.graph_instance import GraphEffort
 
 MARGIN = 0.03
 """Of graphs and of devices that differ, plans so far beyond the optimum of the closed form are
@@ -73,19 +75,52 @@ def search(
     effort: Effort = USUAL,
     gap_progress: GapProgress | None = None,
     store: FigureStore | None = None,
+    faster_than: Ranked | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
-    Where none can take less than `below_s` in the closed form, NoneFaster ends the search early.
-    `candidates` are those of an answer to the same request under other pins: what was worked out
-    there is not worked out again.
-    `top` plans of different kinds are found, if there are as many (see planner.search.space.kind).
-    `rules` say which layouts are refused, by default those of the request's framework.
-    `store` has what layers take on other clusters, and gets what is worked out here.
-    `effort` is what the proof may take; `gap_progress` hears the gap that is left.
+    The mathematical program, over layouts L of the request's space and their stages:
+
+        minimise    T(L, x)                         simulated seconds of a step
+        subject to  sum_s x[l, s] = 1               each layer sits in one stage
+                    sum_s s x[l, s] <= sum_s s x[l+1, s]    stages are in order (chains)
+                    M_r(L, x) <= capacity_r         peak bytes of each rank r
+                    H_h(L, x) <= memory_h           bytes on each host h
+                    Rules(L) accepts                the framework executes L
+
+    T is simulated by `planner.costs.predict.predict`; `solve_chain` minimises its closed form
+    exactly.  Lower bounds prune, each on what the one before has left, cheapest first:
+
+        compute of a family                 FamilyBounds.computation_s
+        compute within memory, families     FamilyBounds.rooms_s, shared_rooms_s
+        communication of one layout         Candidates.communication_s
+        both within memory, one layout      Candidates.memory_s
+        dominance by another layout         Candidates.dominator
+        simulated step, one layout          SimulatedCandidates.memory_s, within_memory_s
+        simulated step, all its cuts        ColumnProgram.cut_s, ColumnProgram.optimum
+
+    The search stops when the lowest bound cannot beat the incumbent, or its effort is spent; the
+    certificate has the lowest bound that is left.
+
+    Parameters
+    ----------
+    below_s
+        Where no plan takes less in the closed form, NoneFaster ends the search early.
+    candidates
+        Those of an answer to the same request under other pins: nothing is worked out twice.
+    top
+        Plans of different kinds to return, if there are as many (`planner.search.space.kind`).
+    rules
+        Which layouts are refused, by default those of the request's framework.
+    store
+        What layers take on other clusters; it gets what is worked out here.
+    effort, gap_progress
+        What the proof may take; who hears the gap that is left.
+    faster_than
+        Nothing is simulated that cannot be faster than this plan of another part of the cluster.
     """
     started = time.process_time()
-    _check_asked(request, solver)
+    check_request(request, solver)
     goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal, progress=progress)
     spaces: list[Any] = []
@@ -102,7 +137,7 @@ def search(
     every = [goal.home(best).candidate_of(best) for best in bests]
     chained = all(isinstance(space, ChainSpace) for space in spaces)
     start = every[:1] if chained else _plans_near_optimum(queue, goal, every[0])
-    proof = _prove(request, spaces, goal, start, effort, gap_progress)
+    proof = _prove(request, spaces, goal, start, effort, gap_progress, faster_than)
     order = proof.finalists()
     chosen = order[0]
     others = [
@@ -208,9 +243,11 @@ def _prove(
     start: Sequence[Ranked],
     effort: Effort,
     gap_progress: GapProgress | None,
+    faster_than: Ranked | None,
 ) -> _Proof:
     """Bound the simulated steps of all layouts, beginning with some plans, the fastest first."""
-    goal = SimulatedStepGoal(_fastest(start), effort, gap_progress)
+    others = () if faster_than is None else (faster_than,)
+    goal = SimulatedStepGoal(_fastest((*start, *others)), effort, gap_progress)
     queue = Queue(goal, account=PruningStatistics(framework=request.framework.name))
     proof = _Proof(request, goal, queue, start)
     bound_s = closed_form.bound_s()
@@ -269,7 +306,7 @@ def _recompute(space: Any) -> str:
     return f" recompute={'|'.join(sorted(choices)) or 'none'}"
 
 
-def _check_asked(request: Request, solver: str) -> None:
+def check_request(request: Request, solver: str) -> None:
     """Refuse what is searched for our own runtime alone, and pins that the space does not have."""
     if solver not in SOLVERS:
         raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")

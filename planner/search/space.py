@@ -17,14 +17,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from meshwright.planner.costs.collectives import fastest_relay
 from meshwright.planner.costs.layer_seconds import ENDS
 from meshwright.planner.documents.axes import computed_by
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework_space import EVERYTHING, Facts, Space, conflicts
-from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import (
     INSIDE_OUT,
     Axis,
@@ -41,8 +39,6 @@ from meshwright.planner.documents.plan import (
 )
 from meshwright.planner.documents.profile import ChunkedLoss, LossGradients
 from meshwright.planner.operators.expert_routing import routing_of
-from meshwright.planner.requests.pins import Pins
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from meshwright.planner.schedules.schedule import obstacle, too_long
 from meshwright.planner.search import axis_orders
@@ -53,6 +49,12 @@ from meshwright.planner.search.partition.stage_counts import (
     run_of,
     virtual_stages,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.requests.pins import Pins
+    from meshwright.planner.requests.request import Request
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
@@ -275,7 +277,7 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
         return [n for n in degrees if fewest <= n and (most is None or n <= most)]
 
     for tensor in _allowed_values(degrees_within("tensor", divisors(devices)), pins.tensor):
-        if tensor > _most_tensor_parallel(model):
+        if tensor > most_tensor_parallel(model):
             continue
         length = model.positions or job.seq_len
         contexts = degrees_within("context", _context_degrees(length, devices // tensor, pins))
@@ -657,7 +659,8 @@ def _allowed_values(values: list[int], pinned: int | None) -> list[int]:
     return values if pinned is None else [value for value in values if value == pinned]
 
 
-def _most_tensor_parallel(model: ModelGraph) -> int:
+def most_tensor_parallel(model: ModelGraph) -> int:
+    """Return the most ranks that layers can be divided among by tensor parallelism."""
     if model.architecture:
         return model.architecture.heads
     return max((1, *model.tensor_degrees))

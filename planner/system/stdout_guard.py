@@ -79,3 +79,21 @@ def _flush() -> None:
         if isinstance(stream, io.TextIOBase) and not stream.closed:
             stream.flush()
     ctypes.CDLL(None).fflush(None)
+
+
+def stdout_is_lost() -> bool:
+    """Say whether what was printed cannot be written: a full disk, or nobody who reads.
+
+    What is left of it is dropped then, or Python would complain of it at its end.
+    """
+    if sys.stdout is None:
+        return False
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+        return True
+    return False

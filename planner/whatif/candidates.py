@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
 from meshwright.planner.catalog.expressions import resolve_cluster
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES
 from meshwright.planner.errors import DocumentError
@@ -49,6 +48,9 @@ from meshwright.planner.whatif.study import (
 )
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, span_of, total
 from meshwright.planner.whatif.what_if_changes import changed_cluster
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
 
 MONTHS_PER_YEAR = 12.0
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
@@ -174,6 +176,20 @@ class Candidate:
     def lead_days(self) -> UncertainValue | None:
         """Days until bought devices are there; None of what can be used at once."""
         return span_of(self.assumed.lead_days) if self.priced.purchase is not None else None
+
+    @property
+    def whole_term_hours(self) -> float | None:
+        """Hours of a commitment that one run has to pay whole, used or not.
+
+        None where nothing binds, or where the study says by its utilisation what else it does.  Of
+        a cluster that is had on several terms, what is owned has other work.
+        """
+        if "utilisation" in self.assumed.model_fields_set or self.priced.parts:
+            return None
+        if self.priced.purchase is not None:
+            return self.assumed.years * HOURS_PER_YEAR
+        reserved = self.priced.reservation
+        return None if reserved is None else reserved.years * HOURS_PER_YEAR
 
     @property
     def limited_cluster(self) -> ClusterSpec:

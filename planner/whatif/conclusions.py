@@ -8,9 +8,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.units import seconds_text
-from meshwright.planner.whatif.candidates import Candidate
 from meshwright.planner.whatif.formatting import (
     days_text,
     names_text,
@@ -18,12 +18,15 @@ from meshwright.planner.whatif.formatting import (
     range_text,
     usd_text,
 )
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.ranking import Rank, figure, ordered_by, sure
-from meshwright.planner.whatif.run_study import Result
-from meshwright.planner.whatif.study import Order
 from meshwright.planner.whatif.uncertain_value import exact
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.candidates import Candidate
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.run_study import Result
+    from meshwright.planner.whatif.study import Order
 
 
 def verdicts(result: Result) -> list[str]:
@@ -37,6 +40,7 @@ def verdicts(result: Result) -> list[str]:
         sentences += [*_largest(result), *_crossover(result)]
     return [
         *sentences,
+        *result.sizes,
         *_kept_at_the_midpoint(result),
         *_by_our_runtime(result),
         *_old_prices(result, datetime.date.today()),
@@ -73,6 +77,7 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
         sentence += f" (our own runtime: step {seconds_text(best.native_step_s)})"
     if best.capital_usd is not None:
         sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
+        sentence += _paid_whole_text(best)
     sentence += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
     return sentence
 
@@ -82,6 +87,17 @@ def commitment_text(candidate: Candidate, usd: float) -> str:
     bought = candidate.priced.purchase
     word = "Commitment" if bought is None or bought.leased else "Capex"
     return f"{word} {usd:,.0f} USD"
+
+
+def _paid_whole_text(outcome: CandidateOutcome) -> str:
+    """Say that one run pays a commitment whole, and how other work on it would be stated."""
+    if outcome.jobs or outcome.hours is None or outcome.fixed_hours is None:
+        return ""
+    share = outcome.hours.value / outcome.fixed_hours.value
+    return (
+        f", paid whole: the run uses {100 * share:.0f} % of its hours; if other work uses it too, "
+        "give utilisation"
+    )
 
 
 def _by_our_runtime(result: Result) -> Iterator[str]:
@@ -106,8 +122,8 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
     for (first_name, best_name), models in texts.items():
         yield (
             f"Ranked by the fastest public framework on each cluster; under our own runtime "
-            f"(--framework native) {first_name} ranks before {best_name} for "
-            f"{names_text(models)} a step."
+            f"(--framework native) {first_name} ranks before {best_name} for {names_text(models)} "
+            "a step."
         )
 
 
@@ -119,6 +135,8 @@ def _native_figure(outcome: CandidateOutcome, by: Order) -> float:
     return waits + (figure(outcome, by) - waits) * ratio
 
 
+CERTAIN = 0.995
+"""A probability that is written as 1.00, and not said."""
 FIRST_IN: dict[Order, str] = {
     "cost": "cheapest",
     "time": "fastest",
@@ -175,6 +193,8 @@ def _costs(outcome: CandidateOutcome) -> str:
         parts.append(days_text(outcome.hours))
     if outcome.hours is not None and outcome.lead_days is not None:
         parts.append(f"after {days_text(outcome.lead_days.times(24))} until delivery")
+        assert outcome.result_hours is not None  # it has hours
+        parts.append(f"the result after {days_text(outcome.result_hours)}")
     if outcome.usd is not None:
         parts.append(usd_text(outcome.usd))
     if outcome.usd is None and outcome.hours is not None:
@@ -199,7 +219,10 @@ def _kept_texts(outcome: CandidateOutcome, confidence: float = 0.0) -> list[str]
 
 def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
     """Say how surely the first meets the goals, and how surely it is the best of all."""
-    texts = _kept_texts(best, result.study.goal.confidence)
+    texts = [f"fits with probability {best.fit_probability:.2f}"]
+    if best.fit_probability >= CERTAIN:
+        texts = []
+    texts += _kept_texts(best, result.study.goal.confidence)
     if not sure(result.study, best):
         texts += _surest_texts(best, ranks)
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]

@@ -7,10 +7,10 @@ import { within } from "./probabilities.mjs";
 import { drawnFigures } from "./monte_carlo.mjs";
 import {
   atLeast, carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
-  SECONDS_PER_HOUR,
+  SECONDS_PER_HOUR, termsBegun, wholeUsd,
 } from "./pricing/economics.mjs";
 import { goodputOf } from "./pricing/goodput.mjs";
-import { load } from "./pricing/queueing.mjs";
+
 import { exact, inverse, product, times, total } from "./uncertain_value.mjs";
 import { movedUsd, storedUsdPerHour } from "./pricing/transfers.mjs";
 import { boundUsd, outlayOf, pricedOf, quoteWeight, usefulHour, wattsOf } from "./pricing/terms.mjs";
@@ -36,15 +36,20 @@ export function evaluate(candidate, given, goal, drawn = true) {
   const goodput = goodputFor(candidate, given);
   const tokensPerS = product([exact(plan.tokens_per_step), inverse(plan.step_s)]);
   const tokens = tokensOf(goal, plan.parameters);
-  const jobs = plan.jobs.length ? yearly(plan, tokens, hours(tokens, tokensPerS, goodput)) : [];
-  const assumed = jobs.length ? { ...given, utilisation: Math.min(1, load(jobs)) } : given;
+  const run = tokens === null ? null : hours(tokens, tokensPerS, goodput);
+  const jobs = plan.jobs.length ? yearly(plan, tokens, run) : [];
+  const termHours = jobs.length ? HOURS_PER_YEAR : wholeTermHours(candidate, given);
+  const termRenews = candidate.terms.kind === "rented";
+  const fixedHours = fixedHoursOf({ termHours, termRenews, hours: run, jobs });
+  const assumed = fixedHours
+    ? { ...given, utilisation: Math.min(1, run.value / fixedHours.value) } : given;
   const priced = pricedOf(candidate, assumed);
   const watts = wattsOf(candidate.groups, assumed, candidate.power_limit);
   const outcome = {
-    candidate, assumed, priced, plan, devices, watts, tokensPerS, goodput, jobs, tokens,
+    candidate, assumed, priced, plan, devices, watts, tokensPerS, goodput, jobs, tokens, termHours, termRenews, fixedHours,
     leadDays: priced.purchase && !jobs.length ? assumed.lead_days : null,
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
-    capitalUsd: null, outlayUsd: null, hours: null, usd: null, energyKwh: null, carbonKg: null,
+    capitalUsd: null, outlayUsd: null, hours: run, usd: null, energyKwh: null, carbonKg: null,
     resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
   };
   const bound = boundUsd(priced), outlay = outlayOf(priced, assumed.utilisation);
@@ -61,8 +66,22 @@ export function evaluate(candidate, given, goal, drawn = true) {
   outcome.drawn = drawnFigures(outcome);
   outcome.chances = Object.fromEntries(limits.filter(({ figure }) => figure !== null)
     .map(({ name, limit }) => [name, chanceOf(name, outcome, limit * (1 + ROUNDING))]));
-  outcome.chance = Math.min(1, ...Object.values(outcome.chances));
+  outcome.chance = Math.min(plan.fit_probability, ...Object.values(outcome.chances));
   return outcome;
+}
+
+/** Hours of a commitment that one run has to pay whole; null where other work shares it. */
+function wholeTermHours({ terms }, { shared, years }) {
+  if (shared) return null;
+  if (terms.kind === "bought") return years * HOURS_PER_YEAR;
+  return terms.kind === "rented" && terms.years ? terms.years * HOURS_PER_YEAR : null;
+}
+
+/** Hours whose fixed price is paid whole; null where other work shares it. @returns {?Span} */
+function fixedHoursOf({ termHours, termRenews, hours: run, jobs }) {
+  if (termHours === null || run === null) return null;
+  if (jobs.length) return exact(Math.max(termHours, run.value));
+  return termRenews ? times(termsBegun(run, termHours), termHours) : atLeast(run, termHours);
 }
 
 const goodputFor = ({ plan, devices, nodes, spot }, assumed) => assumed.goodput
@@ -93,11 +112,15 @@ function withData(outcome) {
 }
 
 /** What leaves a budget: what terms bind to, and what a run pays of the rest. @returns {Span} */
-function outlayWith({ priced, devices, hours: run, assumed: { utilisation } }, rent) {
-  const each = outlayOf(priced, utilisation, run), { beside } = priced;
+function outlayWith(outcome, rent) {
+  const { priced, devices, hours: run, assumed: { utilisation } } = outcome;
+  const { jobs, fixedHours: fixed } = outcome;
+  const each = outlayOf(priced, utilisation, jobs.length ? fixed : run), { beside } = priced;
   if (each === null) return rent;
   const outlay = times(each, devices);
-  return beside ? total([outlay, rentUsd(devices, run, hourlyAt(beside, utilisation))]) : outlay;
+  if (!beside) return outlay;
+  return total([outlay, fixed ? wholeUsd(devices, beside, fixed, run)
+    : rentUsd(devices, run, hourlyAt(beside, utilisation))]);
 }
 
 /** USD of storage and transfers of a run. @returns {Span} */
@@ -106,12 +129,13 @@ export const dataUsdOf = ({ storedUsdPerHour: stored, movedUsd: moved, hours: ru
 
 function withRun(outcome) {
   const { devices, watts, priced, assumed } = outcome;
-  outcome.hours = hours(outcome.tokens, outcome.tokensPerS, outcome.goodput);
   outcome.resultHours = outcome.leadDays === null ? outcome.hours
     : total([times(outcome.leadDays, 24), outcome.hours]);
   if (outcome.usdPerDeviceHour !== null) {
-    const paid = atLeast(outcome.hours, priced.minimumHours);
-    const rent = rentUsd(devices, paid, outcome.usdPerDeviceHour), dataUsd = dataUsdOf(outcome);
+    const paid = atLeast(outcome.hours, priced.minimumHours), { fixedHours: fixed } = outcome;
+    const rent = fixed ? wholeUsd(devices, priced.hourly, fixed, outcome.hours)
+      : rentUsd(devices, paid, outcome.usdPerDeviceHour);
+    const dataUsd = dataUsdOf(outcome);
     outcome.usd = total([rent, dataUsd]);
     outcome.outlayUsd = total([outlayWith(outcome, rent), dataUsd]);
     if (outcome.dayUsd !== null) {
@@ -147,13 +171,19 @@ function share(drawn, most) {
 }
 
 function chanceOf(name, outcome, limit) {
+  if (name === "power cap") return within(outcome.watts, limit); // whatever its devices hold
+  return outcome.plan.fit_probability * chanceOfRun(name, outcome, limit);
+}
+
+/** Probability that a run which fits keeps a limit. */
+function chanceOfRun(name, outcome, limit) {
   if (name === "hours of a year") return share(outcome.drawn.time, limit);
   if (name === "deadline") return share(outcome.drawn.time, 24 * limit);
   if (name === "emission cap") {
     return share(outcome.drawn.energy, 1e6 * limit / outcome.assumed.grams_per_kwh);
   }
   if (name === "budget" && outcome.capitalUsd === null) return share(outcome.drawn.cost, limit);
-  return within(name === "budget" ? outcome.outlayUsd : outcome.watts, limit);
+  return within(outcome.outlayUsd, limit);
 }
 
 /** Tokens for which budget and deadline both suffice; null without a budget or a price. */

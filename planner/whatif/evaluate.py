@@ -23,20 +23,21 @@ from typing import Any, assert_never
 import numpy as np
 
 from meshwright.planner.catalog import Rent, carbon_of
+from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.prediction import Prediction, compaction
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES, bytes_text
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.request import TOKENS_PER_STEP
 from meshwright.planner.whatif.candidates import Candidate, candidates_of, powered_devices, watts_of
-from meshwright.planner.whatif.formatting import range_text, usd_text
+from meshwright.planner.whatif.formatting import apart_texts, range_text, usd_text
 from meshwright.planner.whatif.monte_carlo import drawn_figure
 from meshwright.planner.whatif.outcome import CandidateOutcome, YearlyRun
-from meshwright.planner.whatif.planning import Planned, plan_candidate
+from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, request_of
 from meshwright.planner.whatif.pricing import economics
-from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR
+from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR, Hourly
 from meshwright.planner.whatif.pricing.goodput import goodput_of
-from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.probabilities import probability_within, quantile
 from meshwright.planner.whatif.study import Data, Goal, Offer, Order, Study
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, span_of, total
@@ -91,12 +92,9 @@ def misses(goal: Goal, outcome: CandidateOutcome) -> list[str]:
         if figure is None:
             missed.append(f"{name}: not known")
         elif figure > limit * (1 + ROUNDING):
-            missed.append(f"{name}: {_number(figure)} of {_number(limit)} {unit}")
+            reached, allowed = apart_texts(figure, limit)
+            missed.append(f"{name}: {reached} of {allowed} {unit}")
     return missed
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def chances_of(goal: Goal, outcome: CandidateOutcome) -> dict[str, float]:
@@ -109,6 +107,14 @@ def chances_of(goal: Goal, outcome: CandidateOutcome) -> dict[str, float]:
 
 
 def _chance(name: str, outcome: CandidateOutcome, limit: float) -> float:
+    if name == "power cap":  # devices draw it whatever they hold
+        assert outcome.watts is not None
+        return probability_within(outcome.watts, limit)
+    return outcome.fit_probability * _chance_of_run(name, outcome, limit)
+
+
+def _chance_of_run(name: str, outcome: CandidateOutcome, limit: float) -> float:
+    """Return the probability that a run which fits keeps a limit."""
     if name == "hours of a year":
         return _share(outcome, "time", limit)
     if name == "deadline":
@@ -118,9 +124,8 @@ def _chance(name: str, outcome: CandidateOutcome, limit: float) -> float:
         return _share(outcome, "energy", 1e6 * limit / outcome.grams_per_kwh)
     if name == "budget" and outcome.capital_usd is None:
         return _share(outcome, "cost", limit)
-    figure = outcome.outlay_usd if name == "budget" else outcome.watts
-    assert figure is not None
-    return probability_within(figure, limit)
+    assert outcome.outlay_usd is not None
+    return probability_within(outcome.outlay_usd, limit)
 
 
 def _share(outcome: CandidateOutcome, by: Order, limit: float) -> float:
@@ -186,6 +191,7 @@ def evaluate(
         memory_parts=tuple(dict(stage.memory_parts) for stage in prediction.stages),
         peak_bytes=fullest.peak_memory_bytes,
         capacity_bytes=fullest.memory_capacity_bytes,
+        fit_probability=1.0 if prediction.fit_probability is None else prediction.fit_probability,
         host_bytes=per_node * max(stage.host_bytes for stage in prediction.stages),
         binding=binding_of(prediction),
         provenance=_provenance(prediction),
@@ -195,8 +201,25 @@ def evaluate(
     outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
     if planned_run.runs:
         outcome = replace(outcome, jobs=tuple(_yearly(planned_run, outcome)))
-        candidate = with_load(candidate, outcome)
-    return _with_goal(study, candidate, outcome)
+    outcome = _with_hours(study, candidate, outcome)
+    return _with_goal(study, with_load(candidate, outcome), outcome)
+
+
+def _with_hours(study: Study, candidate: Candidate, outcome: CandidateOutcome) -> CandidateOutcome:
+    """Add the hours of the goal's tokens, and of what they alone have to pay."""
+    tokens = study.tokens_of(outcome.parameters)
+    if tokens is None:
+        return outcome
+    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
+    run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
+    whole = HOURS_PER_YEAR if outcome.jobs else candidate.whole_term_hours
+    return replace(
+        outcome,
+        hours=run_hours,
+        tokens=tokens,
+        term_hours=whole,
+        term_renews=candidate.priced.reservation is not None,
+    )
 
 
 def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyRun]:
@@ -209,10 +232,10 @@ def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyR
 
 
 def with_load(candidate: Candidate, outcome: CandidateOutcome) -> Candidate:
-    """Return a candidate of whose hours a year of jobs uses what it takes."""
-    if not outcome.jobs:
+    """Return a candidate of whose hours the work uses what it takes, where nothing else does."""
+    if outcome.hours is None or outcome.fixed_hours is None:
         return candidate
-    used = min(1.0, load(outcome.arrivals))
+    used = min(1.0, outcome.hours.value / outcome.fixed_hours.value)
     assumed = candidate.assumed.model_copy(update={"utilisation": used})
     return replace(candidate, assumed=assumed)
 
@@ -257,14 +280,10 @@ def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         **_prices(candidate),
         **_data(candidate, outcome),
     )
-    tokens = study.tokens_of(outcome.parameters)
-    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
-    if tokens is not None:
-        run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
-        outcome = replace(outcome, hours=run_hours, tokens=tokens)
+    run_hours = outcome.hours
+    if run_hours is not None:
         if outcome.usd_per_device_hour is not None:
-            paid_hours = economics.at_least(run_hours, outcome.minimum_hours)
-            rent = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
+            rent = _rent_usd(outcome, outcome.usd_per_device_hour, run_hours)
             outcome = replace(
                 outcome,
                 usd=total([rent, outcome.data_usd]),
@@ -303,20 +322,35 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Uncert
     )
 
 
+def _rent_usd(
+    outcome: CandidateOutcome, usd_per_device_hour: UncertainValue, run_hours: UncertainValue
+) -> UncertainValue:
+    """Return what devices cost: their share by the hours used, or all that their terms fix."""
+    fixed, used = outcome.fixed_usd_per_device_hour, outcome.used_usd_per_device_hour
+    if outcome.fixed_hours is None or fixed is None or used is None:
+        paid_hours = economics.at_least(run_hours, outcome.minimum_hours)
+        return economics.rent_usd(outcome.devices, paid_hours, usd_per_device_hour)
+    hourly = Hourly(fixed=fixed, used=used)
+    return economics.whole_usd(outcome.devices, hourly, outcome.fixed_hours, run_hours)
+
+
 def _outlay_usd(
     candidate: Candidate, outcome: CandidateOutcome, rent: UncertainValue
 ) -> UncertainValue:
     """Return what leaves a budget: what terms bind to, and what a run pays of the rest."""
     beside, run_hours, used = candidate.priced.beside, outcome.hours, candidate.assumed.utilisation
-    each = candidate.priced.outlay_usd_per_device(used, run_hours)
+    kept_hours = outcome.fixed_hours if outcome.jobs else run_hours
+    each = candidate.priced.outlay_usd_per_device(used, kept_hours)
     if each is None:
         return rent
     outlay = each.times(candidate.devices)
     if beside is None or run_hours is None:
         return outlay
-    return total(
-        [outlay, economics.rent_usd(outcome.devices, run_hours, beside.useful_hour_usd(used))]
-    )
+    if outcome.fixed_hours is not None:
+        rest = economics.whole_usd(outcome.devices, beside, outcome.fixed_hours, run_hours)
+    else:
+        rest = economics.rent_usd(outcome.devices, run_hours, beside.useful_hour_usd(used))
+    return total([outlay, rest])
 
 
 def _data(candidate: Candidate, outcome: CandidateOutcome) -> dict[str, Any]:
@@ -340,6 +374,8 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     outlay = priced.outlay_usd_per_device(candidate.assumed.utilisation)
     return {
         "minimum_hours": priced.minimum_hours,
+        "fixed_usd_per_device_hour": priced.hourly.fixed,
+        "used_usd_per_device_hour": priced.hourly.used,
         "usd_per_device_hour": priced.hourly.useful_hour_usd(candidate.assumed.utilisation),
         "price_quote_weight": priced.quote_weight(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
@@ -416,6 +452,45 @@ def with_sizes(study: Study, found_sizes: Sequence[tuple[int, int]]) -> Study:
     return study.model_copy(update={"offers": tuple(offers)})
 
 
+LEAST_STEPS = 100
+"""Of a training: fewer steps do not train, however large their batch."""
+
+
+def batch_tokens_borne(tokens: float) -> float:
+    """Return the tokens of the largest batch that a training of so many tokens bears.
+
+    The usual batch or, if it is larger, the critical batch of as many tokens, 22.91 tokens^0.47,
+    above which more samples save few steps; and 100 steps at least.
+    Source: Zhang et al., How Does Critical Batch Size Scale in Pre-training?, ICLR 2025.
+
+    >>> f"{batch_tokens_borne(1e8):,.0f}", f"{batch_tokens_borne(15e12) / 1e6:.1f} M"
+    ('1,000,000', '35.6 M')
+    """
+    critical = 22.91 * math.pow(tokens, 0.47)
+    return min(max(float(TOKENS_PER_STEP), critical), tokens / LEAST_STEPS)
+
+
+def size_bounds(study: Study, model: str, single: Candidate) -> list[tuple[int, str]]:
+    """Return the most that something else than the goal allows of a node, with what it is."""
+    assumed, priced = single.assumed, single.priced
+    bounds = [(_device_limit(single), f"{MOST_PLANNED:,} devices are the most that is planned")]
+    if not (priced.owned or priced.purchase or priced.reservation):
+        asked = "quota_devices" in assumed.model_fields_set
+        text = f"{assumed.quota_devices:,} devices are rented at once"
+        text += "" if asked else " (assumed; assumptions.quota_devices says how many)"
+        bounds.append((assumed.quota_devices // single.devices, text))
+    graph = resolve_model(model)
+    tokens = study.tokens_of(graph.parameters)
+    if study.work.global_batch is None and tokens is not None:  # else it grows with devices
+        seq_len = request_of(study, graph, single, NATIVE).job.seq_len
+        samples = batch_tokens_borne(tokens) / seq_len
+        text = f"{tokens:.3g} tokens bear a batch of {samples:,.0f} samples, one a device"
+        if samples * seq_len * LEAST_STEPS >= tokens * (1 - ROUNDING):
+            text += f", for {LEAST_STEPS} steps"
+        bounds.append((int(samples) // single.devices, text))
+    return [(max(1, most), text) for most, text in bounds]
+
+
 def size_of(
     study: Study,
     place: int,
@@ -427,21 +502,40 @@ def size_of(
 
     `store` has what layers take on other clusters.
     """
+    return bounded_size(study, place, model, quotes, store)[0]
+
+
+def bounded_size(
+    study: Study,
+    place: int,
+    model: str,
+    quotes: Sequence[Rent] | None = None,
+    store: FigureStore | None = None,
+) -> tuple[int, str]:
+    """Return the `n` of one offer for one model, and what keeps it from being another."""
     offer = study.offers[place]
     assert offer.solve is not None  # unsolved() names such offers
     try:
         match offer.solve:
             case "power":
-                return in_use(study, offer, model, powered_devices(study, offer), quotes, store)
+                most, why = powered_devices(study, offer), "more power would be drawn than is fed"
             case "need":
-                return fewest_needed(study, offer, model, quotes, store)
+                return fewest_needed(study, offer, model, quotes, store), "fewer miss the deadline"
             case "afford":
-                most = most_affordable(study, offer, model, quotes, store)
-                return in_use(study, offer, model, most, quotes, store)
+                most, why = most_affordable(study, offer, model, quotes, store), AFFORDABLE
             case _:
                 assert_never(offer.solve)
+        single = candidate_of_size(study, offer, 1, quotes)
+        bound, reason = min(size_bounds(study, model, single))
+        if most >= bound:
+            most, why = bound, reason
+        working = in_use(study, offer, model, most, quotes, store)
     except DocumentError as error:
         raise DocumentError(f"offers[{place}].{error.path or 'solve'}", error.message) from error
+    return working, why if working == most else "more would stand idle"
+
+
+AFFORDABLE = "more cost more than the budget"
 
 
 def candidate_of_size(
@@ -479,13 +573,14 @@ def fewest_needed(
             f"goal.deadline_days is {study.goal.deadline_days:g}, and delivery takes "
             f"{range_text(delivered)} days; rent, or give assumptions.lead_days",
         )
-    most, least = _device_limit(single), 1
+    (most, why), least = min(size_bounds(study, model, single)), 1
     while not meets_deadline(least):
-        least *= 2
-        if least > most:
+        if least >= most:
             raise DocumentError(
-                "solve", f"no {offer.cluster} of up to {most} meets the deadline with {model}"
+                "solve",
+                f"no {offer.cluster} of up to {most} meets the deadline with {model}; {why}",
             )
+        least = min(2 * least, most)
     return border(meets_deadline, least // 2, least)
 
 
@@ -510,7 +605,7 @@ def most_affordable(
         each = single.priced.hourly.useful_hour_usd(single.assumed.utilisation).times(hours)
     if each is not None:
         whole = each.times(single.devices)
-        surely = quantile(whole, study.goal.confidence)
+        surely = quantile(whole, min(0.9999, study.goal.confidence / study.fit_probability))
         most = math.floor(budget / surely * (1 + ROUNDING))
         if most < 1:
             raise DocumentError(
@@ -524,7 +619,7 @@ def most_affordable(
         outcome = evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)
         return outcome.fits and not _sure(study, outcome, "budget")
 
-    most, least = _device_limit(single), 1
+    (most, _), least = min(size_bounds(study, model, single)), 1
     while not too_dear(least) and least < most:
         least = min(2 * least, most)
     if not too_dear(least):

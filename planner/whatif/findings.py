@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.planner.catalog import facility
-from meshwright.planner.whatif.candidates import Candidate
-from meshwright.planner.whatif.formatting import MOST_NAMES, names_text
-from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.whatif.formatting import MOST_NAMES, names_text, short_number
 from meshwright.planner.whatif.pricing.break_even import Against, over_years, present_value_usd
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
 from meshwright.planner.whatif.pricing.financing import AT_ONCE
 from meshwright.planner.whatif.pricing.queueing import load, shortest_first_h, wait_h
 from meshwright.planner.whatif.ranking import measured_first, sure, tie
-from meshwright.planner.whatif.run_study import Changed, Result
 from meshwright.planner.whatif.what_if_changes import WORDS
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.candidates import Candidate
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.run_study import Changed, Result
 
 MOST_YEARS = 3
 """Candidates for which the answer says how a year of jobs uses them."""
@@ -239,7 +242,10 @@ def _against_the_first(result: Result) -> Iterator[str]:
 def _pair_text(first: CandidateOutcome, other: CandidateOutcome, ties_at: float | None) -> str:
     assert first.tokens_per_s is not None and other.tokens_per_s is not None
     ratio = other.tokens_per_s.value / first.tokens_per_s.value
-    texts = [_time(ratio)]
+    if first.result_hours is not None and other.result_hours is not None:
+        ratio = first.result_hours.value / other.result_hours.value  # as the table has it
+    waits = first.lead_days is not None or other.lead_days is not None
+    texts = [_time(ratio) + (" to the result" if waits else "")]
     if first.usd is not None and other.usd is not None:
         saved = 1 - first.usd.value / other.usd.value
         texts.append(f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} cost")
@@ -322,8 +328,8 @@ def _price_of_a_day(base: CandidateOutcome, change: Changed) -> str:
         return f"{change.words} saves no day."
     extra = base.usd.value * ((change.cost or 1.0) - 1)
     if extra <= 0.001 * base.usd.value:
-        return f"{change.words} saves {days:,.2g} days at no more cost in all."
-    return f"{change.words} saves {days:,.2g} days at {extra / days:,.0f} USD each."
+        return f"{change.words} saves {short_number(days)} days at no more cost in all."
+    return f"{change.words} saves {short_number(days)} days at {extra / days:,.0f} USD each."
 
 
 def _most_of_curves(result: Result) -> Iterator[str]:
@@ -501,7 +507,8 @@ def _buying(result: Result) -> Iterator[str]:
     """
     for name, against in _cheapest_pairs(result):
         assumed = result.candidates[name].assumed
-        text = _against_text(name, against, assumed.utilisation)
+        whole = result.candidates[name].whole_term_hours is not None
+        text = _against_text(name, against, assumed.utilisation, whole=whole)
         if against.payback_years is not None:
             text += f" Payback after {against.payback_years:.1f} years."
         if against.waiting_usd is not None:
@@ -614,19 +621,19 @@ def _sizes(result: Result) -> Iterator[str]:
         if len({o.devices for o in outcomes}) < 2:
             continue
         cheapest = min(outcomes, key=lambda o: o.usd.value if o.usd else 0.0)
-        fastest = min(outcomes, key=lambda o: o.hours.value if o.hours else 0.0)
+        fastest = min(outcomes, key=lambda o: o.result_hours.value if o.result_hours else 0.0)
         of_model = f" for {model}" if len(result.study.rows) > 1 else ""
         text = f"Of the sizes of {result.study.offers[place].cluster}, {cheapest.candidate} costs "
         text += f"least{of_model}"
-        if fastest is not cheapest and cheapest.hours and fastest.hours:
+        if fastest is not cheapest and cheapest.result_hours and fastest.result_hours:
             assert fastest.usd is not None and cheapest.usd is not None
-            days = (cheapest.hours.value - fastest.hours.value) / 24
+            days = (cheapest.result_hours.value - fastest.result_hours.value) / 24
             extra = (fastest.usd.value - cheapest.usd.value) / days
             text += f"; {fastest.candidate} saves {days:,.1f} days at {extra:,.0f} USD each"
         yield f"{text}."
 
 
-def _against_text(name: str, against: Against, utilisation: float) -> str:
+def _against_text(name: str, against: Against, utilisation: float, *, whole: bool) -> str:
     share = against.share
     if share is None:
         text = f"{name} is never cheaper than {against.name}"
@@ -639,9 +646,11 @@ def _against_text(name: str, against: Against, utilisation: float) -> str:
     high = "never" if against.high is None else f"{100 * against.high:.0f} %"
     low = "never" if against.low is None else f"{100 * against.low:.0f} %"
     wins = "so it is" if utilisation > share else "so it is not"
+    how = "this work alone uses {}" if whole else "{} are assumed"
+    used = how.format(f"{100 * utilisation:.0f} %")
     return (
         f"{name} is cheaper than {against.name} above {100 * share:.0f} % utilisation ({low} to "
-        f"{high} as its costs vary); {100 * utilisation:.0f} % are assumed, {wins}."
+        f"{high} as its costs vary); {used}, {wins}."
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from collections.abc import Iterable
 
 from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 MOST_NAMES = 5
+MOST_DIGITS = 12
+MILLION = 1e6
 
 
 def names_text(names: Iterable[str]) -> str:
@@ -35,6 +38,27 @@ def range_text(span: UncertainValue, scale: float = 1.0) -> str:
     return value if low == high else f"{value} ({low}-{high})"
 
 
+def short_number(value: float) -> str:
+    """Return a number with two figures, or all that stand before its point; no power of ten.
+
+    >>> short_number(119.7), short_number(0.0421), short_number(3.14159), short_number(1234.5)
+    ('120', '0.042', '3.1', '1,234')
+    """
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def apart_texts(figure: float, limit: float) -> tuple[str, str]:
+    """Return a figure and its limit, which differ, with as many digits as tell them apart.
+
+    >>> apart_texts(120.04, 120.0), apart_texts(1.5e6, 1.2e6), apart_texts(0.0421, 0.04)
+    (('120.04', '120.00'), ('1,500,000', '1,200,000'), ('0.0421', '0.0400'))
+    """
+    digits = 0 if limit >= 100 else max(0, 2 - math.floor(math.log10(limit)))
+    while digits < MOST_DIGITS and f"{figure:.{digits}f}" == f"{limit:.{digits}f}":
+        digits += 1
+    return f"{figure:,.{digits}f}", f"{limit:,.{digits}f}"
+
+
 def days_text(run_hours: UncertainValue) -> str:
     """Return a duration with its range, in hours below two days.
 
@@ -47,8 +71,15 @@ def days_text(run_hours: UncertainValue) -> str:
 
 
 def usd_text(usd: UncertainValue) -> str:
-    """Return dollars with their range."""
-    return f"{range_text(usd)} USD"
+    """Return dollars with their range, in millions from one on.
+
+    >>> usd_text(UncertainValue(value=1_492_640.0, low=690_189.0, high=3_047_246.0))
+    '1.49 (0.69-3.05) M USD'
+    """
+    if usd.value < MILLION:
+        return f"{range_text(usd)} USD"
+    value, low, high = (f"{figure / MILLION:,.2f}" for figure in (usd.value, usd.low, usd.high))
+    return f"{value} M USD" if low == high else f"{value} ({low}-{high}) M USD"
 
 
 def price_dates(how: str) -> list[str]:

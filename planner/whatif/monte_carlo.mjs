@@ -7,7 +7,7 @@
 import { DRAWS, deviated, multipliers, normals } from "./probabilities.mjs";
 import { spreads } from "./uncertain_value.mjs";
 
-const NOTHING = 1e-9, MOST_PRICES = 300;
+const NOTHING = 1e-9, ROUNDING = 1e-12, MOST_PRICES = 300;
 
 /**
  * Futures of time, cost and energy (hours, USD, Wh; of a token if no goal is set); null: unknown.
@@ -61,12 +61,33 @@ function costs(outcome, duration) {
   if (hourly === null) return null;
   const price = priceMultipliers(hourly, `price ${candidate.cause || candidate.how}`, outcome.quoteWeight);
   const found = new Float64Array(DRAWS);
+  if (hours !== null && outcome.termHours !== null) {
+    wholeCosts(outcome, duration, found);
+    addData(outcome, duration, found);
+    return found;
+  }
   const least = hours === null ? 0 : priced.minimumHours;
   for (let k = 0; k < DRAWS; k++) {
     found[k] = hourly.value * price[k] * devices * Math.max(duration[k], least);
   }
   if (hours !== null) addData(outcome, duration, found);
   return found;
+}
+
+/** What is paid whole: a year of jobs has one year, a run each term of a contract it begins. */
+function wholeCosts(outcome, duration, found) {
+  const { priced: { hourly: { fixed, used } }, devices, termHours: term, hours, candidate } = outcome;
+  const [fixedPrice, usedPrice] = [fixed, used].map((part) => (part.value === 0 ? null
+    : priceMultipliers(part, `price ${candidate.cause || candidate.how}`, outcome.quoteWeight)));
+  const year = outcome.jobs.length ? Math.max(term, hours.value) : null;
+  for (let k = 0; k < DRAWS; k++) {
+    const whole = year ?? (outcome.termRenews
+      ? term * Math.max(1, Math.ceil(duration[k] / term * (1 - ROUNDING)))
+      : Math.max(term, duration[k]));
+    const fixedUsd = fixedPrice === null ? 0 : fixed.value * fixedPrice[k] * whole;
+    const usedUsd = usedPrice === null ? 0 : used.value * usedPrice[k] * duration[k];
+    found[k] = (fixedUsd + usedUsd) * devices;
+  }
 }
 
 const prices = new Map();

@@ -3,23 +3,26 @@
 What candidates have in common is drawn once: an accelerator's kernels and links for all clusters of
 it, failures and lost hours for all runs, a quote for all that it prices, what owning costs, what a
 node draws, and deliveries.  So two offers of one plan differ by their prices alone, and a candidate
-comes first as often as in the futures that can happen.  `DRAWS` futures, always the same ones.
+comes first as often as in the futures that can happen.  What is fixed does not move with hours.
+`DRAWS` futures, always the same ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.documents.tolerances import NOTHING
-from meshwright.planner.whatif.outcome import CandidateOutcome
+from meshwright.planner.documents.tolerances import NOTHING, ROUNDING
 from meshwright.planner.whatif.probabilities import DRAWS, normals, outcomes_of
-from meshwright.planner.whatif.study import Order
-from meshwright.planner.whatif.uncertain_value import UncertainValue
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.study import Order
+    from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 Draws = NDArray[np.float64]
 
@@ -74,15 +77,32 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
     duration, hourly = _duration(outcome), outcome.usd_per_device_hour
     if duration is None or hourly is None:
         return None
-    price = outcomes_of(hourly, _price_normals(outcome)) * outcome.devices
+    deviations = _price_normals(outcome)
+    fixed, used = outcome.fixed_usd_per_device_hour, outcome.used_usd_per_device_hour
     if outcome.hours is None or outcome.usd is None:
-        return price * duration
-    cost = price * np.maximum(duration, outcome.minimum_hours)
+        return outcomes_of(hourly, deviations) * outcome.devices * duration
+    if outcome.term_hours is None or fixed is None or used is None:
+        paid = np.maximum(duration, outcome.minimum_hours)
+        cost = outcomes_of(hourly, deviations) * outcome.devices * paid
+    else:
+        fixed_usd = outcomes_of(fixed, deviations) * _fixed_hours(outcome, duration)
+        cost = (fixed_usd + outcomes_of(used, deviations) * duration) * outcome.devices
     if outcome.stored_usd_per_hour is not None:
         cost = cost + _draws_of(outcome.stored_usd_per_hour, "price of storage") * duration
     if outcome.moved_usd is not None:
         cost = cost + _draws_of(outcome.moved_usd, "price of transfers")
     return cost
+
+
+def _fixed_hours(outcome: CandidateOutcome, duration: Draws) -> Draws | float:
+    """Return the hours whose fixed price is paid whole, as `fixed_hours` of an outcome."""
+    assert outcome.term_hours is not None and outcome.hours is not None
+    if outcome.jobs:
+        return max(outcome.term_hours, outcome.hours.value)
+    if not outcome.term_renews:
+        return np.maximum(duration, outcome.term_hours)
+    begun = np.ceil(duration / outcome.term_hours * (1 - ROUNDING))
+    return outcome.term_hours * np.maximum(1.0, begun)
 
 
 def _price_normals(outcome: CandidateOutcome) -> Draws:

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.planner.costs.uncertainty import link_seconds
 from meshwright.planner.documents.plan import Plan
+from meshwright.planner.whatif.pricing.economics import at_least, terms_begun
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, total
 
 
@@ -44,6 +45,8 @@ class CandidateOutcome:
     memory_parts: tuple[dict[str, float], ...] = ()
     peak_bytes: float = 0.0
     capacity_bytes: float = 0.0
+    fit_probability: float = 1.0
+    """That its plan fits; part of every probability of a goal, and of being the first."""
     host_bytes: float = 0.0
     """Of a node's memory, at most."""
     parameters: int = 0
@@ -61,6 +64,15 @@ class CandidateOutcome:
     """Until bought devices are there and a run can begin."""
     usd: UncertainValue | None = None
     usd_per_device_hour: UncertainValue | None = None
+    fixed_usd_per_device_hour: UncertainValue | None = None
+    """Of every hour, used or not."""
+    used_usd_per_device_hour: UncertainValue | None = None
+    """Of an hour that is used, beside what is fixed."""
+    term_hours: float | None = None
+    """Of what is paid whole, since this work alone uses it: a year of jobs, or a contract.  None
+    where other work shares what is fixed."""
+    term_renews: bool = False
+    """A run that takes longer begins another such term, as of a contract; else it just goes on."""
     day_usd: float | None = None
     """What the result is worth more, a day sooner, where the goal says it."""
     price: str = ""
@@ -100,13 +112,36 @@ class CandidateOutcome:
 
     @property
     def chance(self) -> float:
-        """The least probability of meeting a goal; 1 where there is none."""
-        return min(self.chances.values(), default=1.0)
+        """The least probability of fitting and of meeting each goal."""
+        return min([self.fit_probability, *self.chances.values()])
 
     @property
     def arrivals(self) -> list[tuple[float, float]]:
         """Runs a year, and hours of a run, of each job."""
         return [(job.runs_a_year, job.hours) for job in self.jobs]
+
+    @property
+    def fixed_hours(self) -> UncertainValue | None:
+        """Hours whose fixed price is paid whole; None where other work shares it.
+
+        Jobs have their year, whatever hours they take.  A run has each term of a contract that it
+        begins, and of a purchase its years or more.
+        """
+        if self.term_hours is None or self.hours is None:
+            return None
+        if self.jobs:
+            return exact(max(self.term_hours, self.hours.value))
+        if not self.term_renews:
+            return at_least(self.hours, self.term_hours)
+        return terms_begun(self.hours, self.term_hours).times(self.term_hours)
+
+    @property
+    def hourly_share(self) -> float:
+        """Share of the cost that grows with the hours of the run: all but what is paid whole."""
+        fixed, hours = self.fixed_usd_per_device_hour, self.fixed_hours
+        if fixed is None or hours is None or self.usd is None or self.usd.value == 0:
+            return 1.0
+        return max(0.0, 1 - fixed.value * hours.value * self.devices / self.usd.value)
 
     @property
     def result_hours(self) -> UncertainValue | None:

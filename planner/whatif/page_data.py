@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.catalog import Facility, Quantity, carbon_of, network_purchase, purchases
 from meshwright.planner.whatif.candidates import Candidate, listed_price, loan_words, term_words
 from meshwright.planner.whatif.conclusions import largest_that_meets
 from meshwright.planner.whatif.formatting import price_dates
-from meshwright.planner.whatif.outcome import CandidateOutcome
-from meshwright.planner.whatif.run_study import Result
 from meshwright.planner.whatif.study import (
     Assumptions,
     Data,
@@ -28,6 +26,10 @@ from meshwright.planner.whatif.study import (
     Study,
 )
 from meshwright.planner.whatif.uncertain_value import UncertainValue, span_of
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.run_study import Result
 
 PER_SPAN = ("value", "low", "high")
 
@@ -68,6 +70,7 @@ def assumed_data(assumed: Assumptions) -> dict[str, Any]:
     grams = assumed.carbon_g_per_kwh
     facility = assumed.facility
     return {
+        "shared": "utilisation" in assumed.model_fields_set,
         **_part(assumed, ("utilisation", "years", "interest", "rent_change_a_year", "tie")),
         "lead_days": _span(span_of(assumed.lead_days)),
         "goodput": None if assumed.goodput is None else _span(span_of(assumed.goodput)),
@@ -206,6 +209,7 @@ def _plan(outcome: CandidateOutcome) -> dict[str, Any]:
         "parameters": outcome.parameters,
         "idle": outcome.idle,
         "link_share": outcome.link_share,
+        "fit_probability": outcome.fit_probability,
         "mfu": outcome.mfu,
         "framework": outcome.framework,
         "layout": outcome.layout,

@@ -15,27 +15,29 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
-from meshwright.planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Job, Plan
-from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.proof_budget import BRIEF
 from meshwright.planner.search.search import search
 from meshwright.planner.system.gc_pause import pause_collector
-from meshwright.planner.whatif.candidates import Candidate
 from meshwright.planner.whatif.study import PUBLIC, YEAR, Study
 from meshwright.planner.whatif.study import JobOfYear as StudyJob
 from meshwright.planner.whatif.what_if_changes import changed_cluster
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Job, Plan
+    from meshwright.planner.documents.prediction import Prediction
+    from meshwright.planner.search.answer import Answer
+    from meshwright.planner.whatif.candidates import Candidate
 
 TUNERS = ("transformers", "megatron")
 """Frameworks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""
@@ -188,6 +190,7 @@ def year_of(runs: Sequence[tuple[StudyJob, Planned]]) -> Planned:
             "step_time_low_s": seconds("step_time_low_s"),
             "step_time_high_s": seconds("step_time_high_s"),
             "step_parts": parts,
+            "fit_probability": min(p.fit_probability or 0.0 for p, _, _ in plans if p is not None),
             "mfu": mfu / seconds("step_time_s"),
         }
     )
@@ -282,7 +285,7 @@ def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str,
     work = study.work.model_dump_json()
     narrower = candidate.narrower.model_dump_json() if candidate.narrower else ""
     terms = (candidate.tuning, narrower, *candidate.fix, *candidate.allow)
-    return (model_name, cluster.model_dump_json(), work, *terms)
+    return (model_name, cluster.model_dump_json(), work, str(study.fit_probability), *terms)
 
 
 def request_of(
@@ -302,6 +305,7 @@ def request_of(
         pins=read_pins(candidate.fix, candidate.allow),
         framework=framework,
         called=candidate.name,
+        fit_probability=study.fit_probability,
     )
 
 

@@ -71,7 +71,10 @@ function firstChances(list, orders) {
   const chosen = list.filter(eligible), found = new Map(chosen.map((outcome) => [outcome, {}]));
   for (const by of orders) {
     const shares = chancesToBeFirst(chosen.map((outcome) => outcome.drawn[by]));
-    shares.forEach((share, at) => { if (share !== null) found.get(chosen[at])[by] = share; });
+    shares.forEach((share, at) => {
+      const outcome = chosen[at];
+      if (share !== null) found.get(outcome)[by] = share * outcome.plan.fit_probability;
+    });
   }
   return found;
 }

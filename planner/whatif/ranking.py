@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import assert_never, get_args
+from typing import TYPE_CHECKING, assert_never, get_args
 
 from meshwright.planner.whatif.monte_carlo import chances_to_be_first
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.study import Order, Study
-from meshwright.planner.whatif.uncertain_value import UncertainValue
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.outcome import CandidateOutcome
+    from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 KERNELS, LINKS, GOODPUT, PRICE = "kernels", "links", "goodput", "price"
 """Causes of a range."""
@@ -34,8 +36,8 @@ class Rank:
     ties_at_usd_per_device_hour: float | None = None
     """The price at which it would cost what the first one costs."""
     first: dict[Order, float] = field(default_factory=dict)
-    """Probability that it has the least time, cost and energy of all that can be chosen: what is
-    sold, misses no goal at its midpoint, and has that figure."""
+    """Probability that it fits and has the least time, cost and energy of all that can be chosen:
+    what is sold, misses no goal at its midpoint, and has that figure."""
 
 
 def _tie_price(first: CandidateOutcome, outcome: CandidateOutcome) -> float | None:
@@ -109,7 +111,7 @@ def _first(outcomes: Sequence[CandidateOutcome]) -> dict[int, dict[Order, float]
     for by in get_args(Order):
         for outcome, chance in zip(chosen, chances_to_be_first(chosen, by), strict=True):
             if chance is not None:
-                orders[id(outcome)][by] = chance
+                orders[id(outcome)][by] = chance * outcome.fit_probability
     return orders
 
 
@@ -202,15 +204,17 @@ class Doubt:
 def doubts(study: Study, best: CandidateOutcome) -> list[Doubt]:
     """Return the causes of the best outcome's range, the largest first; shares add up to 1."""
     widths: list[tuple[str, float]] = []
+    # Of what is fixed, hours move no cost.
+    moves = best.hourly_share if study.goal.by == "cost" else 1.0
     if best.step_s is not None:
         # Kernels and links miss by shares of their own seconds.
-        width, link = _width(best.step_s), best.link_share
+        width, link = moves * _width(best.step_s), best.link_share
         whole = (1 - link) ** 2 + link**2
         widths.append((KERNELS, width**2 * (1 - link) ** 2 / whole))
         widths.append((LINKS, width**2 * link**2 / whole))
     if best.hours is not None:
         assert best.goodput is not None  # it has hours
-        widths.append((GOODPUT, _width(best.goodput) ** 2))
+        widths.append((GOODPUT, (moves * _width(best.goodput)) ** 2))
     if study.goal.by in ("cost", "weighted") and best.usd_per_device_hour is not None:
         widths.append((PRICE, _width(best.usd_per_device_hour) ** 2))
     whole = sum(width for _, width in widths)

@@ -18,29 +18,32 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from meshwright.planner.catalog import Rent
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError, MeshwrightError
 from meshwright.planner.errors.shown import html_table
 from meshwright.planner.whatif.candidates import Candidate, candidates_of
 from meshwright.planner.whatif.evaluate import (
+    bounded_size,
     evaluate,
-    size_of,
     unsolved_sizes,
     with_load,
     with_sizes,
 )
-from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, same_plan
 from meshwright.planner.whatif.pricing.break_even import BreakEven, break_evens
 from meshwright.planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, rank_outcomes
 from meshwright.planner.whatif.study import PUBLIC, ChangeName, Study
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from meshwright.planner.whatif.what_if_changes import WORDS, changed_cluster
+
+if TYPE_CHECKING:
+    from meshwright.planner.catalog import Rent
+    from meshwright.planner.whatif.outcome import CandidateOutcome
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -189,6 +192,8 @@ class Result:
     interrupted: bool = False
     base: CandidateOutcome | None = None
     """What marginal values and curves are against."""
+    sizes: tuple[str, ...] = ()
+    """Sizes that were found, each with what bounds it."""
     candidates: dict[str, Candidate] = field(default_factory=dict)
     break_even: tuple[BreakEven, ...] = ()
 
@@ -250,10 +255,16 @@ def run(
 def _carried_out(
     study: Study, workers: Workers, progress: Progress | None, offers: Sequence[Rent] | None
 ) -> Result:
+    size_texts: tuple[str, ...] = ()
     sizes = [(study, place, model, offers) for place, model in unsolved_sizes(study)]
     if sizes:
-        size_results = workers.results_of(_size, sizes)
-        study = with_sizes(study, [(sizes[at][1], size) for at, size in size_results])
+        size_results = sorted(workers.results_of(_size, sizes), key=itemgetter(0))
+        size_texts = tuple(
+            f"{study.offers[sizes[at][1]].cluster.replace('{n}', f'{n:,}')} is the size for "
+            f"{sizes[at][2]}: {why}."
+            for at, (n, why) in size_results
+        )
+        study = with_sizes(study, [(sizes[at][1], n) for at, (n, _) in size_results])
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
         _Task(study, model, candidate) for model in study.rows for candidate in candidates.values()
@@ -268,21 +279,24 @@ def _carried_out(
     except KeyboardInterrupt:
         interrupted = True
     outcomes = tuple(done[index] for index in sorted(done))
-    if study.jobs:  # each candidate's outcome says how much of it is used
+    if len(study.rows) == 1:  # its outcome says how much of each candidate is used
         candidates |= {o.candidate: with_load(candidates[o.candidate], o) for o in outcomes}
     result = Result(
         study=study,
         outcomes=outcomes,
         ranks=_ranks(study, outcomes),
         interrupted=interrupted,
+        sizes=size_texts,
         candidates=candidates,
         break_even=tuple(break_evens(list(candidates.values()))),
     )
     return result if interrupted else _add_follow_ups(result, workers, study_progress)
 
 
-def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureStore) -> int:
-    return size_of(*asked, store)
+def _size(
+    asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureStore
+) -> tuple[int, str]:
+    return bounded_size(*asked, store)
 
 
 def _ranks(study: Study, outcomes: Sequence[CandidateOutcome]) -> dict[str, list[Rank]]:
@@ -523,6 +537,7 @@ def result_json(result: Result) -> dict[str, Any]:
         "study": result.study.model_dump(mode="json", exclude_none=True),
         "ranked_by": ordered_by(result.study, result.outcomes),
         "interrupted": result.interrupted,
+        "sizes": list(result.sizes),
         "outcomes": [outcome.as_dict() for outcome in result.outcomes],
         "ranks": {
             model: [

@@ -37,6 +37,7 @@ from meshwright.planner.documents.units import (
     Share,
     Text,
 )
+from meshwright.planner.requests.request import SURE_TO_FIT
 
 Q = TypeVar("Q", bound=Quantity)
 P = TypeVar("P", bound=Part)
@@ -85,6 +86,8 @@ Order = Literal["cost", "time", "energy", "carbon", "weighted"]
 Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
 YEAR = "a year of jobs"
+EXACT_FIT = 1e-6
+"""Of plans that need not be surer than this to fit."""
 PUBLIC = "public"
 """As a framework: the public one that is fastest there."""
 
@@ -100,6 +103,9 @@ class Work(Part):
     """What each cluster has units for, bf16 or fp16, where it is not given; auto tries fewer bits
     where device and framework have them."""
     tuning: Tuning = "pretrain"
+    fit_probability: Fraction | None = None
+    """Least probability that a plan fits; where it is not given 95 %, as `plan` has it, and more
+    where goals are to be met more surely than with 80 %."""
     framework: Text = PUBLIC
     """The framework that trains, where the whole model is: a name, or the fastest public one."""
 
@@ -179,8 +185,8 @@ class Rental(Part):
     """Of a reservation, whose every hour is paid, used or not."""
     prepaid: Proportion | None = None
     """Share of a reservation that is paid on the first day."""
-    minimum_hours: Amount = 0.0
-    """Of a run, paid at least."""
+    minimum_hours: Amount = 1.0
+    """Of a run, paid at least: an hour is the least that is sold."""
     currency: Line = "USD"
     market: Market | None = None
     """Of the catalogue's offers: specialists or hyperscalers, the cheaper where it is not given;
@@ -436,7 +442,11 @@ class Assumptions(Part):
     owning: Owning = Owning()
     data: Data = Data()
     utilisation: Fraction = 0.8
-    """Share of the hours of what is bought or reserved that are used."""
+    """Share of the hours of what is bought or reserved that are used, by all work on it.  Where a
+    study leaves it out, a run pays a commitment whole and a year of jobs the year."""
+    quota_devices: Devices = 512
+    """That a provider rents at once, on demand or on spot, where a size is to be found: 64 nodes
+    of eight, about the most of a block that clouds sell without a contract."""
     years: Years = 3.0
     """Until bought devices are sold, and over which purchases and rents are compared."""
     interest: Interest = 0.08
@@ -606,6 +616,16 @@ class Study(Document):
             )
         if len({job.name for job in self.jobs}) < len(self.jobs):
             raise ValueError("two jobs have one name; rename one")
+
+    @property
+    def fit_probability(self) -> float:
+        """Least probability that plans fit: as the work says, or 95 % and more.
+
+        Where goals are to be met surely, memory may spoil a quarter of what may go wrong.
+        """
+        if self.work.fit_probability is not None:
+            return min(self.work.fit_probability, 1 - EXACT_FIT)
+        return max(SURE_TO_FIT, 1 - (1 - min(self.goal.confidence, 1 - EXACT_FIT)) / 4)
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import ValidationError
 
 from meshwright.planner.documents.cluster import Accelerator, ClusterSpec, DeviceGroup, LinkTier
 from meshwright.planner.documents.document import first_error
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.whatif.study import ChangeName
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.study import ChangeName
 
 WORDS: dict[ChangeName, str] = {
     "memory": "device memory",

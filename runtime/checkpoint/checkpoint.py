@@ -14,7 +14,8 @@ A checkpoint is written under a hidden name, put on the disk file by file, and r
 whole, by its ranks or, where they died before, by who comes next (commit_recovery.py); only then
 are old ones hidden again, and deleted.  So a crash at any moment costs no
 checkpoint that was complete before, and a folder `step-...` that is not what `meta.json` tells was
-damaged later: it is refused by the file's name, never passed over.
+damaged later: it is refused by the file's name, and a run that is started again by itself keeps it
+aside under another name, says so, and takes the newest one that is whole.
 
 Random numbers need no room: training seeds them anew in each step from the plan's seed and the
 step.  Ranks save (writer.py) and load together; the launcher looks for checkpoints without
@@ -25,12 +26,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -40,6 +42,7 @@ from pydantic import Field, model_validator
 from meshwright.planner.documents.document import (
     MAX_BYTES,
     Document,
+    Part,
     open_regular_file,
     unreadable,
     write,
@@ -65,6 +68,67 @@ META = "meta.json"
 PLAN, MODEL, CONFIG = "plan.yaml", "model.yaml", "config.json"
 
 _STEP = re.compile(r"step-(\d+)")
+
+
+class TrainingIdentity(Part):
+    """Of what training a state is: model, data, and how samples are drawn.
+
+    Whatever state training goes on from, a checkpoint or a copy in memory, is checked by this.
+    """
+
+    model: Text
+    model_digest: Text
+    corpus: Text
+    corpus_digest: Text
+    seq_len: Positive
+    seed: Count
+    frozen: Text | None = None
+    """Of which weights those are that are not trained."""
+
+    @classmethod
+    def of(
+        cls, *, plan: Plan, model: ModelGraph, corpus: Corpus, frozen: str | None
+    ) -> TrainingIdentity:
+        """Return the identity of what a plan trains."""
+        return cls(
+            model=model.name,
+            model_digest=model.digest,
+            corpus=corpus.source,
+            corpus_digest=corpus.digest,
+            seq_len=plan.seq_len,
+            seed=plan.training.seed,
+            frozen=frozen,
+        )
+
+    def check(self, run: TrainingIdentity, *, source: str) -> None:
+        """Refuse that a `run` goes on from a state of this identity; `source` says where it is."""
+        if self.model_digest != run.model_digest:
+            raise DocumentError(
+                "model_digest",
+                f"is {self.model_digest} ({self.model}), but the plan is for {run.model} with "
+                f"{run.model_digest}; this checkpoint is of another model",
+                file=source,
+            )
+        if self.frozen != run.frozen:
+            raise DocumentError(
+                "frozen",
+                f"is {self.frozen or 'nothing'}, and this run would freeze "
+                f"{run.frozen or 'nothing'}; adapters go on with the weights that they were "
+                "trained on (--weights)",
+                file=source,
+            )
+        for name, have, want, other in (
+            ("corpus_digest", self.corpus_digest, run.corpus_digest, f"the data ({run.corpus})"),
+            ("seq_len", self.seq_len, run.seq_len, "the plan"),
+            ("seed", self.seed, run.seed, "the plan"),
+        ):
+            if have != want:
+                raise DocumentError(
+                    name,
+                    f"is {have}, but {other} has {want}; the position in the data would mean "
+                    "other samples: use the same, or train anew",
+                    file=source,
+                )
 
 
 class Progress(Document):
@@ -112,35 +176,13 @@ class Progress(Document):
         frozen: str | None = None,
     ) -> None:
         """Refuse to go on with another model, or at a position that means other data."""
-        if self.model_digest != model.digest:
-            raise DocumentError(
-                "model_digest",
-                f"is {self.model_digest} ({self.model}), but the plan is for {model.name} with "
-                f"{model.digest}; this checkpoint is of another model",
-                file=str(folder),
-            )
-        if self.frozen != frozen:
-            raise DocumentError(
-                "frozen",
-                f"is {self.frozen or 'nothing'}, and this run would freeze {frozen or 'nothing'}; "
-                "adapters go on with the weights that they were trained on (--weights)",
-                file=str(folder),
-            )
+        names = TrainingIdentity.model_fields
+        saved = TrainingIdentity(**{name: getattr(self, name) for name in names})
+        run = TrainingIdentity.of(plan=plan, model=model, corpus=corpus, frozen=frozen)
+        saved.check(run, source=str(folder))
         wrong = "no sample was counted" if self.used is None else self.used.wrong(self.sample)
         if wrong is not None:
             raise DocumentError("used", f"says that {wrong}", file=str(folder))
-        for name, have, want, source in (
-            ("corpus_digest", self.corpus_digest, corpus.digest, f"the data ({corpus.source})"),
-            ("seq_len", self.seq_len, plan.seq_len, "the plan"),
-            ("seed", self.seed, plan.training.seed, "the plan"),
-        ):
-            if have != want:
-                raise DocumentError(
-                    name,
-                    f"is {have}, but {source} has {want}; the position in the data would mean "
-                    "other samples: use the same, or train anew",
-                    file=str(folder),
-                )
 
 
 def frozen_weights(plan: Plan, weights: Path | None) -> str | None:
@@ -191,6 +233,31 @@ def to_resume(folder: Path) -> Path | None:
     if wrong is not None:
         raise refusal(steps[-1], wrong)
     return steps[-1]
+
+
+def set_damaged_aside(folder: Path, *, say: Callable[[str], object]) -> None:
+    """Give other names to damaged checkpoints behind the newest that is whole, and say so.
+
+    A run that is started again goes on from that one.  Where none is whole all stay as they are:
+    `to_resume` refuses them, and nobody starts anew without being asked.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(all_steps(folder)):
+        wrong = problem(path)
+        if wrong is None:
+            break
+        damaged.append((path, wrong))
+    else:
+        return
+    for old, wrong in damaged:
+        aside = next(
+            name
+            for number in itertools.count(1)
+            if not (name := folder / f"damaged-{old.name}{f'-{number}' * (number > 1)}").exists()
+        )
+        with contextlib.suppress(OSError):  # then it is refused
+            old.rename(aside)
+            say(f"warning: {wrong}; it is kept as {aside.name}, and {path} is gone on from")
 
 
 def problem(checkpoint: Path) -> str | None:

@@ -19,9 +19,18 @@ from meshwright.runtime.checkpoint import checkpoint, tensor_index
 from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.checkpoint.tensor_index import INDEX
+from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import alone_in
 
 _HIDDEN = re.compile(rf"\.(step-(\d+))\.[0-9A-Za-z_-]+{re.escape(parts.SUFFIX)}")
+
+
+def prepare_folder(run: LaunchRun, *, say: Callable[[str], object]) -> None:
+    """Let whoever goes on find the newest checkpoint that is whole."""
+    assert run.checkpoint is not None
+    if run.resume and run.or_start:  # nobody may be there who moves a damaged one
+        checkpoint.set_damaged_aside(run.checkpoint, say=say)
+    commit(run.checkpoint, say=say)
 
 
 def commit(folder: Path, *, say: Callable[[str], object]) -> Path | None:

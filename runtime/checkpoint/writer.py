@@ -41,6 +41,7 @@ from meshwright.runtime.checkpoint.storage import TensorWriter
 from meshwright.runtime.core.object_collectives import broadcast_json, raise_on_all
 from meshwright.runtime.run.locks_and_signals import alone_in
 from meshwright.runtime.run.metrics import Metrics
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import RankOrders
 
 
@@ -315,9 +316,9 @@ class SaveSchedule:
         if metrics is None or took is None or took is self._told:
             return
         self._told = took
-        metrics.happened(
+        metrics.log_event(
             Saved(
-                at_unix_s=time.time(),
+                at_unix_s=unix_now_s(),
                 step=took.step,
                 blocked_s=took.blocked_s,
                 written_s=took.written_s,
@@ -341,9 +342,9 @@ class SaveSchedule:
         before, self._every = self._every, int(every)
         if metrics is not None and self._every != before:
             figures = self._figures
-            metrics.happened(
+            metrics.log_event(
                 Decision(
-                    at_unix_s=time.time(),
+                    at_unix_s=unix_now_s(),
                     reaction="interval",
                     why=f"a step takes {usual_s:.3g} s, a save blocks {figures.blocked_s:.3g} s "
                     f"and is written in {figures.written_s:.3g} s, and "

@@ -41,6 +41,7 @@ from meshwright.runtime.models.safetensors_weights import Weights
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import tensor_parallel as tensor
 from meshwright.runtime.parallel.data_parallel import (
+    activation_type,
     let_go_before,
     no_view,
     over_data,
@@ -306,7 +307,7 @@ def _adapters(staged: Staged) -> None:
     """LoRA: matrices of low rank beside frozen ones; a script's module has them when recorded."""
     plan, layers = staged.plan, staged.layers
     assert plan.training.lora is not None
-    frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    frozen = activation_type(plan.precision)
     staged.adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     if staged.stage == 0:
         next(iter(layers.values())).register_forward_hook(lora.wants_gradient)
@@ -364,7 +365,7 @@ def _tensor(staged: Staged) -> None:
         for name, layer in layers.items():
             styles = of.adapter.tensor_plan(name)
             if plan.mesh.expert > 1:
-                styles = tensor.apart(styles)
+                styles = tensor.without_experts(styles)
             partial = tensor.divide(layer, styles, mesh, pieces=pieces)
             staged.summed |= {f"{name}.{parameter}" for parameter in partial}
         of.adapter.tie(layers)  # again, since `divide` made new parameters
@@ -508,7 +509,7 @@ def _data(staged: Staged, at: int) -> None:
                 unit, plan, place.data, device, root=False, besides=unsharded_parameters(staged)
             )
             if staged.narrow is not None:
-                staged.narrow.take(unit)
+                staged.narrow.gather_in_8_bits(unit)
 
 
 def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:

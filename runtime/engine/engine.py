@@ -453,7 +453,7 @@ class Engine:
             grads, measured = self._made_whole(clip_norm)
         else:
             grads, measured = self._whole
-            self._optimizers.clipped(grads, clip_norm)
+            self._optimizers.clip(grads, clip_norm)
         return self._update(grads, measured)
 
     def zero_grad(self) -> None:
@@ -477,7 +477,7 @@ class Engine:
                 passes.evaluate(passes.cut_any(self._model.batch(batch), step=self.steps))
             for part in self._parts:
                 for load in part.loads.values():
-                    load.taken()  # a step reports its own
+                    load.take_counts()  # a step reports its own
             total, count = passes.of_all(passes.totals.values).tolist()
             return StepResult(_mean(total, count), count, metrics=passes.metrics())
         finally:
@@ -669,11 +669,11 @@ class Engine:
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
         self.own_values = self._passes.local_gradient_values
-        grads = self._optimizers.whole()
-        measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
+        grads = self._optimizers.unsharded()
+        measured = self._optimizers.reduce_step_stats(grads, self._passes.totals.values.clone())
         if self._optimizers.settles:
             self._optimizers.settle(grads, measured)
-        self._optimizers.scaled(grads, measured, clip_norm)
+        self._optimizers.scale_and_clip(grads, measured, clip_norm)
         return grads, measured
 
     def _update(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> StepResult:

@@ -157,16 +157,16 @@ class ScriptState:
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from what snapshots have of this rank's state; nothing changes if that lacks."""
         stored = {name for snapshot in snapshots for name in snapshot.parts}
-        with self._optimizers.expected(stored):
+        with self._optimizers.expect_state(stored):
             state = self.tensors()
             put_back(state, snapshots)
         self._after_load(state)
 
     def _after_load(self, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it."""
-        self._optimizers.loaded(state)
+        self._optimizers.after_load(state)
         for at, average in enumerate(self.averages):
-            average.loaded(f"ema{at or ''}", state)
+            average.after_load(f"ema{at or ''}", state)
 
     def whole_tensors(self, kind: str) -> dict[str, Tensor]:
         """Return whole tensors of one kind on the CPU of every rank, by name; all ranks call it.

@@ -203,7 +203,7 @@ class LanguageModel:
         rows = torch.zeros((len(names), experts.count), device=self._device)
         for part in parts:
             for name, load in part.loads.items():
-                rows[names.index(name)] = load.taken()
+                rows[names.index(name)] = load.take_counts()
         if self.place.mesh is not None:
             dist.all_reduce(rows)
         return float(imbalance(rows)) if names else None

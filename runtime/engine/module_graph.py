@@ -46,11 +46,11 @@ from meshwright.runtime.optim.sharded_optimizer import (
     Factory,
     GroupOf,
     gathered_names,
-    grouped,
+    parameter_groups,
     state_bytes,
 )
 from meshwright.runtime.parallel import expert_parallel as experts
-from meshwright.runtime.parallel.attention_api import bytes_of, noted, positions_in
+from meshwright.runtime.parallel.attention_api import bytes_of, note_keys_bytes, positions_in
 from meshwright.runtime.parallel.context_check import check_parts, check_positions
 from meshwright.runtime.parallel.tensor_regions import take_parts
 from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles
@@ -98,7 +98,7 @@ def script_model(
         return _graph_of(
             module,
             few,
-            Recorder.of(module, few, inputs, units=units),
+            Recorder.of_units(module, few, inputs, units=units),
             loss=loss,
             name=name,
             optimizer=optimizer,
@@ -138,7 +138,7 @@ def _graph_of(
             for trace, size in zip(figures, recording.output_bytes(), strict=True)
         ]
     gathered = (
-        gathered_names(grouped(module.named_parameters(), optimizer, groups))
+        gathered_names(parameter_groups(module.named_parameters(), optimizer, groups))
         if (optimizer)
         else frozenset()
     )
@@ -248,7 +248,7 @@ def _edges(recording: Recording) -> tuple[Edge, ...]:
 def _optimizer_bytes(module: nn.Module, optimizer: Factory, groups: GroupOf | None) -> float:
     """Return the bytes of state per parameter; those that are not trained have none."""
     count = sum(parameter.numel() for parameter in module.parameters())
-    listed = grouped(module.named_parameters(), optimizer, groups)
+    listed = parameter_groups(module.named_parameters(), optimizer, groups)
     kept = (
         state_bytes(group, [module.get_parameter(name).shape for name in group.names])
         for group in listed
@@ -568,7 +568,7 @@ def _figures(
     traces: dict[Hashable, _TracedLayer] = {}
     with recorder.without_data(batch) as (module, given):
         exchanged = _exchanges(module)
-        with noted() as named, _KeysOfAttention() as any_attention:
+        with note_keys_bytes() as named, _KeysOfAttention() as any_attention:
             for at, kind in enumerate(kinds):
                 if kind in traces:
                     layers.append(traces[kind])
@@ -730,7 +730,7 @@ def _divided_layers(
     found: list[list[DividedLayer]] = [[] for _ in recording.layers]
     for degree in degrees:
         assert styles is not None
-        units = {name: unit for name, unit in styles.of(degree).items() if unit.regions}
+        units = {name: unit for name, unit in styles.units_at(degree).items() if unit.regions}
         if not units:
             continue
         by_identity: dict[Hashable, DividedLayer] = {}

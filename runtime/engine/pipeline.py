@@ -181,7 +181,7 @@ class _PipelineStage(PipelineStage):
             input_args=part.inputs,
             output_args=part.outputs,
             group=groups[0],
-            dw_builder=part.store.taken if part.store else None,
+            dw_builder=part.store.take_deferred if part.store else None,
         )
         self._select = part.select
         self._gradient_group = groups[1]

@@ -43,7 +43,7 @@ from meshwright.runtime.engine.pipedream_2bw import StalePipeline
 from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.gradients import Gradients
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
-from meshwright.runtime.parallel.attention_api import divided, positions_in
+from meshwright.runtime.parallel.attention_api import divide_positions, positions_in
 from meshwright.runtime.parallel.batch_norm import RunningStatistics
 from meshwright.runtime.parallel.context_parallel import whole_positions
 from meshwright.runtime.parallel.data_parallel import gathers_anew, reduces_apart, reduces_at_once
@@ -446,7 +446,7 @@ class StepPasses:
             size=plan.micro_batch,
             parts=plan.global_batch // plan.micro_batch * place.context.degree,
         )
-        grads = [divided(grad, place.context) for grad in grads]
+        grads = [divide_positions(grad, place.context) for grad in grads]
         if notes:
             self.totals.add(loss_sum)
         self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}

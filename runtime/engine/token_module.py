@@ -24,7 +24,7 @@ from meshwright.runtime.optim.adamw import adamw
 from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
-from meshwright.runtime.parallel.attention_api import SeenKeys, divided
+from meshwright.runtime.parallel.attention_api import SeenKeys, divide_positions
 from meshwright.runtime.tracing.tracer import Inputs
 
 MOST_NUMBERS = 256
@@ -155,7 +155,7 @@ class TokenModel(OwnModel):
                 batch += (places - starts, starts)
             else:
                 batch += (places,)
-        return divided(batch, self.place.context)
+        return divide_positions(batch, self.place.context)
 
     def _sees_less(self, plan: Plan) -> bool:
         return super()._sees_less(plan) or self._documents

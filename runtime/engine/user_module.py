@@ -49,9 +49,19 @@ from meshwright.runtime.engine.user_stage import (
     script_stage,
 )
 from meshwright.runtime.optim.gradients import Slot, copies_of
-from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, ParameterGroup, grouped
+from meshwright.runtime.optim.sharded_optimizer import (
+    Factory,
+    GroupOf,
+    ParameterGroup,
+    parameter_groups,
+)
 from meshwright.runtime.parallel import expert_parallel as experts
-from meshwright.runtime.parallel.attention_api import SeenKeys, divided, positions_in, seeing
+from meshwright.runtime.parallel.attention_api import (
+    SeenKeys,
+    divide_positions,
+    positions_in,
+    seeing,
+)
 from meshwright.runtime.parallel.context_check import check_parts, check_positions
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.sharded_dropout import DividedDraws, Draw
@@ -99,7 +109,7 @@ class OwnModel:
         refuse_sparse(module)
         refuse_shared_memory(module)
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
-        recorder = Recorder.of(module, few, inputs, units=units)
+        recorder = Recorder.of_units(module, few, inputs, units=units)
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
         if isinstance(wanted, Plan) and not self._sees_less(wanted):
@@ -111,7 +121,7 @@ class OwnModel:
             adapt(plan, module, recorder)
         plain = recorder  # modules are tried in fp32
         if dtype != torch.float32 or plan.training.lora is not None:
-            recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
+            recorder = Recorder.of_units(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
         self._refuse_changing(plan, module, plain, few, loss)
@@ -135,7 +145,7 @@ class OwnModel:
         self._holders = holders_of(plan, recorder, self.place)
         if plan.mesh.pipeline > 1:
             recorder.follow(module)
-        self._groups = grouped(module.named_parameters(), optimizer, groups)
+        self._groups = parameter_groups(module.named_parameters(), optimizer, groups)
 
     def _refuse_changing(
         self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
@@ -272,7 +282,7 @@ class OwnModel:
 
     def batch(self, given: Any) -> Any:
         """Return what a user's step is given, at this rank's positions."""
-        return divided(given, self.place.context)
+        return divide_positions(given, self.place.context)
 
     def untrained_tensors(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what a rank has beside what it trains, by name."""

@@ -24,7 +24,7 @@ from meshwright.runtime.engine.apply_plan import Script, Staged, apply_plan, is_
 from meshwright.runtime.engine.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
-from meshwright.runtime.parallel.data_parallel import reduces_apart
+from meshwright.runtime.parallel.data_parallel import activation_type, reduces_apart
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.compile import Compiler
@@ -282,9 +282,11 @@ def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
     assert settings is not None
     apart = {node.unit for node in recorder.first.nodes if node.unit}
     every = EVERY_LINEAR in settings.targets
-    frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     adapted = lora.adapt(
-        {"": module}, settings, frozen=frozen, besides=apart if every else frozenset()
+        {"": module},
+        settings,
+        frozen=activation_type(plan.precision),
+        besides=apart if every else frozenset(),
     )
     if not adapted:
         lora.refuse(settings, type(module).__name__)
@@ -315,7 +317,7 @@ def script_stage(
     else:
         made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
         # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
-        unused = made.keep(recorder.unused if stage == 0 else (), module)
+        unused = made.keep(recorder.unread_names if stage == 0 else (), module)
         made.checks_shapes = plan.mesh.tensor == 1
     made.to(device)
     for parameter in made.parameters():

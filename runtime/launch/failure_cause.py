@@ -80,7 +80,7 @@ def how(code: int, failure: Failure | None) -> str:
         first = (failure.message.splitlines() or [""])[0]
         return f"stopped with {failure.kind}: {first[:300]}"
     if code >= 0:
-        return f"exited with code {code}"
+        return f"exited with code {code}" + " before its work was done" * (code == 0)
     killed = f"was killed by {signal.Signals(-code).name}"
     if -code == signal.SIGKILL:
         return f"{killed} (as the system does when host memory runs out)"

@@ -6,7 +6,6 @@ Incidents are written down, and evidence of them stored, in the folder of the ru
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from meshwright.runtime.resilience.heartbeat import stack_file
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.recovery_policy import RankEnd
 from meshwright.runtime.run.rendezvous import NodeLeft
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import log_text
 
 MOST_EVIDENCE = 1000
@@ -131,7 +131,7 @@ def _keep_evidence(ready: Preflight) -> None:
 def incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None = None) -> Incident:
     """Return an incident of now."""
     return Incident(
-        at_unix_s=time.time(),
+        at_unix_s=unix_now_s(),
         cause=cause,
         rank=rank,
         after_step=after_step,
@@ -236,8 +236,8 @@ def bad_end(
         kind, cause = RankLost, "crash" if killed else "device"
     elif waits:
         kind, cause = RanksHang, "hang"
-    elif failure is None and ended.code < 0:
-        kind = RankFailed
+    elif failure is None:
+        kind = RankFailed  # neither its program nor a driver has said why
     elif failure is not None and blames_a_peer(failure):
         # No rank ended before it: a connection did, of which each side blames the other.
         kind = RankFailed

@@ -52,6 +52,7 @@ from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.progress_line import ProgressLine
 from meshwright.runtime.run.rendezvous import NodeLeft, Rendezvous
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import RankOrders, RankRecord
 from meshwright.runtime.run.run_report import RunReport, expected_text, summarise
 from meshwright.runtime.run.telemetry import Telemetry
@@ -66,10 +67,10 @@ def launch(asked: Launch) -> RunReport | None:
 
     A run resumed at step 30 with steps=50 does 20 more.  Without data, Python's own sources are the
     text; without a tokenizer, that of the model's folder or else bytes.
-    Nodes other than the one with rank 0 return nothing.  With `elastic` RanksHang names a rank that
-    hangs.
+    Nodes other than the one with rank 0 return nothing, and so does a run whose last step is saved.
+    With `elastic` RanksHang names a rank that hangs.
     """
-    started_unix_s, started_s = time.time(), time.monotonic()
+    started_unix_s, started_s = unix_now_s(), time.monotonic()
     node_rank, agent = asked.node_rank, asked.agent
     check = functools.partial(
         preflight,
@@ -84,7 +85,7 @@ def launch(asked: Launch) -> RunReport | None:
     if asked.dry_run:
         ready = check()
         _warn(ready, asked, say)
-        print(lines(ready.text()))
+        print(lines(ready.nothing_left or ready.text()))
         return None
     with contextlib.ExitStack() as held:
         rendezvous = held.enter_context(
@@ -96,7 +97,7 @@ def launch(asked: Launch) -> RunReport | None:
         )
         if asked.run.checkpoint is not None:
             if node_rank.node == 0:
-                unfinished.commit(asked.run.checkpoint, say=say.print)
+                unfinished.prepare_folder(asked.run, say=say.print)
             if node_rank.nodes > 1:
                 rendezvous.all_gather("looked for checkpoints")
         ready = check()
@@ -109,12 +110,9 @@ def launch(asked: Launch) -> RunReport | None:
         # From here on: what comes while data are prepared is a notice too.
         shared = held.enter_context(_noticing(ready, shown))
         try:
-            orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
-            if asked.expect is not None and ready.ranks.leads:
-                _expect(ready, asked.expect, say, announced=asked.elastic)
-            if asked.before is not None:
-                log_event(ready, asked.before)
-            log_event(ready, _attempt(ready, orders))
+            orders = _begin_attempt(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
+            if orders is None:
+                return None
             shared["MESHWRIGHT_RUN"] = orders.token
             shared |= _of_survival(ready, asked)
             looks = Looks(ready, shown, asked)
@@ -122,13 +120,13 @@ def launch(asked: Launch) -> RunReport | None:
             _supervise(ready, rendezvous, shared, looks, asked)
             return _report(ready, rendezvous, orders, started_s)
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted {shown.after}{way_on(ready)}") from None
+            raise Interrupted(f"interrupted {shown.progress_text}{way_on(ready)}") from None
         except OSError as error:
             if error.filename is None:
                 raise
             raise LaunchError(
-                f"{error.filename}: {error.strerror} {shown.after}{way_on(ready)}. The folder of "
-                f"a run, {ready.output}, must stay as it is until the run has ended"
+                f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. The "
+                f"folder of a run, {ready.output}, must stay as it is until the run has ended"
             ) from error
         finally:
             shown.close()
@@ -148,6 +146,26 @@ def _telemetry(ready: Preflight) -> Telemetry:
     """Return what the node that leads serves and sends."""
     asked = ready.run if ready.ranks.leads else LaunchRun()
     return Telemetry(ready.output, prometheus=asked.prometheus, opentelemetry=asked.opentelemetry)
+
+
+def _begin_attempt(
+    ready: Preflight,
+    rendezvous: Rendezvous,
+    asked: Launch,
+    say: Terminal,
+    *,
+    started_unix_s: float,
+) -> RankOrders | None:
+    """Write what the ranks get, and that an attempt begins; None where nothing is left to do."""
+    orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
+    if orders is None:
+        return None
+    if asked.expect is not None and ready.ranks.leads:
+        _expect(ready, asked.expect, say, announced=asked.elastic)
+    if asked.before is not None:
+        log_event(ready, asked.before)
+    log_event(ready, _attempt(ready, orders))
+    return orders
 
 
 def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
@@ -180,7 +198,7 @@ def _expect(
 
 def _attempt(ready: Preflight, orders: RankOrders) -> Event:
     return Attempt(
-        at_unix_s=time.time(),
+        at_unix_s=unix_now_s(),
         plan=ready.plan.digest,
         devices=ready.ranks.world,
         after_step=checkpoint.progress(ready.resumed).step if ready.resumed else 0,
@@ -290,7 +308,7 @@ def _report(
     ranks = [RankRecord.model_validate(all_records[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
     ended = ranks[0].stopped
-    log_event(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
+    log_event(ready, AttemptEnded(at_unix_s=unix_now_s(), stopped=ended, after_step=done))
     if ended == "grow":
         raise EndsToGrow(f"{_GROWS}, that of step {done}", lead=_GROWS, output=ready.output)
     report = summarise(
@@ -304,7 +322,8 @@ def _report(
         before=run.expected_of(ready.output),
     )
     file = ready.output / "report.json"
-    run.write_json(report, file)
+    with run.never_fatal(file):
+        run.write_json(report, file)
     if report.stopped == "notice":
         raise HandedOver(
             f"a notice ended the run after step {done} of {orders.steps}{way_on(ready)}, and the "

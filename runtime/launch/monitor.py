@@ -16,6 +16,7 @@ from meshwright.runtime.resilience.heartbeat import Beacons
 from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.progress_line import ProgressLine
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.telemetry import Telemetry
 
 PACE_S = 1.0
@@ -76,7 +77,7 @@ class Looks:
     def after_step(self) -> int:
         """The last step that was done, as far as this node knows."""
         places = [] if self.seen is None else self.seen.places()
-        return max([self.shown.step, *(place.done for place in places)])
+        return max([self.shown.step, *(place.steps_done for place in places)])
 
     def __call__(self) -> None:
         """Look once; raises RanksHang where a rank hangs."""
@@ -90,7 +91,7 @@ class Looks:
         if self._begin_s and self.shown.step > self._before:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(
-                at_unix_s=time.time(),
+                at_unix_s=unix_now_s(),
                 phase="start",
                 measured_s=took_s,
                 predicted_s=self._predicted_s,

@@ -92,6 +92,20 @@ class Preflight:
             str(orders_file(self.output)),
         ]
 
+    @property
+    def nothing_left(self) -> str | None:
+        """Why nothing has to be trained; None where something has.
+
+        Whoever starts a run again that may have ended asks to go on `or_start`.
+        """
+        done = 0 if self.resumed is None else checkpoint.progress(self.resumed).step
+        if done < self.run.steps:
+            return None
+        return (
+            f"{self.resumed}: has done {done} steps and {self.run.steps} are asked for: nothing "
+            "left to do"
+        )
+
     def text(self) -> str:
         """Return the command and environment of each rank, as a shell would take them."""
         lines = []
@@ -346,7 +360,7 @@ def checkpoint_to_resume(run: LaunchRun) -> Path | None:
         raise LaunchError(
             f"{folder}: already has a checkpoint of step {done}; resume it, or name another folder"
         )
-    if done >= run.steps:
+    if done >= run.steps and not run.or_start:
         raise LaunchError(
             f"{saved}: has done {done} steps and {run.steps} are asked for; ask for more to go on"
         )

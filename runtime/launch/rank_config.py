@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from pathlib import Path
 
-from meshwright.planner.documents.document import write
+from meshwright.planner.documents.document import read, write
 from meshwright.planner.documents.units import count_text
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.report.terminal import Terminal
@@ -67,11 +67,16 @@ def write_orders(
     say: Terminal,
     *,
     started_unix_s: float,
-) -> RankOrders:
-    """Prepare the data, check it against the model, and write what the ranks will read."""
+) -> RankOrders | None:
+    """Prepare the data, check it against the model, and write what the ranks will read.
+
+    None where the checkpoint is of this training, and nothing is left to do: nothing is written.
+    """
     if not asked.again:
         say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
+    if asked.again:
+        _refuse_other_data(ready, corpus)
     left_out = f" ({corpus.skipped} files are not UTF-8 text)" if corpus.skipped else ""
     here = (
         ""
@@ -108,6 +113,9 @@ def write_orders(
             folder=ready.resumed,
             frozen=checkpoint.frozen_weights(ready.plan, ready.run.weights),
         )
+        if ready.nothing_left is not None:
+            say.print(ready.nothing_left)
+            return None
         say.print(f"going on from {ready.resumed}")
     orders = RankOrders(
         **{
@@ -138,6 +146,20 @@ def write_orders(
         write(asked.prediction, run.prediction_file(ready.output))
     write(orders, run.orders_file(ready.output))
     return orders
+
+
+def _refuse_other_data(ready: Preflight, corpus: data.Corpus) -> None:
+    """Refuse data that have changed since the attempt before of the same run."""
+    file = run.orders_file(ready.output)
+    if not file.exists():
+        return
+    before = data.Corpus.open(read(RankOrders, file).corpus)
+    if before.digest != corpus.digest:
+        raise LaunchError(
+            f"{corpus.source}: has changed since the run began: it had {count_text(before.tokens)} "
+            f"tokens ({before.digest}) and has {count_text(corpus.tokens)} ({corpus.digest}); put "
+            "back what it was, and start the run again with --resume"
+        )
 
 
 def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) -> None:

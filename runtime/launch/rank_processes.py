@@ -160,6 +160,10 @@ class RunningRanks:
         meanwhile()
         return self._bad()
 
+    def left_well(self) -> list[Exit]:
+        """Return the ranks that have ended with code 0, as they were seen."""
+        return [seen for seen in self._exits.values() if seen.code == 0]
+
     def end(self, *, grace_s: float) -> None:
         """End what still runs: ask first, kill after the grace."""
         try:
@@ -276,30 +280,47 @@ def supervise(
             )
         )
         bad = started.wait(meanwhile=meanwhile)
+        left = started.left_well()
     if not bad:
         return None
+    early = [
+        replace(ended, rank=rank)
+        for ended in left
+        if not run.record_file(folder, rank := ranks[ended.rank]).exists()
+        and not run.handed_over(folder, rank).exists()
+    ]
     bad = [replace(ended, rank=ranks[ended.rank]) for ended in bad]
-    cause, failure = first_cause(bad, run.read_failures(folder, world))
+    cause, failure = first_cause(bad, run.read_failures(folder, world), early=early)
     if failure is not None and blames_a_peer(failure):
         # Another node knows more: it is about to say so.
         rendezvous.await_reason()
     return BadEnd(seen=tuple(bad), cause=cause, failure=failure)
 
 
-def first_cause(exits: Sequence[Exit], failures: Sequence[Failure]) -> tuple[Exit, Failure | None]:
+def first_cause(
+    exits: Sequence[Exit], failures: Sequence[Failure], *, early: Sequence[Exit] = ()
+) -> tuple[Exit, Failure | None]:
     """Return the end that caused the others, with what that rank said of it.
 
-    A rank that was killed says nothing and its peers complain of lost connections, so a signal
-    comes before words, and other words before complaints about peers.
+    A rank that was killed says nothing, and its peers complain of lost connections.  So a signal
+    that no library sends itself comes first, then words of the rank's own, then ends without words,
+    as they were seen, and complaints about peers last.  Ranks that left `early`, with code 0 and
+    nothing done, count only where all others complain.
     """
     failure_of = {failure.rank: failure for failure in failures}
-    for ended in exits:
-        if ended.code < 0 and ended.rank not in failure_of:
-            return ended, None
-    spoke = [failure for failure in failures if any(e.rank == failure.rank for e in exits)]
-    for failure in sorted(spoke, key=lambda f: (blames_a_peer(f), f.at_unix_s)):
-        return next(e for e in exits if e.rank == failure.rank), failure
-    return exits[0], None
+
+    def evidence(place: int) -> tuple[int, float]:
+        ended = exits[place]
+        failure = failure_of.get(ended.rank)
+        if failure is None:
+            return (0 if ended.code < 0 and ended.code != -signal.SIGABRT else 2), place
+        echoes = blames_a_peer(failure) or is_timeout(failure)
+        return (3 if echoes else 1), failure.at_unix_s
+
+    first = min(range(len(exits)), key=evidence)
+    if early and evidence(first)[0] == 3:
+        return early[0], None
+    return exits[first], failure_of.get(exits[first].rank)
 
 
 def blames_a_peer(failure: Failure) -> bool:

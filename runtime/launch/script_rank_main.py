@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.planner.errors import HandedOver
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run.environment import OUTPUT_VARIABLE
-from meshwright.runtime.run.rank_exit import die_with_launcher, leave, tell
+from meshwright.runtime.run.rank_exit import die_with_launcher, leave, report_failure
 from meshwright.runtime.run.run_folder import handed_over
 
 
@@ -37,7 +37,7 @@ def main() -> int:
         message = "" if isinstance(ended.code, int) else str(ended.code)
         if message:
             print(message, file=sys.stderr)
-        tell("SystemExit", message, **_place())
+        report_failure("SystemExit", message, **_place())
         return code
     except HandedOver:
         _hand_over()
@@ -68,7 +68,7 @@ def _report_error(error: BaseException, script: str) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__)))
-    failure = tell(type(error).__name__, str(error), **_place())
+    failure = report_failure(type(error).__name__, str(error), **_place())
     if failure.rank == 0 and blames_a_peer(failure):
         # The console has what rank 0 prints, and shall have the cause: the other rank's end.
         output = Path(os.environ[OUTPUT_VARIABLE])

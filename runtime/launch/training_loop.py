@@ -32,7 +32,7 @@ from meshwright.planner.documents.plugins import load_plugin
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.system.gc_pause import keep_freed, pause_collector
 from meshwright.runtime.checkpoint import checkpoint
-from meshwright.runtime.checkpoint.checkpoint import Progress
+from meshwright.runtime.checkpoint.checkpoint import Progress, TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import boxes
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.core.mesh import Place
@@ -49,6 +49,7 @@ from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.loggers import Logger, TensorBoard, WeightsAndBiases
 from meshwright.runtime.run.metrics import Metrics
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import RankOrders, RankRecord, Stopped
 
 if TYPE_CHECKING:
@@ -133,7 +134,13 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     if SLOTS in os.environ:
         from meshwright.runtime.resilience.in_memory_checkpoint import Mirror  # noqa: PLC0415 - of runs that survive
 
-        mirror = Mirror.of_environment(local_rank=local_rank, run=orders.token, plan=plan.digest)
+        frozen = checkpoint.frozen_weights(plan, orders.weights)
+        mirror = Mirror.of_environment(
+            local_rank=local_rank,
+            run=orders.token,
+            plan=plan.digest,
+            identity=TrainingIdentity.of(plan=plan, model=model, corpus=corpus, frozen=frozen),
+        )
     loop = Loop(
         engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank, mirror=mirror
     )
@@ -245,7 +252,7 @@ class Loop:
         self._beacon = Beacon(int(os.environ.get("LOCAL_RANK", "0")))
         if orders.max_seconds is not None:
             # From here on by a clock that nobody sets.
-            ends_s = now_s() + orders.max_seconds - max(0.0, time.time() - orders.started_unix_s)
+            ends_s = now_s() + orders.max_seconds - max(0.0, unix_now_s() - orders.started_unix_s)
             engine.end_when(lambda: now_s() >= ends_s)
         on_device: Callable[[], object] | None = None
         if orders.device == "cuda":  # a new thread would begin on device 0
@@ -262,6 +269,12 @@ class Loop:
     def _frozen(self) -> str | None:
         """Which weights stay as they are, if adapters are trained."""
         return checkpoint.frozen_weights(self.plan, self.orders.weights)
+
+    @functools.cached_property
+    def _identity(self) -> TrainingIdentity:
+        return TrainingIdentity.of(
+            plan=self.plan, model=self.model, corpus=self.corpus, frozen=self._frozen
+        )
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -291,10 +304,14 @@ class Loop:
             self._before = run.steps_of_events(output, after=after_saved, until=kept.step)
 
     def _put_back(self, kept: MirroredState) -> None:
-        """Have the state of a copy."""
+        """Have the state of a copy, of the same model and data."""
+        source = f"the copy in memory of step {kept.step}"
+        if kept.identity is None:
+            raise LaunchError(f"{source} does not say of what model and data it is")
+        kept.identity.check(self._identity, source=source)
         self.engine.restore(kept.snapshots)
         if wrong := kept.used.wrong(self.engine.next_sample):
-            raise LaunchError(f"the copy of step {kept.step} says that {wrong}")
+            raise LaunchError(f"{source} says that {wrong}")
         assert self._used is not None
         self._used.go_on_from(kept.used)
         self.steps_done = kept.step
@@ -350,7 +367,7 @@ class Loop:
             ends = "max_seconds" if result.out_of_time else None
             if result.noticed and self._saver is not None and step < self.orders.steps:
                 ends = "notice"
-            self._beacon.tell(step, "evaluate")
+            self._beacon.begin_part(step, "evaluate")
             held_out = self._held_out if ends != "notice" else None
             last = ends == "max_seconds"
             eval_loss = None if held_out is None else self._eval_loss(held_out, last=last)
@@ -363,7 +380,7 @@ class Loop:
             if self._saver is not None and schedule is not None:
                 self._look_at_save(self._saver, metrics)
                 if ends or step == self.orders.steps or schedule.due(step):
-                    self._beacon.tell(step, "save")
+                    self._beacon.begin_part(step, "save")
                     self._look_at_save(self._saver, metrics, waits=True)
                     schedule.saves(step, step_s, metrics)
                     state = self.engine.state()
@@ -374,7 +391,7 @@ class Loop:
                 schedule.after_step(step, step_s, metrics)
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)
-        self._beacon.tell(self.steps_done, "end")
+        self._beacon.begin_part(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
         saved = self._last_saved()
         if schedule is not None:
@@ -409,7 +426,7 @@ class Loop:
                 step_s=min(step_s[-MEASURED:]),
             )
             if self._replays is not None:
-                self._replays.copied(step)
+                self._replays.forget_before(step)
 
     def _look_at_save(self, saver: Saver, metrics: Metrics | None, *, waits: bool = False) -> None:
         """Tell if a checkpoint could not be written; wait for it, if it `waits`.
@@ -424,7 +441,7 @@ class Loop:
         failed = saver.take_failure(waits=waits)
         if failed is not None and metrics is not None:
             step, why = failed
-            metrics.happened(SaveFailed(at_unix_s=time.time(), step=step, why=why[:MOST_WHY]))
+            metrics.log_event(SaveFailed(at_unix_s=unix_now_s(), step=step, why=why[:MOST_WHY]))
 
     def _save_schedule(self, saver: Saver) -> SaveSchedule:
         """Return when this run is saved from here on."""
@@ -474,13 +491,13 @@ class Loop:
     def _step(self) -> StepResult:
         if not self._beacon.is_seen:
             return self._take_step(self._next_batch())
-        self._beacon.tell(self.steps_done + 1, "batch")
+        self._beacon.begin_part(self.steps_done + 1, "batch")
         begin_s = time.perf_counter()
         batch = self._next_batch()
-        self._beacon.tell(self.steps_done + 1, "step")
+        self._beacon.begin_part(self.steps_done + 1, "step")
         data_s, before_s = time.perf_counter() - begin_s, self._own_s()
         result = self._take_step(batch)
-        self._beacon.stepped(
+        self._beacon.count_step(
             data_s=data_s,
             work_s=self._own_s() - before_s,
             whole_s=time.perf_counter() - begin_s,
@@ -598,15 +615,9 @@ class Loop:
             step=self.steps_done,
             sample=self.engine.next_sample,
             epoch=self.samples.epoch(self.engine.next_sample),
-            seq_len=self.plan.seq_len,
-            seed=self.plan.training.seed,
-            model=self.model.name,
-            model_digest=self.model.digest,
             plan_digest=self.plan.digest,
-            corpus=self.corpus.source,
-            corpus_digest=self.corpus.digest,
             loss=loss,
-            frozen=self._frozen,
+            **self._identity.model_dump(),
             used=None if self._used is None else self._used.digest(),
         )
 

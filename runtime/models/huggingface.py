@@ -156,7 +156,7 @@ class HuggingFace(Adapter):
             and document_attention.applies(device, dtype)
         )
         if self.family.own_attention:
-            self._attend_by(_CAPPED_ATTENTION, _capped)
+            self._attend_by(_CAPPED_ATTENTION, _softcap_attention)
         elif context.degree > 1:
             self._attend_by(_CONTEXT_ATTENTION, _over_context)
         elif self._maskless:
@@ -210,7 +210,9 @@ class HuggingFace(Adapter):
         if not self.family.hands_on and self._context.degree > 1:
             inner = layer.self_attn
             inner.forward = functools.partial(inner.forward, context=self._context)
-        return LibraryBlock(layer, self._fixed(index), functools.partial(self._in_documents, index))
+        return LibraryBlock(
+            layer, self._fixed_arguments(index), functools.partial(self._in_documents, index)
+        )
 
     def configuration(self) -> str | None:
         """Return the library's configuration of the model that is trained."""
@@ -377,7 +379,7 @@ class HuggingFace(Adapter):
                     f"with context=1, or with seq_len <= {limit}"
                 )
 
-    def _turned(self, index: int, starts: Tensor) -> Any:
+    def _rotary_at(self, index: int, starts: Tensor) -> Any:
         """Return what a block rotates by where documents begin at `starts`, each by itself."""
         table, positions = self._rotary_table(index), self._held - starts
         limit = self._short_length(index)
@@ -392,7 +394,7 @@ class HuggingFace(Adapter):
 
         return tree_map(chosen, table, short)
 
-    def _fixed(self, index: int) -> dict[str, Any]:
+    def _fixed_arguments(self, index: int) -> dict[str, Any]:
         has_own_attention = self.family.own_attention  # which is told its window, and makes no mask
         mask = None if has_own_attention else self._mask(index)
         fixed: dict[str, Any] = {"use_cache": False, "attention_mask": mask}
@@ -406,7 +408,7 @@ class HuggingFace(Adapter):
         return fixed
 
     def _in_documents(self, index: int, starts: Tensor) -> dict[str, Any]:
-        """Return what of `_fixed` changes: positions count from `starts`, keys before are hidden.
+        """Return the `_fixed_arguments` that change: positions from `starts`, hidden keys.
 
         Kernels get the ends of documents, where they take them.  Else a mask is written out,
         [sample, 1, query, key], once for all layers of a micro-batch that are alike, and in the
@@ -419,7 +421,7 @@ class HuggingFace(Adapter):
             changed["position_embeddings"] = self._once(
                 starts,
                 ("positions", self._rotary_kind(index)),
-                lambda: self._turned(index, starts),
+                lambda: self._rotary_at(index, starts),
             )
         if self.family.own_attention:
             return changed | {"starts": starts}
@@ -432,14 +434,14 @@ class HuggingFace(Adapter):
             )
             return changed | {"document_ends": ends}
 
-        def seen() -> Tensor:
+        def seen_keys() -> Tensor:
             keys = torch.arange(self._seq_len, device=starts.device)
             first = torch.maximum(starts, positions - window + 1) if window else starts
             hidden = (keys > positions[:, None]) | (keys < first[:, :, None])
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=starts.device)
             return mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
-        return changed | {"attention_mask": self._once(starts, ("mask", window), seen)}
+        return changed | {"attention_mask": self._once(starts, ("mask", window), seen_keys)}
 
     def _once(self, starts: Tensor, key: Any, make: Callable[[], Any]) -> Any:
         """Return what is made of `starts`, from the first layer of its micro-batch that asked."""
@@ -538,7 +540,7 @@ def _within_documents(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _capped(
+def _softcap_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -59,7 +59,7 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        query, key = rotated(query, self.rotary), rotated(key, self.rotary)
+        query, key = rotate_pairs(query, self.rotary), rotate_pairs(key, self.rotary)
         if self.context.degree > 1:
             mix_by_all_to_all = attention(query, key, value, self.context)
         else:
@@ -168,7 +168,7 @@ def rotary_tables(
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_pairs(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs (i, i + head_dim/2) of x [sample, head, position, head_dim] by position."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)

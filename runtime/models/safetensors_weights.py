@@ -77,7 +77,7 @@ class Weights:
                     _refuse_device(path)
             else:
                 for path in sorted(folder.glob("*.safetensors")):
-                    with _opened(path) as opened:
+                    with _open_safetensors(path) as opened:
                         self._file.update(dict.fromkeys(opened.keys(), path))
         except (DocumentError, OSError, ValueError) as error:
             raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
@@ -110,18 +110,18 @@ class Weights:
         Nothing else of it is read.  Where dim 1 has several `pieces` one above the other, each of
         them is cut.  The result is contiguous and has memory of its own.
         """
-        tensor = self._found(name, shape, cut, pieces=pieces, keep=keep)
+        tensor = self._tensor_in_file(name, shape, cut, pieces=pieces, keep=keep)
         # A slice has the strides of the whole, and what the file is mapped to changes with it.
         return tensor.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
     def refuse_untied(self, first: str, second: str) -> None:
         """Refuse files that have two tensors with different values where the model has one."""
-        names = [self._known(name) for name in (first, second)]
+        names = [self._name_in_file(name) for name in (first, second)]
         if None in names or names[0] == names[1]:
             return
         with contextlib.ExitStack() as files:
             first_rows, other = (
-                files.enter_context(_opened(self._file[name])).get_slice(name)
+                files.enter_context(_open_safetensors(self._file[name])).get_slice(name)
                 for name in names
                 if name is not None
             )
@@ -136,7 +136,7 @@ class Weights:
                 "have different values; set it to false, or leave one of them out of the files"
             )
 
-    def _found(
+    def _tensor_in_file(
         self,
         name: str,
         shape: torch.Size,
@@ -146,7 +146,7 @@ class Weights:
         keep: Region | None = None,
     ) -> Tensor:
         """Return the same in the type and memory of the file."""
-        name_in_file = self._known(name)
+        name_in_file = self._name_in_file(name)
         if name_in_file is not None:
             return self._matrix(name_in_file, shape, cut, pieces=pieces, keep=keep)
         ends = self._experts(name)
@@ -156,7 +156,9 @@ class Weights:
             )
         prefix, patterns = ends
         if "{}" not in patterns[0]:
-            return self._matrix(self._known(prefix + patterns[0]) or "", shape, cut, keep=keep)
+            return self._matrix(
+                self._name_in_file(prefix + patterns[0]) or "", shape, cut, keep=keep
+            )
         first, count = 0, shape[0]
         if cut is not None and cut[0] == 0:
             count //= cut[2]
@@ -167,7 +169,7 @@ class Weights:
             cut = (cut[0] - 1, *cut[1:])
         if keep is not None and keep[0] == 1 and len(patterns) > 1:
             dim, begin, end = keep  # the region goes over several matrices' borders
-            whole = self._found(name, shape, cut and (cut[0] + 1, *cut[1:]))
+            whole = self._tensor_in_file(name, shape, cut and (cut[0] + 1, *cut[1:]))
             return whole.narrow(dim, begin, end - begin)
         if keep is not None:
             keep = (keep[0] - 1, *keep[1:])
@@ -179,7 +181,10 @@ class Weights:
                 torch.cat(
                     [
                         self._matrix(
-                            self._required(prefix + p.format(expert)), matrix_shape, cut, keep=keep
+                            self._required_name(prefix + p.format(expert)),
+                            matrix_shape,
+                            cut,
+                            keep=keep,
                         )
                         for p in patterns
                     ]
@@ -188,12 +193,12 @@ class Weights:
             ]
         )
 
-    def _known(self, name: str) -> str | None:
+    def _name_in_file(self, name: str) -> str | None:
         # Some published models leave out the outermost module's name.
         return next((n for n in (name, name.partition(".")[2]) if n in self._file), None)
 
-    def _required(self, name: str) -> str:
-        name_in_file = self._known(name)
+    def _required_name(self, name: str) -> str:
+        name_in_file = self._name_in_file(name)
         if name_in_file is None:
             raise LaunchError(
                 f"{self.folder}: has no tensor '{name}'; give weights of the plan's model"
@@ -205,7 +210,7 @@ class Weights:
         for names in EXPERTS.values():
             for end, patterns in names.items():
                 prefix = name.removesuffix(end)
-                if name.endswith(end) and self._known(prefix + patterns[0].format(0)):
+                if name.endswith(end) and self._name_in_file(prefix + patterns[0].format(0)):
                     return prefix, patterns
         return None
 
@@ -218,7 +223,7 @@ class Weights:
         pieces: int = 1,
         keep: Region | None = None,
     ) -> Tensor:
-        with _opened(self._file[name]) as opened:
+        with _open_safetensors(self._file[name]) as opened:
             whole = opened.get_slice(name)
             if tuple(whole.get_shape()) != tuple(shape):
                 raise LaunchError(
@@ -229,7 +234,7 @@ class Weights:
                 return whole[...]
             dim, spans = _spans(shape, cut, pieces)
             if keep is not None and keep[0] == dim:
-                spans = within(spans, *keep[1:])
+                spans = spans_between(spans, *keep[1:])
             others = [slice(None)] * len(shape)
             if keep is not None and keep[0] != dim:
                 others[keep[0]] = slice(*keep[1:])
@@ -238,7 +243,7 @@ class Weights:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     """Open a file of safetensors; LaunchError for what is none, damaged, or lacks what is read."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only where needed
 
@@ -279,10 +284,10 @@ def _spans(shape: torch.Size, cut: Cut | None, pieces: int) -> tuple[int, list[t
     return dim, [(begin, begin + length) for begin in begins]
 
 
-def within(spans: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+def spans_between(spans: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
     """Return what is from `begin` to before `end` of spans laid one behind the other.
 
-    >>> within([(0, 4), (10, 14)], 2, 6), within([(0, 4)], 4, 4)
+    >>> spans_between([(0, 4), (10, 14)], 2, 6), spans_between([(0, 4)], 4, 4)
     ([(2, 4), (10, 12)], [(0, 0)])
     """
     result, passed = [], 0

@@ -56,7 +56,7 @@ class Averaged:
             value.copy_(kept)
         share_values(self._slots)
 
-    def loaded(self, kind: str, state: Mapping[str, Tensor]) -> None:
+    def after_load(self, kind: str, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it."""
         for slot, value in zip(self._slots, self._values, strict=True):
             if slot.sections and f"{kind}.{slot.name}" in state:

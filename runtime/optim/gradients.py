@@ -1,7 +1,7 @@
 """Gradients of this rank's parameters: made whole, measured over all ranks, scaled and clipped.
 
 Optimizers work on the plain local parts of DTensors, so they do no work per DTensor and do not mind
-that parameters lie on different meshes; `whole` puts the parts together again.
+that parameters lie on different meshes; `unsharded` puts the parts together again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
-from meshwright.runtime.optim.replica_check import Agreement, Declared, described
+from meshwright.runtime.optim.replica_check import Agreement, Declared, description
 from meshwright.runtime.parallel.gradient_compression import Mean
 from meshwright.runtime.parallel.tensor_regions import part_of, whole_of
 from meshwright.runtime.run.preemption import take_notice
@@ -142,14 +142,14 @@ class Gradients:
         if place.degrees.devices == 1:
             return
         declared = [
-            Declared(slot.name, ranks, described(slot.parameter))
+            Declared(slot.name, ranks, description(slot.parameter))
             for ranks, slots in self._tied.items()
             for slot in slots
         ]
         if self._partial:
             ranks = _ranks_of(place.axis("tensor").get_group())
             declared += [
-                Declared(slot.name, ranks, described(slot.parameter)) for slot in self._partial
+                Declared(slot.name, ranks, description(slot.parameter)) for slot in self._partial
             ]
 
         def all_held() -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def whole(self) -> dict[Slot, Tensor]:
+    def unsharded(self) -> dict[Slot, Tensor]:
         """Sum what lies on other ranks into the local gradients; return those that there are.
 
         A sum over ranks has zeros in place of a gradient that this rank has not made.
@@ -202,7 +202,7 @@ class Gradients:
         return grads
 
     @torch.no_grad()
-    def measured(
+    def reduce_step_stats(
         self, grads: dict[Slot, Tensor], totals: Tensor, earlier: Tensor | None = None
     ) -> StepMeasurement:
         """Measure whole gradients, which are of sums divided by `divisor` and have fp16's scale.
@@ -248,7 +248,7 @@ class Gradients:
             self.unused = self._unused_by_rank()
 
     @torch.no_grad()
-    def scaled(
+    def scale_and_clip(
         self, grads: dict[Slot, Tensor], measured: StepMeasurement, clip_norm: float
     ) -> None:
         """Make them the gradients of the mean loss, no longer together than `clip_norm` if any."""
@@ -258,7 +258,7 @@ class Gradients:
         _multiply(grads, factor)
 
     @torch.no_grad()
-    def clipped(self, grads: dict[Slot, Tensor], clip_norm: float) -> None:
+    def clip(self, grads: dict[Slot, Tensor], clip_norm: float) -> None:
         """Clip gradients that are of the mean loss already, and may have been changed since.
 
         Their norm is measured anew; all ranks call it together.

@@ -95,14 +95,14 @@ class Agreement:
         self._factors: dict[str, float] = {}
         self._stages: dict[str, list[int]] = {}
         """The places along the pipeline that hold a tensor, where several do."""
-        if not self._joined:
+        if not self._has_peers:
             return
         tensors = dict(state())
         self._stages = self._shared_stages(tensors, tied)
         held: dict[str, list[tuple[str, str]]] = {}
         for name, tensor in tensors.items():
-            held.setdefault(self._key(name, tensor), []).append((name, described(tensor)))
-        for key, ranks in _agreed(held).items():
+            held.setdefault(self._key(name, tensor), []).append((name, description(tensor)))
+        for key, ranks in _ranks_by_key(held).items():
             if key in held and len(ranks) > 1:
                 # No subset of 1, 1, ..., 1 and what takes them back sums to 0 but all of it.
                 self._factors[key] = 1.0 if dist.get_rank() != ranks[-1] else 1.0 - len(ranks)
@@ -110,10 +110,10 @@ class Agreement:
         for axis in declared:
             key = f"summed by ranks {', '.join(map(str, axis.ranks))}"
             sums.setdefault(key, []).append((axis.name, axis.text))
-        _agreed(sums)
+        _ranks_by_key(sums)
 
     @property
-    def _joined(self) -> bool:
+    def _has_peers(self) -> bool:
         """Whether there are other ranks; those of a rehearsal say nothing."""
         several = self._place.mesh is not None and dist.get_world_size() > 1
         return several and dist.get_backend() != "fake"
@@ -140,7 +140,7 @@ class Agreement:
 
         Raises LaunchError, on all ranks, with a tensor that has drifted and the rank.
         """
-        if self._joined:
+        if self._has_peers:
             assert self._place.mesh is not None
             words = self.words(torch.device(self._place.mesh.device_type))
             dist.all_reduce(words)
@@ -150,7 +150,7 @@ class Agreement:
     @torch.no_grad()
     def refuse_drift(self) -> None:
         """Raise LaunchError with a tensor that has drifted; all ranks call it together."""
-        if not self._joined:
+        if not self._has_peers:
             return  # tensors of a rehearsal have no values
         own = {}
         for name, tensor in self._state().items():
@@ -169,7 +169,7 @@ class Agreement:
             digests = {rank: digest for rank, (_, _, digest) in holders.items()}
             if len(set(digests.values())) > 1:
                 name, trained, _ = next(iter(holders.values()))
-                text = _drifted(name, digests, trained=trained)
+                text = _drift_text(name, digests, trained=trained)
                 raise ReplicaDrifted(text, _odd(digests)) if trained else LaunchError(text)
         raise LaunchError(
             "replicas of parameters and buffers: their digests differed, and do not any more; a "
@@ -194,7 +194,7 @@ class Agreement:
         several = {name: sorted(stages) for name, stages in groups.items() if len(stages) > 1}
         for name in sorted(apart & several.keys()):
             raise LaunchError(
-                f"{name}: is on the ranks of stages {_listed(several[name])}, and each would "
+                f"{name}: is on the ranks of stages {_list_text(several[name])}, and each would "
                 "train a copy; a parameter has one owner, or is tied"
             )
         return several
@@ -202,10 +202,10 @@ class Agreement:
     def _key(self, name: str, tensor: Tensor) -> str:
         """Return what the ranks have in common that hold the same part of a tensor."""
         stages = self._stages.get(name, [self._place.stage])
-        return f"stage {_listed(stages)}, {_part(tensor)}"
+        return f"stage {_list_text(stages)}, {_part(tensor)}"
 
 
-def described(tensor: Tensor) -> str:
+def description(tensor: Tensor) -> str:
     """Return shape, type and division of a parameter or buffer."""
     placed = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
     shape = list(tensor.shape) if tensor.requires_grad else "buffer"
@@ -224,12 +224,12 @@ def _part(tensor: Tensor) -> str:
     )
 
 
-def _agreed(lines: Mapping[str, Sequence[tuple[str, str]]]) -> dict[str, list[int]]:
+def _ranks_by_key(lines: Mapping[str, Sequence[tuple[str, str]]]) -> dict[str, list[int]]:
     """Return the ranks that have each key; all ranks call it together.
 
     Raises LaunchError, on all, where ranks have other lines (name, text) under the same key.
     """
-    hashes = {key: _hashed(sorted(pairs)) for key, pairs in lines.items()}
+    hashes = {key: _hash(sorted(pairs)) for key, pairs in lines.items()}
     every = all_gather_json(hashes)
     holders: dict[str, list[int]] = {}
     for rank, digests in enumerate(every):
@@ -260,16 +260,16 @@ def _odd(digests: Mapping[int, int]) -> int | None:
     return odd[0] if len(odd) == 1 and most > 1 else None
 
 
-def _drifted(name: str, digests: Mapping[int, int], *, trained: bool) -> str:
+def _drift_text(name: str, digests: Mapping[int, int], *, trained: bool) -> str:
     """Return in words which of the ranks that hold a tensor has another value."""
     counts = Counter(digests.values())
     (common, most), *others = counts.most_common()
     odd = [rank for rank, digest in digests.items() if digest != common]
     rest = [rank for rank, digest in digests.items() if digest == common]
     if others[0][1] == most:  # no majority
-        who = f"ranks {_listed(sorted((rest[0], odd[0])))} have different values"
+        who = f"ranks {_list_text(sorted((rest[0], odd[0])))} have different values"
     else:
-        who = f"rank {odd[0]} has another value than ranks {_listed(rest[:8])}"
+        who = f"rank {odd[0]} has another value than ranks {_list_text(rest[:8])}"
     if trained:
         return (
             f"{name}: {who} of this parameter, which must be equal; a forward that changes it "
@@ -288,7 +288,7 @@ def _digest(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> Tens
     sums: list[Tensor] = []
     total = 0
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        total ^= int(_hashed(name)[:15], 16)
+        total ^= int(_hash(name)[:15], 16)
         words, rest = _as_words(tensor)
         rows = words.numel() // _ROW
         sums.append(words[: rows * _ROW].view(rows, _ROW).sum(1).to(device))
@@ -319,10 +319,10 @@ def _halves(digest: Tensor) -> Tensor:
     return torch.stack((low, high)).double()
 
 
-def _hashed(data: object) -> str:
+def _hash(data: object) -> str:
     return hashlib.sha256(repr(data).encode()).hexdigest()
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _list_text(numbers: Sequence[int]) -> str:
     words = [str(number) for number in numbers]
     return " and ".join((", ".join(words[:-1]), words[-1]) if len(words) > 1 else words)

@@ -70,7 +70,7 @@ class ParameterGroup:
     """Whether the update treats each element by itself; None: it is tried."""
 
 
-def grouped(
+def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]], factory: Factory, group_of: GroupOf | None
 ) -> list[ParameterGroup]:
     """Put the parameters that are trained into groups by their settings."""
@@ -88,7 +88,7 @@ def grouped(
     ]
 
 
-def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def make_optimizer(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Call a factory; what goes wrong there is reported with its name."""
     try:
         optimizer = factory(groups)
@@ -117,7 +117,7 @@ def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimize
 
 
 def _of_group(group: ParameterGroup, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return made(group.factory, [{"params": parameters, **group.settings}])
+    return make_optimizer(group.factory, [{"params": parameters, **group.settings}])
 
 
 def name_of(factory: Factory) -> str:
@@ -140,10 +140,10 @@ def _is_elementwise(factory: Factory, settings: Mapping[str, Any], shape: tuple[
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(shape, generator=generator)
     grads = [torch.randn(shape, generator=generator) for _ in range(PROBE_STEPS)]
-    whole = _probed(factory, settings, first, grads, slice(0, PROBE_ROWS))
+    whole = _probe(factory, settings, first, grads, slice(0, PROBE_ROWS))
     for rows, _ in PROBE_CUTS:
         parts = [slice(0, rows), *([slice(rows, PROBE_ROWS)] if rows < PROBE_ROWS else [])]
-        pieces = [_probed(factory, settings, first, grads, part) for part in parts]
+        pieces = [_probe(factory, settings, first, grads, part) for part in parts]
         if any(not made_alike for _, made_alike in (whole, *pieces)):
             return False
         if not torch.equal(torch.cat([value for value, _ in pieces]), whole[0]):
@@ -179,7 +179,7 @@ def couples_parameters(group: ParameterGroup) -> bool:
     return not all(map(torch.equal, together, apart))
 
 
-def _probed(
+def _probe(
     factory: Factory,
     settings: Mapping[str, Any],
     first: Tensor,
@@ -190,7 +190,7 @@ def _probed(
     with restore_side_effects(factory), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         parameter = nn.Parameter(first[rows].clone())
-        optimizer = made(factory, [{"params": [parameter], **settings}])
+        optimizer = make_optimizer(factory, [{"params": [parameter], **settings}])
         for grad in grads:
             parameter.grad = grad[rows].clone()
             optimizer.step()
@@ -213,23 +213,23 @@ def state_bytes(group: ParameterGroup, shapes: Iterable[torch.Size]) -> float:
     """
 
     @functools.cache
-    def of(shape: torch.Size) -> int:
+    def state_bytes(shape: torch.Size) -> int:
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
         with restore_side_effects(group.factory), torch.compiler.set_stance("force_eager"):
-            optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
+            optimizer = make_optimizer(group.factory, [{"params": [parameter], **group.settings}])
             optimizer.step()
         kept = optimizer.state[parameter].values()
         return sum(bytes_of(value) for value in kept if isinstance(value, Tensor) and value.ndim)
 
     if not is_elementwise(group.factory, group.settings):
-        return float(sum(of(shape) for shape in shapes))
+        return float(sum(state_bytes(shape) for shape in shapes))
     total = 0.0
     for shape in shapes:
         # In blocks, of which a large tensor may have a whole number.
         most = PROBE_ELEMENTS + shape.numel() % PROBE_ELEMENTS
         tried = min(shape.numel(), most)
-        total += of(torch.Size((tried,))) * shape.numel() / tried if tried else 0.0
+        total += state_bytes(torch.Size((tried,))) * shape.numel() / tried if tried else 0.0
     return total
 
 
@@ -326,7 +326,7 @@ class TorchOptimizers(Gradients):
                     **group.settings,
                 }
             )
-        self.optimizers = tuple(made(factory, listed) for factory, listed in own.values())
+        self.optimizers = tuple(make_optimizer(factory, listed) for factory, listed in own.values())
         """Of each factory one, over the groups in the order in which the model has them."""
         self.pending = False
         """Gradients wait for an update: parameters show that in `p.grad`, and none may step."""
@@ -443,16 +443,16 @@ class TorchOptimizers(Gradients):
     def step(
         self, totals: Tensor, clip_norm: float, earlier: Tensor | None = None
     ) -> StepMeasurement:
-        """Make gradients whole and use them; see `measured` for the arguments.
+        """Make gradients whole and use them; see `reduce_step_stats` for the arguments.
 
         A norm that is not finite means, in fp16, that the step changed nothing but the scale; so
         does, always, a count of 0.
         """
-        grads = self.whole()
-        measured = self.measured(grads, totals, earlier)
+        grads = self.unsharded()
+        measured = self.reduce_step_stats(grads, totals, earlier)
         if self.settles:
             self.settle(grads, measured)
-        self.scaled(grads, measured, clip_norm)
+        self.scale_and_clip(grads, measured, clip_norm)
         self.apply(grads, measured)
         return measured
 
@@ -539,7 +539,7 @@ class TorchOptimizers(Gradients):
         """Return parameters and optimizer state by name, sharing the live memory.
 
         Parts of a divided parameter are DTensors, so any other plan can load them.  Numbers of an
-        optimizer's state are tensors here, and what it keeps in few bits is fp32; `loaded` puts
+        optimizer's state are tensors here, and what it keeps in few bits is fp32; `after_load` puts
         them back.
         """
         if self._streamed is not None and self.device.type == "cuda":
@@ -581,12 +581,12 @@ class TorchOptimizers(Gradients):
                 copy = nn.Parameter(torch.zeros_like(part.plain))
                 copy.grad = torch.zeros_like(copy)
                 with restore_side_effects(group.factory):
-                    thrown = made(group.factory, [{"params": [copy], **group.settings}])
+                    thrown = make_optimizer(group.factory, [{"params": [copy], **group.settings}])
                     thrown.step()
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
 
     @contextlib.contextmanager
-    def expected(self, stored: Iterable[str]) -> Iterator[None]:
+    def expect_state(self, stored: Iterable[str]) -> Iterator[None]:
         """Have state for these tensors, as `expect` makes it where some is lacking.
 
         What raises while this is open leaves the state as it was.
@@ -605,7 +605,7 @@ class TorchOptimizers(Gradients):
                 optimizer.state.update(state)
             raise
 
-    def loaded(self, state: Mapping[str, Tensor]) -> None:
+    def after_load(self, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it.
 
         That is numbers, what is stored in few bits, and parts of several matrices in one.

@@ -66,7 +66,7 @@ def seen_now() -> SeenKeys:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[int]]:
+def note_keys_bytes() -> Iterator[list[int]]:
     """Note the bytes of keys and values of every call."""
     before, _Now.calls = _Now.calls, []
     try:
@@ -200,7 +200,7 @@ def positions_in(batch: Any) -> int:
     return lengths.pop()
 
 
-def divided(batch: Any, place: Context) -> Any:
+def divide_positions(batch: Any, place: Context) -> Any:
     """Return this rank's positions of a batch."""
     if place.degree == 1:
         return batch

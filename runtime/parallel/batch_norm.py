@@ -164,11 +164,11 @@ def synchronised_batch_norm(
     wide = torch.promote_types(x.dtype, torch.float32)
     with torch.no_grad():
         count = torch.tensor([float(x.numel() // max(x.shape[1], 1))], device=x.device, dtype=wide)
-        first = _summed(torch.cat((x.to(wide).sum(dims), count)), groups)
+        first = _all_reduce_sum(torch.cat((x.to(wide).sum(dims), count)), groups)
         number = first[-1]
         mean = first[:-1] / number
         centred = x.to(wide) - _along(mean, x)
-        variance = _summed(centred.square().sum(dims), groups) / number
+        variance = _all_reduce_sum(centred.square().sum(dims), groups) / number
     output = _Normalised.apply(x, mean, variance, number, eps, tuple(groups))
     if weight is not None:
         output = output * _along(weight, x)
@@ -201,7 +201,7 @@ class _Normalised(torch.autograd.Function):
         dims = [dim for dim in range(x.ndim) if dim != 1]
         normal = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
         sums = torch.stack((grad.sum(dims), (grad * normal).sum(dims)))
-        plain, weighed = _summed(sums, ctx.groups) / number
+        plain, weighed = _all_reduce_sum(sums, ctx.groups) / number
         result = grad - _along(plain, x) - normal * _along(weighed, x)
         return (result * _along(scale, x)).to(x.dtype), None, None, None, None, None
 
@@ -211,7 +211,7 @@ def _along(feature: Tensor, x: Tensor) -> Tensor:
     return feature.view(1, -1, *[1] * (x.ndim - 2))
 
 
-def _summed(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def _all_reduce_sum(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     for group in groups:
         dist.all_reduce(values, group=group)
     return values

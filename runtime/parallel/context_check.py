@@ -24,7 +24,7 @@ from meshwright.runtime.core.loss import loss_sum_of
 from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.attention_api import (
     SeenKeys,
-    noted,
+    note_keys_bytes,
     positions_in,
     positions_of,
     seeing,
@@ -51,33 +51,33 @@ def check_positions(
     length = positions_in(batch)
     if not has_data((*tree_leaves(batch), *module.parameters())):
         return
-    with restore_side_effects(module, recorder.inputs, loss), noted() as calls:
+    with restore_side_effects(module, recorder.inputs, loss), note_keys_bytes() as calls:
         tried = deepcopy_module(module).eval()
 
-        def made(given: Any) -> Any:
+        def outputs_of(given: Any) -> Any:
             args, kwargs = arguments(recorder.inputs(given))
             with seeing(SeenKeys(itself=True)):
                 return tried(*args, **kwargs)
 
-        whole = made(batch)
+        whole = outputs_of(batch)
         if not calls:
             raise LaunchError(
                 f"{why}, and {type(module).__name__} calls no meshwright.attention(query, key, "
                 "value), by which positions are mixed; let its attention be that one, or use 1"
             )
         at = length // 2
-        changed = made(positions_of(batch, length, lambda x: _with_other(x, at)))
+        changed = outputs_of(positions_of(batch, length, lambda x: _with_other(x, at)))
         order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
         others = order[order != at]
         for first, other in _pairs(whole, changed, length):
-            if not _same(first[:, others], other[:, others]):
+            if not _close_to(first[:, others], other[:, others]):
                 raise LaunchError(
                     f"{why}, and {type(module).__name__} mixes positions elsewhere than in "
                     "meshwright.attention (another attention, a convolution, a mean); use 1"
                 )
-        turned = made(positions_of(batch, length, lambda x: x[:, order]))
+        turned = outputs_of(positions_of(batch, length, lambda x: x[:, order]))
         for one, other in _pairs(whole, turned, length):
-            if not _same(one[:, order], other):
+            if not _close_to(one[:, order], other):
                 raise LaunchError(
                     f"{why}, and {type(module).__name__} counts positions by itself "
                     "(torch.arange); give them with the batch, [sample, position]"
@@ -127,7 +127,7 @@ class _PartsTrial:
         ).train()
         for part in self._stage.modules():
             if isinstance(part, _BatchNorm):
-                part.forward = functools.partial(self._unchanged, part)  # type: ignore[method-assign]
+                part.forward = functools.partial(self._keep_statistics, part)  # type: ignore[method-assign]
 
     def dims(self) -> Mapping[Draw, int]:
         """Return which dim of each draw has positions; LaunchError where parts are none."""
@@ -149,7 +149,7 @@ class _PartsTrial:
         ]
         for (output, _), half in zip(outputs, self._halves, strict=True):
             for all_of_it, some in _pairs(whole, output, self._length):
-                if not _same(all_of_it[:, half], some):
+                if not _close_to(all_of_it[:, half], some):
                     raise LaunchError(self._otherwise())
         self._compare_inner(inner, [value for _, values in outputs for value in values])
         self._compare_losses(whole, [output for output, _ in outputs], exact=bool(inner))
@@ -161,11 +161,11 @@ class _PartsTrial:
     def _run(self, given: Any, sums: BatchSums, around: Around) -> tuple[Any, list[Tensor]]:
         """Return outputs, and the losses inside of the module."""
         inner: list[Tensor] = []
-        self._stage.around = around
+        self._stage.around = around  # type: ignore[assignment]  # replayed calls have nodes
         with running(InnerLosses(inner.append, None, sums)):
             return self._stage(micro=MicroBatch(own_tensors(given), 0)), inner
 
-    def _unchanged(self, norm: _BatchNorm, x: Tensor) -> Tensor:
+    def _keep_statistics(self, norm: _BatchNorm, x: Tensor) -> Tensor:
         if x.shape[1] != norm.num_features:
             raise LaunchError(f"{self._about} has a BatchNorm whose features are positions; use 1")
         return x
@@ -216,8 +216,11 @@ class _PartsTrial:
                     "loss over the whole batch needs of all positions; use 1"
                 )
             return
-        total, count = self._said(whole, self._batch)
-        sums = [self._said(output, part) for output, part in zip(parts, self._parts, strict=True)]
+        total, count = self._loss_of_part(whole, self._batch)
+        sums = [
+            self._loss_of_part(output, part)
+            for output, part in zip(parts, self._parts, strict=True)
+        ]
         totals, counts = (math.fsum(values) for values in zip(*sums, strict=True))
         size = abs(total) + math.fsum(abs(part_total) for part_total, _ in sums)
         scale = counts / count if count and not exact else 1.0
@@ -230,7 +233,7 @@ class _PartsTrial:
                 "sum over positions and the count of what was summed, or use 1"
             )
 
-    def _said(self, outputs: Any, batch: Any) -> tuple[float, float]:
+    def _loss_of_part(self, outputs: Any, batch: Any) -> tuple[float, float]:
         loss_sum = loss_sum_of(self._loss(outputs, own_tensors(batch)), samples_in(batch))
         return float(loss_sum.total), float(loss_sum.count)
 
@@ -264,7 +267,7 @@ def _pairs(first: Any, other: Any, length: int) -> Iterator[tuple[Tensor, Tensor
             yield a, b
 
 
-def _same(first: Tensor, other: Tensor) -> bool:
+def _close_to(first: Tensor, other: Tensor) -> bool:
     return torch.allclose(first, other, rtol=1e-4, atol=1e-5)
 
 

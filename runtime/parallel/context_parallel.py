@@ -39,7 +39,7 @@ def attention(
     whole sequence each of this rank's queries sees, [..., query, key]; without one, all up to its
     own position.
     """
-    keys, values = gathered(key, value, context)
+    keys, values = gather_keys(key, value, context)
     if mask is None:
         return _ChunkAttention.apply(query, keys, values, context, scale)
     keys, values = for_each_query_head(query, keys, values)
@@ -56,7 +56,7 @@ def whole_positions(x: Tensor, context: Context) -> Tensor:
     return _in_order(ops.wait_tensor(whole), context.degree).transpose(0, 1)
 
 
-def gathered(key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+def gather_keys(key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """Return keys and values of all positions, in the order of the sequence."""
     assert context.group is not None
     return _GatherKeys.apply(key, value, context)
@@ -73,24 +73,24 @@ class _GatherKeys(torch.autograd.Function):
         ops, group = torch.ops._c10d_functional, context.group
         assert group is not None
         ctx.context = context
-        part = _packed(key, value)
+        part = _pack(key, value)
         whole = ops.all_gather_into_tensor(part, context.degree, group.group_name)
-        return _unpacked(_in_order(ops.wait_tensor(whole), context.degree))
+        return _unpack(_in_order(ops.wait_tensor(whole), context.degree))
 
     @staticmethod
     def backward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
         ops, group = torch.ops._c10d_functional, ctx.context.group
         degree = ctx.context.degree
-        whole = _by_rank(_packed(key, value), degree)
+        whole = _by_rank(_pack(key, value), degree)
         part = ops.reduce_scatter_tensor(whole, "sum", degree, group.group_name)
-        return (*_unpacked(ops.wait_tensor(part)), None)
+        return (*_unpack(ops.wait_tensor(part)), None)
 
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
+def _pack(key: Tensor, value: Tensor) -> Tensor:
     return torch.cat((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), dim=-1).contiguous()
 
 
-def _unpacked(both: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack(both: Tensor) -> tuple[Tensor, Tensor]:
     key, value = both.permute(1, 2, 0, 3).chunk(2, dim=-1)
     return key, value
 
@@ -129,7 +129,7 @@ def _over_chunks(
             )
             for block, causal in blocks
         ]
-        out, log_sum = parts[0] if len(parts) == 1 else _merged(*parts)
+        out, log_sum = parts[0] if len(parts) == 1 else _merge(*parts)
         whole[:, :, chunk] = out
         log_sums.append(log_sum)
     return whole, torch.cat(log_sums, dim=2)
@@ -185,7 +185,7 @@ def _blocks(
         )
 
 
-def _merged(first: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _merge(first: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return output and log-sum of attention over the keys of both."""
     log_sum = torch.logaddexp(first[1], other[1])
     parts = (

@@ -69,14 +69,18 @@ def over_data(
 ) -> None:
     """Let data parallelism wrap a module, but for what it wraps already and experts apart.
 
-    It leaves out what is `besides` too.
+    It leaves out what is `besides` too, and frozen weights that no rank divides.
     """
     policy = MixedPrecisionPolicy()
     if plan.precision in _HALVES:
         policy = MixedPrecisionPolicy(
             param_dtype=_HALVES[plan.precision], reduce_dtype=torch.float32
         )
-    others = {*besides, *(_of_no_replica(module) if plan.mesh.expert > 1 else ())}
+    others = {
+        *besides,
+        *whole_frozen_parameters(module, plan, ranks),
+        *(_of_no_replica(module) if plan.mesh.expert > 1 else ()),
+    }
     plain = plan.offload != "parameters" and plan.gradient_compression == "full"
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)
@@ -164,6 +168,17 @@ def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:
     return plan.offload == "parameters" or (place.sharded and plan.zero == 3)
 
 
+def whole_frozen_parameters(module: nn.Module, plan: Plan, ranks: DataRanks) -> set[nn.Parameter]:
+    """Return the frozen weights beside adapters that every rank has whole, below ZeRO-3.
+
+    They are stored in the type that they are computed in, so that layers use them where they are:
+    FSDP would hold a shard and a copy of each, and gather it anew in every step.
+    """
+    if plan.training.lora is None or gathers_anew(plan, ranks):
+        return set()
+    return {parameter for parameter in module.parameters() if not parameter.requires_grad}
+
+
 def reduces_in_step(plan: Plan) -> bool:
     """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
     stale = schedule_of(plan.schedule).stale and plan.mesh.pipeline > 1
@@ -236,7 +251,10 @@ def shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
             continue
         parts, index = ranks.sharding.size(), ranks.sharding.get_local_rank()
         dims = _divided_dims(layer, parts)
+        whole = whole_frozen_parameters(layer, plan, ranks)
         for parameter in parameters:
+            if parameter in whole:
+                continue
             dim = dims[parameter].dim if parameter in dims else 0
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if local.ndim > dim:

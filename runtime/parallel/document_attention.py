@@ -74,7 +74,7 @@ def attention(
 
 
 @torch.library.custom_op("meshwright::document_attention", mutates_args=())
-def _within(
+def _attention_within(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and log-sums; an operator of its own, so that selective recompute keeps it."""
@@ -96,7 +96,7 @@ def _within(
     return out, log_sum
 
 
-@_within.register_fake
+@_attention_within.register_fake
 def _within_shapes(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     samples, heads, length, _ = query.shape
     shape = (samples, heads, length) if query.device.type == "cpu" else (heads, samples * length)
@@ -150,7 +150,7 @@ class _DocumentAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
     ) -> Tensor:
-        out, log_sum = _within(query, key, value, ends, scale)
+        out, log_sum = _attention_within(query, key, value, ends, scale)
         ctx.save_for_backward(query, key, value, out, log_sum, ends)
         ctx.scale = scale
         return out

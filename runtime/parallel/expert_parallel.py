@@ -90,13 +90,13 @@ def mix_by_all_to_all(
     if group is None:
         returned = outputs(module, chosen, rows)
     else:
-        route = _Route.of(rows, group, sent=len(chosen))
+        route = _Route.for_rows(rows, group, sent=len(chosen))
         there = Journey(route.arriving, route.leaving, group)
-        coming = departed(chosen, there)
+        coming = send_rows(chosen, there)
         meanwhile()
-        outputs_here = outputs(module, arrived(coming, there)[route.by_expert], route.rows)
+        outputs_here = outputs(module, await_rows(coming, there)[route.by_expert], route.rows)
         back = Journey(route.leaving, route.arriving, group)
-        returned = arrived(departed(outputs_here[_inverse(route.by_expert)], back), back)
+        returned = await_rows(send_rows(outputs_here[_inverse(route.by_expert)], back), back)
     weighted = returned * weights.flatten()[order].unsqueeze(-1)
     return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
 
@@ -149,7 +149,7 @@ class _Ahead:
         self._forward = module.forward
         self._input: Tensor | None = None
         self._made: Tensor | None = None
-        module.forward = self._called
+        module.forward = self._call_shared
 
     def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Take note of the input that the module will be called with.
@@ -164,7 +164,7 @@ class _Ahead:
         if self._input is not None and not torch.compiler.is_compiling():
             self._made = self._forward(self._input)
 
-    def _called(self, x: Tensor) -> Tensor:
+    def _call_shared(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._forward(x)
         output, is_known = self._made, x is self._input
@@ -249,7 +249,7 @@ class ExpertLoad:
     def _add(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._rows.add_(rows_of_experts(args[1], len(self._rows)))
 
-    def taken(self) -> Tensor:
+    def take_counts(self) -> Tensor:
         """Return the counts [expert] and begin anew.
 
         Recomputation counts a second time; that changes no ratio.
@@ -281,7 +281,7 @@ class _Route:
     """The tokens that arrive, which come rank by rank, in the order of experts."""
 
     @classmethod
-    def of(cls, rows: Tensor, group: dist.ProcessGroup, *, sent: int) -> _Route:
+    def for_rows(cls, rows: Tensor, group: dist.ProcessGroup, *, sent: int) -> _Route:
         """Ask the other ranks; `rows` are the `sent` tokens that this rank has, by expert."""
         ranks = group.size()
         count = rows.numel() // ranks
@@ -306,16 +306,16 @@ def exchanged_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return ops.wait_tensor(ops.all_to_all_single(counts, sizes, sizes, group.group_name))
 
 
-def departed(x: Tensor, journey: Journey) -> Tensor:
-    """Begin to send rows to every rank of a group; `arrived` waits for those that come."""
+def send_rows(x: Tensor, journey: Journey) -> Tensor:
+    """Begin to send rows to every rank of a group; `await_rows` waits for those that come."""
     if torch.compiler.is_compiling():
         name = journey.group.group_name
         return _TokenExchange.apply(x, journey.arriving, journey.leaving, name)
     return _Departure.apply(x, journey)
 
 
-def arrived(coming: Tensor, journey: Journey) -> Tensor:
-    """Return the rows that `departed` announced, when all have come."""
+def await_rows(coming: Tensor, journey: Journey) -> Tensor:
+    """Return the rows that `send_rows` announced, when all have come."""
     if torch.compiler.is_compiling():
         return _wait(coming)
     return _Arrival.apply(coming, journey)
@@ -563,19 +563,19 @@ def mix_by_hierarchical_all_to_all(
     """
     count = count_of(module)
     near = count * inside.size()
-    to_nodes = _Copies.of(index // near, across, of=len(index), parts=across.size())
+    to_nodes = _Copies.for_places(index // near, across, of=len(index), parts=across.size())
     going = to_nodes.journey()
-    coming = departed(hidden[to_nodes.order], going)
-    there, shares = to_nodes.sent(index), to_nodes.sent(weights)
+    coming = send_rows(hidden[to_nodes.order], going)
+    there, shares = to_nodes.exchange_rows(index), to_nodes.exchange_rows(weights)
     first = across.rank() * near
     of_node = torch.where((there >= first) & (there < first + near), there - first, near)
-    to_ranks = _Copies.of(of_node // count, inside, of=len(index), parts=group.size())
+    to_ranks = _Copies.for_places(of_node // count, inside, of=len(index), parts=group.size())
     meanwhile()
-    tokens = to_ranks.sent(arrived(coming, going))
-    there, shares = to_ranks.sent(of_node), to_ranks.sent(shares)
+    tokens = to_ranks.exchange_rows(await_rows(coming, going))
+    there, shares = to_ranks.exchange_rows(of_node), to_ranks.exchange_rows(shares)
     sums = _sums(module, tokens, there - inside.rank() * count, shares, pairs=to_ranks.pairs)
-    handed = to_ranks.summed(sums.to(hidden.dtype), len(of_node))
-    return to_nodes.summed(handed, len(hidden))
+    handed = to_ranks.sum_copies(sums.to(hidden.dtype), len(of_node))
+    return to_nodes.sum_copies(handed, len(hidden))
 
 
 def _sums(module: nn.Module, tokens: Tensor, chosen: Tensor, shares: Tensor, pairs: int) -> Tensor:
@@ -604,7 +604,9 @@ class _Copies:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, places: Tensor, group: dist.ProcessGroup, *, of: int, parts: int) -> _Copies:
+    def for_places(
+        cls, places: Tensor, group: dist.ProcessGroup, *, of: int, parts: int
+    ) -> _Copies:
         """Tell the other ranks what comes; `places` [row, choice] are ranks, others none of them.
 
         Copies of `of` tokens of each rank then are with as many `parts` of the experts.
@@ -630,15 +632,15 @@ class _Copies:
         """Return the way of rows to the ranks that they go to."""
         return Journey(self.arriving, self.leaving, self.group)
 
-    def sent(self, x: Tensor) -> Tensor:
+    def exchange_rows(self, x: Tensor) -> Tensor:
         """Return the rows that all ranks send to this one, of each their x [row, ...]."""
         there = self.journey()
-        return arrived(departed(x[self.order], there), there)
+        return await_rows(send_rows(x[self.order], there), there)
 
-    def summed(self, x: Tensor, rows: int) -> Tensor:
+    def sum_copies(self, x: Tensor, rows: int) -> Tensor:
         """Return for each of as many rows the sum of what was made of its copies, x [copy, ...]."""
         back = Journey(self.leaving, self.arriving, self.group)
-        return _Added.apply(arrived(departed(x, back), back), self.order, rows)
+        return _Added.apply(await_rows(send_rows(x, back), back), self.order, rows)
 
 
 class _Added(torch.autograd.Function):

@@ -130,7 +130,7 @@ class PowerSGD(Mean):
                 matrices[name] = grad
             else:
                 rest.append(grad)
-        memories = [self._of(name, grad.flatten(1)) for name, grad in matrices.items()]
+        memories = [self._memory_of(name, grad.flatten(1)) for name, grad in matrices.items()]
         wanted = [
             grad.flatten(1) if memory.left_out is None else grad.flatten(1) + memory.left_out
             for grad, memory in zip(matrices.values(), memories, strict=True)
@@ -148,7 +148,7 @@ class PowerSGD(Mean):
             memory.factor = q
             grad.copy_(sent.view_as(grad))
 
-    def _of(self, name: str, matrix: Tensor) -> _Matrix:
+    def _memory_of(self, name: str, matrix: Tensor) -> _Matrix:
         if name not in self._matrices:
             generator = torch.Generator().manual_seed(seed_of(0, name))
             factor = torch.randn(matrix.shape[1], RANK, generator=generator)

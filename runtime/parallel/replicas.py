@@ -72,7 +72,7 @@ class _Bucket:
         flags.fill_(1.0)
         return self.flat
 
-    def take(self, index: int) -> None:
+    def adopt_gradient(self, index: int) -> None:
         """Let the gradient of a parameter lie in the bucket, if it does not yet."""
         parameter = self.parameters[index]
         grad = parameter.grad
@@ -140,7 +140,7 @@ class Replicas:
         lacking = []
         for bucket in self._buckets[self._sent :]:
             for index, parameter in enumerate(bucket.parameters):
-                bucket.take(index)
+                bucket.adopt_gradient(index)
                 if parameter.grad is None:
                     lacking.append((bucket, index))
         for bucket, index in lacking:
@@ -175,7 +175,7 @@ class Replicas:
         backwards = (self._backwards or 0) * self._stages[bucket.parameters[index]]
 
         def notice(parameter: Tensor) -> None:
-            bucket.take(index)
+            bucket.adopt_gradient(index)
             bucket.added[index] += 1
             if bucket.added[index] != backwards:
                 return

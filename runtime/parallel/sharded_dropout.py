@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwright.runtime.parallel.tensor_collectives import widened
+from meshwright.runtime.parallel.tensor_collectives import empty_of_size
 
 DROPOUTS = {functional.dropout, torch.dropout}
 ALIKE = {torch.rand_like, torch.randn_like}
@@ -60,9 +60,11 @@ class DividedDraws(TorchFunctionMode):
             self._number += 1
         if like is None or dim is None:
             return func(*args, **kwargs)
-        whole = widened(like, dim, like.shape[dim] // len(self._held) * self._length)
+        whole = empty_of_size(like, dim, like.shape[dim] // len(self._held) * self._length)
         if func in DROPOUTS:
-            mask = functional.dropout(whole.fill_(1), _dropped(args, kwargs), training=True)
+            mask = functional.dropout(
+                whole.fill_(1), _drop_probability(args, kwargs), training=True
+            )
             return like * self._part(mask, dim)
         drawn = self._part(func(whole, *args[1:], **kwargs), dim)
         return drawn if func in ALIKE else like.copy_(drawn)
@@ -109,12 +111,12 @@ def _drawn_like(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | Non
     if func in DROPOUTS:
         given: Tensor = args[0] if args else kwargs["input"]
         trains = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-        return given if trains and 0 < _dropped(args, kwargs) < 1 else None
+        return given if trains and 0 < _drop_probability(args, kwargs) < 1 else None
     if func in ALIKE or (func in IN_PLACE and not any(isinstance(a, Tensor) for a in args[1:])):
         like: Tensor = args[0]
         return like
     return None
 
 
-def _dropped(args: Any, kwargs: Mapping[str, Any]) -> float:
+def _drop_probability(args: Any, kwargs: Mapping[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwright.runtime.core.mesh import Context
-from meshwright.runtime.parallel.context_parallel import gathered
+from meshwright.runtime.parallel.context_parallel import gather_keys
 
 BLOCK = 512
 """Queries whose scores exist at once."""
@@ -45,7 +45,7 @@ def attention(
     `starts` [sample, position] is the first key that each query sees; without it, the sequence's.
     """
     if context.degree > 1:
-        key, value = gathered(key, value, context)
+        key, value = gather_keys(key, value, context)
     return _CappedAttention.apply(query, key, value, sinks, starts, context, scale, cap, window)
 
 
@@ -74,8 +74,8 @@ def _over_blocks(
         if sinks is not None:
             log_sum = torch.logaddexp(log_sum, _of_heads(sinks, keys.shape[1]))
         weights = scores.sub_(log_sum).exp_().to(query.dtype)
-        out[:, :, rows] = _joined(weights @ values[:, :, None, seen])
-        log_sums[:, :, rows] = _joined(log_sum).squeeze(-1)
+        out[:, :, rows] = _join_heads(weights @ values[:, :, None, seen])
+        log_sums[:, :, rows] = _join_heads(log_sum).squeeze(-1)
     return out, log_sums
 
 
@@ -141,10 +141,10 @@ def _grads_over_blocks(
     heads = keys.shape[1]
     # In place where it can be: a block's scores are what this needs most memory for.
     for rows, seen, hidden in _blocks(query, starts, rank, degree, window):
-        q, g, o = (_shared(t[:, :, rows], heads) for t in (query, grad, out))
+        q, g, o = (_group_heads(t[:, :, rows], heads) for t in (query, grad, out))
         k, v = keys[:, :, None, seen], values[:, :, None, seen]
         scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
-        weights = scores - _shared(log_sums[:, :, rows].unsqueeze(-1), heads)
+        weights = scores - _group_heads(log_sums[:, :, rows].unsqueeze(-1), heads)
         weights.exp_()
         d_values[:, :, seen] += (weights.to(g.dtype).transpose(-2, -1) @ g).float().sum(2)
         if cap:
@@ -156,7 +156,7 @@ def _grads_over_blocks(
         d_scores -= (g.float() * o.float()).sum(-1, keepdim=True)
         d_scores = d_scores.mul_(weights).mul_(scale).to(q.dtype)
         del weights, scores
-        d_query[:, :, rows] = _joined(d_scores @ k)
+        d_query[:, :, rows] = _join_heads(d_scores @ k)
         d_keys[:, :, seen] += (d_scores.transpose(-2, -1) @ q).float().sum(2)
     return d_query, d_keys.to(keys.dtype), d_values.to(values.dtype)
 
@@ -170,7 +170,7 @@ def _shapes_of_grads(
 
 def _scores(query: Tensor, keys: Tensor, hidden: Tensor, scale: float, cap: float) -> Tensor:
     """Return scores in fp32, [sample, key head, query heads of it, query, key]."""
-    scores = (_shared(query, keys.shape[1]) @ keys.unsqueeze(2).transpose(-2, -1)).float()
+    scores = (_group_heads(query, keys.shape[1]) @ keys.unsqueeze(2).transpose(-2, -1)).float()
     scores = scores.mul_(scale / cap).tanh_().mul_(cap) if cap else scores.mul_(scale)
     return scores.masked_fill_(hidden, -torch.inf)
 
@@ -203,10 +203,10 @@ def _of_heads(sinks: Tensor, groups: int) -> Tensor:
     return sinks.float().unflatten(0, (groups, -1))[None, :, :, None, None]
 
 
-def _shared(heads: Tensor, groups: int) -> Tensor:
+def _group_heads(heads: Tensor, groups: int) -> Tensor:
     """Put the query heads that share a key head beside each other."""
     return heads.unflatten(1, (groups, -1))
 
 
-def _joined(heads: Tensor) -> Tensor:
+def _join_heads(heads: Tensor) -> Tensor:
     return heads.flatten(1, 2)

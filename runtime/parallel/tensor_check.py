@@ -228,7 +228,7 @@ class DivisionTrial:
         self._kept = dict(kept_whole)
         self._ready: tuple[nn.Module, Any, list[Region]] | None = None
 
-    def divided(self, degree: int) -> DividedUnit:
+    def division(self, degree: int) -> DividedUnit:
         """Return how the unit is divided over `degree` ranks."""
         with restore_side_effects(self._user_unit), torch.enable_grad(), _one_thread():
             torch.manual_seed(0)
@@ -241,13 +241,13 @@ class DivisionTrial:
 
     def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
         with contextlib.suppress(Indivisible):  # all at once, as most are
-            return replace(self._checked(candidates, degree), whole=dict(self._whole))
+            return replace(self._check(candidates, degree), whole=dict(self._whole))
         whole = dict(self._whole)
         accepted: list[Region] = []
         undrawn: list[Region] = []
         for region in candidates:
             try:
-                accepted.append(self._accepted(region, degree))
+                accepted.append(self._accept(region, degree))
             except Indivisible as error:
                 whole |= dict.fromkeys(region.paths, str(error))
                 if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
@@ -257,7 +257,7 @@ class DivisionTrial:
         division = DividedUnit(degree=degree)
         while accepted:
             try:
-                division = self._checked(accepted, degree)
+                division = self._check(accepted, degree)
                 break
             except Indivisible as error:
                 whole |= dict.fromkeys(accepted.pop().paths, str(error))
@@ -271,7 +271,7 @@ class DivisionTrial:
             given = self._arguments()
             self._refuse_large(unit, given)
             self._ready = unit, given, []
-            self._ready = unit, given, self._found(unit, given)
+            self._ready = unit, given, self._find_regions(unit, given)
         return self._ready[2]
 
     @staticmethod
@@ -282,7 +282,7 @@ class DivisionTrial:
         if flops > MOST_CHECKED_FLOPS:
             raise Indivisible(f"its forward of {flops:.1g} FLOPs is too long to be checked here")
 
-    def _found(self, unit: nn.Module, given: Any) -> list[Region]:
+    def _find_regions(self, unit: nn.Module, given: Any) -> list[Region]:
         """Return the regions that the flow of tensors suggests."""
         flow = flow_of(unit, given)
         regions = []
@@ -334,11 +334,11 @@ class DivisionTrial:
 
     # --- trials ---
 
-    def _accepted(self, region: Region, degree: int) -> Region:
+    def _accept(self, region: Region, degree: int) -> Region:
         first: Indivisible | None = None
         for way in _ways(region):
             try:
-                self._checked([way], degree)
+                self._check([way], degree)
             except _DrawsOtherwise:
                 raise
             except Indivisible as error:
@@ -348,20 +348,20 @@ class DivisionTrial:
         assert first is not None
         raise first
 
-    def _checked(self, regions: Sequence[Region], degree: int) -> DividedUnit:
+    def _check(self, regions: Sequence[Region], degree: int) -> DividedUnit:
         """Run the unit whole and in parts; return how it is divided where they are equal."""
         for region in regions:
             _refuse_indivisible(self._user_unit, region, degree)
         division = DividedUnit(degree=degree, regions=tuple(regions))
-        division = self._tried(division, training=False)  # here nothing draws
+        division = self._try_division(division, training=False)  # here nothing draws
         try:
-            return self._tried(division, training=True)
+            return self._try_division(division, training=True)
         except Indivisible:
             with _NoDraws():
-                undrawn = self._tried(division, training=True)
+                undrawn = self._try_division(division, training=True)
             raise _DrawsOtherwise(bool(undrawn.partial)) from None
 
-    def _tried(self, division: DividedUnit, *, training: bool) -> DividedUnit:
+    def _try_division(self, division: DividedUnit, *, training: bool) -> DividedUnit:
         """Refuse what is not equal to the whole; return it with what the runs tell."""
         assert self._ready is not None
         unit, given, _ = self._ready
@@ -426,7 +426,7 @@ class DivisionTrial:
                 dim, pieces = divided[name]
                 wanted = [part_of(grad, dim, pieces, rank, degree) for rank in range(degree)]
                 _compare(grads, wanted, f"the gradient of {name} differs", noise)
-            elif _summed(grads, grad, noise):
+            elif _is_partial_sum(grads, grad, noise):
                 _compare([_sum(grads)], [grad], f"the gradient of {name} differs", noise)
                 partial.add(name)
         return frozenset(partial)
@@ -559,7 +559,7 @@ def _backward(outputs: Sequence[Tensor]) -> None:
         torch.autograd.backward(needing, grads)
 
 
-def _summed(parts: Sequence[Tensor | None], whole: Tensor, noise: float) -> bool:
+def _is_partial_sum(parts: Sequence[Tensor | None], whole: Tensor, noise: float) -> bool:
     """Whether what ranks have are parts of a gradient to be summed, rather than copies of it.
 
     Where it is zero but for rounding, copies are equal to the bit; parts of a sum are not, and

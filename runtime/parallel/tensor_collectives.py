@@ -85,7 +85,7 @@ class AxisEntry:
         self._known.append((x, self._across.copy(x)))
         return self._known[-1][1]
 
-    def left(self) -> None:
+    def forget(self) -> None:
         """Forget what entered."""
         self._known.clear()
 
@@ -93,11 +93,13 @@ class AxisEntry:
 def part_of_dropout(like: Tensor, p: float, dim: int, across: Across) -> Tensor:
     """Return this rank's part of what a dropout of the whole tensor multiplies with."""
     size_here = like.shape[dim]
-    drawn = functional.dropout(widened(like, dim, size_here * across.degree).fill_(1), p, True)
+    drawn = functional.dropout(
+        empty_of_size(like, dim, size_here * across.degree).fill_(1), p, True
+    )
     return drawn.narrow(dim, across.rank * size_here, size_here)
 
 
-def widened(like: Tensor, dim: int, size: int) -> Tensor:
+def empty_of_size(like: Tensor, dim: int, size: int) -> Tensor:
     """Return a tensor without values, of another size along a dim, laid out as `like` is.
 
     Draws follow memory, in which dims may lie in another order.

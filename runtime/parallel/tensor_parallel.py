@@ -114,12 +114,12 @@ def distribute(
     module._parameters[attribute] = done[id(parameter)]
 
 
-def apart(plan: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+def without_experts(plan: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
     """Return a layer's plan where experts are on ranks of their own.
 
     Then each rank routes the positions that it has, and what stands beside the experts is whole.
 
-    >>> apart({"mlp": "mixture", "mlp.experts": "experts", "attention": "gather"})
+    >>> without_experts({"mlp": "mixture", "mlp.experts": "experts", "attention": "gather"})
     {'attention': 'gather'}
     """
     mixtures = [path for path, style in plan.items() if style == "mixture"]
@@ -135,7 +135,8 @@ def _run_in_style(
 ) -> None:
     if style in ("gather", "mixture"):
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: _gathered(args, kwargs, group, pieces=pieces), with_kwargs=True
+            lambda _, args, kwargs: _gather_inputs(args, kwargs, group, pieces=pieces),
+            with_kwargs=True,
         )
         if style == "mixture":
             module.register_forward_hook(
@@ -165,7 +166,7 @@ def _bias_behind(module: nn.Linear, x: Tensor) -> Tensor:
     return functional.linear(x, module.weight) + module.bias
 
 
-def _gathered(
+def _gather_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, *, pieces: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:

@@ -164,14 +164,14 @@ def _columns(inner: Callable[[Tensor], Tensor], entry: AxisEntry) -> Callable[[T
 
 
 def _rows(module: nn.Module, entry: AxisEntry, across: Across, x: Tensor) -> Tensor:
-    entry.left()
+    entry.forget()
     parameters: dict[str, Any] = module._parameters
     bias = parameters["bias"]
 
     def without_bias() -> Tensor:
         if isinstance(module, nn.Linear):
             output = linear(module, x, module.weight)
-            return output + lora.added(module, x) if lora.is_adapted(module) else output
+            return output + lora.adapter_output(module, x) if lora.is_adapted(module) else output
         assert isinstance(module, CONVOLUTIONS)
         return module._conv_forward(x, module.weight, None)
 
@@ -258,14 +258,14 @@ def _mask(
         if given.ndim == 3:
             own = slice(across.rank * q.shape[1], (across.rank + 1) * q.shape[1])
             given = given.unflatten(0, (-1, heads))[:, own]
-        columns_sum = _added(given, q)
+        columns_sum = _additive_mask(given, q)
     if padding is not None:
-        columns = _added(padding, q)[:, None, None, :]
+        columns = _additive_mask(padding, q)[:, None, None, :]
         columns_sum = columns if columns_sum is None else columns_sum + columns
     return columns_sum
 
 
-def _added(mask: Tensor, like: Tensor) -> Tensor:
+def _additive_mask(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

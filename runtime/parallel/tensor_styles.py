@@ -61,8 +61,8 @@ def styles_by_name(
     degree = plan.mesh.tensor
     if degree == 1:
         return ScriptStyles()
-    given = _given(module, recorder, styles or {})
-    units = DerivedStyles(module, recorder, tried, left_out=frozenset(given)).of(degree)
+    given = _named_styles(module, recorder, styles or {})
+    units = DerivedStyles(module, recorder, tried, left_out=frozenset(given)).units_at(degree)
     derived = {name: unit for name, unit in units.items() if unit.regions}
     if not (given or derived):
         name, reason = _main_reason(
@@ -88,7 +88,9 @@ def _main_reason(units: Mapping[str, DividedUnit], otherwise: tuple[str, str]) -
     return min(reasons, key=lambda pair: not pair[1].startswith(TRIED), default=otherwise)
 
 
-def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, ParallelStyle]:
+def _named_styles(
+    module: nn.Module, recorder: Recorder, styles: Styles
+) -> dict[str, ParallelStyle]:
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, ParallelStyle] = {}
     for pattern, style in styles.items():

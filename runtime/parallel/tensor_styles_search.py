@@ -54,18 +54,18 @@ class DerivedStyles:
         self._found: dict[Any, DividedUnit] = {}
         self._studies: dict[Any, DivisionTrial] = {}
 
-    def of(self, degree: int) -> dict[str, DividedUnit]:
+    def units_at(self, degree: int) -> dict[str, DividedUnit]:
         """Return how each unit is divided over `degree` ranks, by path; those that are not too."""
         with restore_side_effects(self._module):
-            return self._of(degree)
+            return self._divide_units(degree)
 
-    def _of(self, degree: int) -> dict[str, DividedUnit]:
+    def _divide_units(self, degree: int) -> dict[str, DividedUnit]:
         result = {}
         for name, node in self._units():
             study = self._study(name, node)
             key = (id(study), degree)
             if key not in self._found:
-                self._found[key] = study.divided(degree)
+                self._found[key] = study.division(degree)
             result[name] = self._found[key]
         return result
 
@@ -87,7 +87,7 @@ class DerivedStyles:
         kept = self._kept_whole(name)
         key = (_identity(unit), node.draws, node.grad, self._given.identity(node), tuple(kept))
         if key not in self._studies:
-            self._studies[key] = DivisionTrial(unit, lambda: self._given.of(node), kept)
+            self._studies[key] = DivisionTrial(unit, lambda: self._given.arguments_of(node), kept)
         return self._studies[key]
 
     def _kept_whole(self, name: str) -> dict[str, str]:
@@ -129,7 +129,7 @@ class TensorStyles:
     of one process."""
 
     @classmethod
-    def of(cls, units: Mapping[str, DividedUnit], ranks: int) -> TensorStyles:
+    def for_units(cls, units: Mapping[str, DividedUnit], ranks: int) -> TensorStyles:
         """Return both, units of one list that are alike as one pattern."""
         reasons = {
             (name, path): reason
@@ -239,10 +239,10 @@ class _Arguments:
             for leaf in node.leaves
         )
 
-    def of(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments_of(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs of a unit's call."""
         with torch.no_grad():
-            for at in self._recording.needed(values_of(node.leaves)):
+            for at in self._recording.needed_nodes(values_of(node.leaves)):
                 self._derive(self._recording.nodes[at])
         return node.arguments(self._value)
 

@@ -110,17 +110,17 @@ class HangWatch:
             now_s - place.since_s > self.allowed_s(place.step, place.part)
             for place in begun
             if place.part not in ("start", "end")
-        ) and not self._stopped(begun, now_s):
+        ) and not self._was_stopped(begun, now_s):
             return []
         if now_s < self._speaks_s:
             return []
-        hung = self._asked(places)
+        hung = self._ask_ranks(places)
         if not self._alone and hung[0].collective is not None and not self._speaks_s:
             self._speaks_s = now_s + ANSWER_S + 2 * LOOK_S
             return []
         return hung
 
-    def _stopped(self, begun: Sequence[RankPlace], now_s: float) -> bool:
+    def _was_stopped(self, begun: Sequence[RankPlace], now_s: float) -> bool:
         """Whether a rank's process was stopped in each look for long enough, in its first steps."""
         if self._first_step is not None:
             begun = [place for place in begun if place.step < self._first_step + 2]
@@ -130,7 +130,7 @@ class HangWatch:
         self._stopped_s = {process: self._stopped_s.get(process, now_s) for process in stopped}
         return any(now_s - since_s > LEAST_S for since_s in self._stopped_s.values())
 
-    def _asked(self, places: list[RankPlace]) -> list[HungRank]:
+    def _ask_ranks(self, places: list[RankPlace]) -> list[HungRank]:
         """Ask every rank what it does; the one that the others wait for comes first."""
         folder_within(self._output, "flight")
         for place in places:

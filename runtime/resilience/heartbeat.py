@@ -46,7 +46,7 @@ class RankPlace:
     since_s: float
 
     @property
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """The last step that it has done, 0 before the first.
 
         >>> [RankPlace(process=1, step=7, part=part, since_s=0.0).done for part in ("step", "save")]
@@ -71,17 +71,17 @@ class Beacon:
 
     def __init__(self, local_rank: int) -> None:
         file = os.environ.get(BEACONS)
-        self._memory = None if file is None else _mapped(Path(file))
+        self._memory = None if file is None else _map_file(Path(file))
         self._offset = local_rank * BEACON_BYTES
         self._pace = [0, 0, 0, 0]
-        self.tell(0, "start")
+        self.begin_part(0, "start")
 
     @property
     def is_seen(self) -> bool:
         """Whether somebody looks."""
         return self._memory is not None
 
-    def stepped(self, *, data_s: float, work_s: float, whole_s: float) -> None:
+    def count_step(self, *, data_s: float, work_s: float, whole_s: float) -> None:
         """Add a step that was done."""
         if self._memory is not None:
             seconds = data_s, work_s, whole_s
@@ -89,7 +89,7 @@ class Beacon:
                 self._pace[at] += more
             _PACE.pack_into(self._memory, self._offset + _BEACON.size, *self._pace)
 
-    def tell(self, step: int, part: Part) -> None:
+    def begin_part(self, step: int, part: Part) -> None:
         """Say that a part of a step begins."""
         if self._memory is not None:
             fields = (os.getpid(), step, PARTS.index(part), time.monotonic_ns())
@@ -101,7 +101,7 @@ class Beacons:
 
     def __init__(self, file: Path, ranks: int) -> None:
         self.file = file
-        self._memory, self._ranks = _mapped(file), ranks
+        self._memory, self._ranks = _map_file(file), ranks
 
     def places(self) -> list[RankPlace]:
         """Return where each rank is, by local rank."""
@@ -169,6 +169,6 @@ def beacons(ranks: int) -> Iterator[Beacons]:
         os.close(descriptor)
 
 
-def _mapped(file: Path) -> mmap.mmap:
+def _map_file(file: Path) -> mmap.mmap:
     with file.open("r+b") as memory:
         return mmap.mmap(memory.fileno(), 0)

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
+from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
 from meshwright.runtime.data.sample_digest import SampleDigest
-from meshwright.runtime.resilience.peer_restore import gathered, key_of
+from meshwright.runtime.resilience.peer_restore import key_of, restore_from_peers
 from meshwright.runtime.resilience.shared_memory import NodeSlots, slots_of_node
 
 MEASURED = 3
@@ -44,18 +45,29 @@ class MirroredState:
     snapshots: tuple[Snapshot, ...]
     used: SampleDigest
     """Of the samples that were used until then."""
+    identity: TrainingIdentity | None = None
+    """Of what training it is; None where the copy does not say."""
 
 
 class Mirror:
     """One rank's copies of its state; all ranks make it, and use it, together."""
 
     def __init__(
-        self, node: NodeSlots, *, local_rank: int, ranks: int, run: str, plan: str
+        self,
+        node: NodeSlots,
+        *,
+        local_rank: int,
+        ranks: int,
+        run: str,
+        plan: str,
+        identity: TrainingIdentity | None = None,
     ) -> None:
         """`ranks` are those of this node.
 
-        `run` is the same on all ranks and new in each attempt; `plan` is its plan's digest.
+        `run` is the same on all ranks and new in each attempt; `plan` is its plan's digest, and
+        `identity` of what training its copies are.
         """
+        self._identity = identity
         self._node, self._own = node, node.own[local_rank]
         self._local_rank, self._ranks = local_rank, ranks
         self._run, self._plan = run, plan
@@ -68,13 +80,15 @@ class Mirror:
         self._asked_step: int | None = None
 
     @classmethod
-    def of_environment(cls, *, local_rank: int, run: str, plan: str) -> Mirror | None:
+    def of_environment(
+        cls, *, local_rank: int, run: str, plan: str, identity: TrainingIdentity
+    ) -> Mirror | None:
         """Return a rank's mirror where its launcher has slots for it."""
         node = slots_of_node(os.environ)
         if node is None:
             return None
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        return cls(node, local_rank=local_rank, ranks=ranks, run=run, plan=plan)
+        return cls(node, local_rank=local_rank, ranks=ranks, run=run, plan=plan, identity=identity)
 
     def newest(self, needed: Mapping[str, Box], *, of_this: bool = False) -> MirroredState | None:
         """Return the newest state that all ranks can go on from; all of them call it.
@@ -85,7 +99,7 @@ class Mirror:
         # Each slot of a node is looked at by one of its ranks.
         pairs = [*self._node.own, *self._node.wards]
         mine = [slot for pair in pairs[self._local_rank :: self._ranks] for slot in pair]
-        restored = gathered(mine, needed, of_run=self._run if of_this else None)
+        restored = restore_from_peers(mine, needed, of_run=self._run if of_this else None)
         if restored is None:
             return None
         key, snapshots, label = restored
@@ -95,7 +109,13 @@ class Mirror:
             if own is not None and key_of(own) == key:
                 self._next = 1 - at  # the older one is written first
         used = SampleDigest.model_validate(label["used"])
-        return MirroredState(step=key[0], snapshots=tuple(snapshots), used=used)
+        identity = label.get("identity")
+        return MirroredState(
+            step=key[0],
+            snapshots=tuple(snapshots),
+            used=used,
+            identity=None if identity is None else TrainingIdentity.model_validate(identity),
+        )
 
     def is_due(self, step: int) -> bool:
         """Say whether the state after a step is copied; all ranks ask after each step."""
@@ -106,7 +126,7 @@ class Mirror:
         if self._node.kept is None:
             return True
         self._asked_step = step - self._every // 2  # where it is not kept, ask again soon
-        kept = torch.tensor([int(self._node.kept.has(self._run, self._last_step))])
+        kept = torch.tensor([int(self._node.kept.has_copy(self._run, self._last_step))])
         dist.all_reduce(kept, op=dist.ReduceOp.MIN)
         return bool(kept)
 
@@ -130,6 +150,7 @@ class Mirror:
             "step": snapshot.step,
             "sample": snapshot.next_sample,
             "used": used.model_dump(),
+            "identity": None if self._identity is None else self._identity.model_dump(),
             "run": self._run,
             "epoch": self._node.epoch,
             "plan": self._plan,
@@ -146,9 +167,9 @@ class Mirror:
         if len(self._copies_s) == MEASURED:
             sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
             copy_s = COPY_OVER_CALLS * statistics.fmean(self._copies_s) + sent_s
-            self._every = self._agreed(copy_s / (COPIES_SHARE * step_s))
+            self._every = self._slowest_interval(copy_s / (COPIES_SHARE * step_s))
 
-    def _agreed(self, every: float) -> int:
+    def _slowest_interval(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""
         longest = torch.tensor([every])
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)

@@ -102,7 +102,7 @@ class Epoch(Part):
         starts = [device.start for device in self.lost_devices]
         return max((starts.count(member.start) for member in members), default=0)
 
-    def has(self, agent: Agent) -> bool:
+    def has_member(self, agent: Agent) -> bool:
         """Whether an agent is a member."""
         return any(member.start == agent.start for member in self.members)
 
@@ -204,11 +204,11 @@ class Holdings:
         self._held: list[Held] = []
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def states(self) -> tuple[Held, ...]:
         """The oldest first."""
         return tuple(self._held)
 
-    def hold(self, held: Held) -> None:
+    def add(self, held: Held) -> None:
         """Take what was copied, in place of the oldest of two others."""
         for at, state in enumerate(self._held):
             if (state.epoch, state.step) == (held.epoch, held.step):
@@ -247,7 +247,7 @@ class Roster:
         """Of the newest epoch that is known."""
         return 0 if self.epoch is None else self.epoch.number
 
-    def tell(self) -> Standing:
+    def status(self) -> Standing:
         """Return what the others get to know now."""
         self._number += 1
         return Standing(
@@ -257,7 +257,7 @@ class Roster:
             epoch=self.number,
             phase=self.phase,
             end=self._end,
-            held=self.holdings.held,
+            held=self.holdings.states,
         )
 
     def meet(self, agent: Agent, now_s: float) -> None:
@@ -286,7 +286,7 @@ class Roster:
         """Take notice that an agent's connections were closed."""
         self._suspected.add(agent.start)
 
-    def others(self) -> list[Agent]:
+    def recipients(self) -> list[Agent]:
         """Return who gets messages: members, and who is known otherwise and has not left."""
         agents = dict(self._met)
         agents |= (
@@ -310,7 +310,7 @@ class Roster:
     @property
     def is_member(self) -> bool:
         """Whether this agent trains in the newest epoch that is known."""
-        return self.epoch is not None and self.epoch.has(self.agent)
+        return self.epoch is not None and self.epoch.has_member(self.agent)
 
     def began(self) -> None:
         """Take notice that ranks of the epoch start now."""
@@ -318,15 +318,15 @@ class Roster:
             raise ValueError(f"no ranks may start in epoch {self.number}")
         self.phase = "running"
 
-    def ended(self, end: RankEnd | None) -> None:
+    def ranks_ended(self, end: RankEnd | None) -> None:
         """Take notice that no rank of the epoch runs here any more, and that none will start."""
         self.phase, self._end = "ended", end
 
-    def left(self) -> None:
+    def run_left(self) -> None:
         """Take notice that the run is over here."""
         self.phase = "left"
 
-    def wanted(self, now_s: float) -> Quit | Look | Over | Proposal | None:
+    def next_action(self, now_s: float) -> Quit | Look | Over | Proposal | None:
         """Return what this agent has to do now."""
         if self.epoch is None or self.phase == "left":
             return None
@@ -397,7 +397,7 @@ class Roster:
             for standing in self._told.values()
             if standing.phase == "ready"
             and standing.epoch == self.number
-            and not self.epoch.has(standing.agent)
+            and not self.epoch.has_member(standing.agent)
             and standing.agent.start not in self.epoch.excluded
             and not self.is_lost(standing.agent, now_s)
         ]
@@ -415,4 +415,4 @@ class Roster:
         """Return what those hold who may go on: members, and spares that were members once."""
         named = {agent.start for agent in (*alive, *self.spares(now_s))}
         standings = [standing for start, standing in self._told.items() if start in named]
-        return (*self.holdings.held, *(held for standing in standings for held in standing.held))
+        return (*self.holdings.states, *(held for standing in standings for held in standing.held))

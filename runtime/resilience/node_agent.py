@@ -81,7 +81,7 @@ class Register:
         numbers = [int(match[1]) for name in names if (match := _FILE.fullmatch(name))]
         return self._read(max(numbers)) if numbers else None
 
-    def put(self, epoch: Epoch) -> bool:
+    def write_if_free(self, epoch: Epoch) -> bool:
         """Write an epoch if its number is free; say whether it was."""
         new = self._files() / f".new-{secrets.token_hex(8)}"
         replace_file(json_line(epoch), new)
@@ -185,7 +185,7 @@ def agent_of(
                 if one["agent"] != introductions[node_rank.node]["agent"]:
                     roster.meet(Agent.model_validate(one["agent"]), time.monotonic())
             agent = held.enter_context(NodeAgent(roster, sockets, register, secret))
-            wrote = node_rank.node != 0 or register.put(first)
+            wrote = node_rank.node != 0 or register.write_if_free(first)
             if not all(rendezvous.all_gather(wrote)):
                 raise LaunchError(f"{folder}: another launch is using it; name another")
         yield agent
@@ -251,32 +251,32 @@ class NodeAgent:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self.roster.left()
+            self.roster.run_left()
         self._ended.set()
         self._thread.join()
         for _number in range(FAREWELLS):
-            self._tell()
+            self._send_status()
         self._sockets.close()
 
     def copies(self, slots: Slots) -> KeptCopies:
         """Return this node's side of partners that keep each other's copies."""
-        return KeptCopies(slots, self._sockets.copies, self._secret, self._hold)
+        return KeptCopies(slots, self._sockets.copies, self._secret, self._hold_copies)
 
-    def _hold(self, held: Held) -> None:
+    def _hold_copies(self, held: Held) -> None:
         with self._lock:
             if held.epoch == self.roster.number:
-                self.roster.holdings.hold(held)
+                self.roster.holdings.add(held)
 
     def begin(self) -> None:
         """Take notice that ranks of the epoch are about to start."""
         with self._lock:
             self.roster.began()
-        self._tell()
+        self._send_status()
 
     def check(self) -> None:
         """Raise EpochOver where the epoch cannot train any more."""
         with self._lock:
-            wanted = self.roster.wanted(time.monotonic())
+            wanted = self.roster.next_action(time.monotonic())
         if isinstance(wanted, Quit):
             raise EpochOver(wanted)
 
@@ -296,19 +296,19 @@ class NodeAgent:
         with self._lock:
             if gone is not None:
                 self.roster.suspect(self.epoch.members[gone])
-            self.roster.ended(end)
-        self._tell()
+            self.roster.ranks_ended(end)
+        self._send_status()
         before, deadline_s = self.epoch.number, time.monotonic() + self._return_s
         while self.epoch.number == before:
             noticed()
             with self._lock:
-                wanted = self.roster.wanted(time.monotonic())
+                wanted = self.roster.next_action(time.monotonic())
             if isinstance(wanted, Over):
                 raise error
             if isinstance(wanted, Look):
                 self._adopt()
             elif isinstance(wanted, Proposal):
-                self.register.put(decide(wanted))
+                self.register.write_if_free(decide(wanted))
                 self._adopt()
             elif time.monotonic() > deadline_s:
                 raise LaunchError(f"{error}; the nodes have not met again") from error
@@ -323,7 +323,7 @@ class NodeAgent:
         while not self.roster.is_member:
             noticed()
             with self._lock:
-                wanted = self.roster.wanted(time.monotonic())
+                wanted = self.roster.next_action(time.monotonic())
             if isinstance(wanted, Look):
                 self._adopt()
             elif isinstance(wanted, Over):
@@ -343,24 +343,24 @@ class NodeAgent:
         if newest is not None and newest.number > self.roster.number:
             with self._lock:
                 self.roster.adopt(newest, time.monotonic())
-            self._tell()
+            self._send_status()
 
     def _talk(self) -> None:
         next_s = 0.0
         while not self._ended.is_set():
             now_s = time.monotonic()
             if now_s >= next_s:
-                self._tell()
+                self._send_status()
                 next_s = now_s + TELL_S
             select.select([self._sockets.heard], [], [], LOOK_S)
             for standing in self._heard():
                 with self._lock:
                     self.roster.hear(standing, time.monotonic())
 
-    def _tell(self) -> None:
+    def _send_status(self) -> None:
         with self._lock:
-            text = json_line(self.roster.tell()).encode()
-            others = self.roster.others()
+            text = json_line(self.roster.status()).encode()
+            others = self.roster.recipients()
         sealed = hmac.digest(self._key, text, hashlib.sha256) + text
         for other in others:
             # Who is gone, or cannot be reached now, is found by its silence.

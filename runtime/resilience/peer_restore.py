@@ -59,7 +59,7 @@ class RankCopy:
         return values.view(dtype).reshape(tuple(local))
 
 
-def gathered(
+def restore_from_peers(
     slots: Sequence[StateSlot], needed: Mapping[str, Box], *, of_run: str | None = None
 ) -> tuple[Key, list[Snapshot], Mapping[str, Any]] | None:
     """Return the newest state of which every rank finds what it needs; all of them call it.
@@ -92,11 +92,11 @@ def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | 
     """Return what is needed where each rank has all of it itself."""
     rank = dist.get_rank()
     parts = _parts([copy.label for copy in copies])
-    wanted = _wanted(parts, dict.fromkeys(parts, rank), needed)
+    wanted = _wants(parts, dict.fromkeys(parts, rank), needed)
     if not all(all_gather_json(wanted is not None)):
         return None
     assert wanted is not None
-    return _received(copies, parts, {rank: wanted}), copies[0].label
+    return _exchange_boxes(copies, parts, {rank: wanted}), copies[0].label
 
 
 def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | None:
@@ -112,12 +112,12 @@ def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | 
         part: rank if rank in holders_of_part else holders_of_part[rank % len(holders_of_part)]
         for part, holders_of_part in there.items()
     }
-    wanted = _wanted(parts, holders, needed)
+    wanted = _wants(parts, holders, needed)
     asked = all_gather_json(wanted)
     if None in asked:
         return None
     first = next(label for labels in every for label in labels)
-    return _received(copies, parts, dict(enumerate(asked))), first
+    return _exchange_boxes(copies, parts, dict(enumerate(asked))), first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def _parts(labels: Sequence[Mapping[str, Any]]) -> Parts:
     }
 
 
-def _wanted(
+def _wants(
     parts: Parts, holders: Mapping[int, int], needed: Mapping[str, Box]
 ) -> list[Want] | None:
     """Return the boxes that a rank asks for; None where they do not make up what it needs."""
@@ -180,7 +180,7 @@ def _wanted(
     return result
 
 
-def _received(
+def _exchange_boxes(
     copies: Sequence[RankCopy], parts: Parts, asked: Mapping[int, Sequence[Sequence[Any]]]
 ) -> list[Snapshot]:
     """Send what others ask for, and return what this rank has asked for."""

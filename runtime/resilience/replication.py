@@ -139,7 +139,7 @@ class KeptCopies:
                 continue
             try:
                 if pairing.partner is not None:
-                    self._calling = _called(pairing, pairing.partner, self._secret)
+                    self._calling = _call_partner(pairing, pairing.partner, self._secret)
                 self._send_all(pairing, self._calling)
             except (OSError, ValueError):
                 self._ended.wait(AGAIN_S)  # whoever is gone is found by its silence
@@ -159,19 +159,19 @@ class KeptCopies:
             states = {_generation(label) for _, label in found.values()}
             whole = len(found) == self._slots.ranks and len(states) == 1 and states != {announced}
             for _, label in found.values() if whole else ():
-                self._holds(_held(label))
+                self._holds(_held_state(label))
             if channel is not None:
                 begin_s = time.thread_time()
                 for rank, (slot, label) in found.items():
                     # What is not sent is written anew, and found the next time.
-                    if sent.get(rank) != _generation(label) and _sent(channel, rank, slot):
+                    if sent.get(rank) != _generation(label) and _send_slot(channel, rank, slot):
                         sent[rank] = _generation(label)
                 took_s += time.thread_time() - begin_s
             if whole and (channel is None or {sent.get(rank) for rank in found} == states):
                 (announced,) = states
                 if node.kept is not None:
                     step, run = announced
-                    node.kept.tell(run, step, processor_s=took_s + self._received_s)
+                    node.kept.write_step(run, step, processor_s=took_s + self._received_s)
                 took_s = 0.0
             self._ended.wait(LOOK_S)
 
@@ -188,9 +188,9 @@ class KeptCopies:
             if not self._places.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._keep, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._keep_copies, args=(connection,), daemon=True).start()
 
-    def _keep(self, connection: socket.socket) -> None:
+    def _keep_copies(self, connection: socket.socket) -> None:
         channel = Channel(connection, self._secret, serves=True)
         try:
             until = time.monotonic() + GREET_S
@@ -223,19 +223,19 @@ class KeptCopies:
         if not 0 <= rank < len(wards) or label["epoch"] != pairing.epoch:
             raise Unauthentic("it sends what is not its own")
         code = at = 0
-        with to_write(wards[rank], label).filled(text, size) as filling:
+        with to_write(wards[rank], label).fill(text, size) as filling:
             # What is slow is no reason to give up: who is gone closes the connection.
             for piece in channel.content(size):
                 filling[at : at + len(piece)] = piece
                 code = zlib.crc32(piece, code)
                 at += len(piece)
             if code == said["code"]:
-                filling.done(code)
+                filling.commit(code)
         if code != said["code"]:
             channel.send({"refused": "its bytes are not those of its checksum"})
             return
         self._received_s = time.thread_time() - begin_s
-        self._holds(_held(label))
+        self._holds(_held_state(label))
         channel.send({"stored": rank})
 
 
@@ -266,7 +266,7 @@ def _newest(slots: Sequence[StateSlot], epoch: int) -> tuple[StateSlot, dict[str
     return max(labelled, key=lambda one: one[1]["step"], default=None)
 
 
-def _held(label: dict[str, Any]) -> Held:
+def _held_state(label: dict[str, Any]) -> Held:
     return Held(epoch=label["epoch"], step=label["step"], of=label["world"], parts=(label["rank"],))
 
 
@@ -275,7 +275,7 @@ def _introduction(pairing: Pairing, agent: Agent | None) -> dict[str, Any]:
     return {"run": pairing.run, "epoch": pairing.epoch, "from": start}
 
 
-def _called(pairing: Pairing, partner: Agent, secret: bytes) -> Channel:
+def _call_partner(pairing: Pairing, partner: Agent, secret: bytes) -> Channel:
     """Return a channel to the partner, which has taken this node for its ward."""
     connection = socket.create_connection((partner.host, partner.copies_port), timeout=GREET_S)
     channel = Channel(connection, secret, serves=False)
@@ -291,9 +291,9 @@ def _called(pairing: Pairing, partner: Agent, secret: bytes) -> Channel:
     return channel
 
 
-def _sent(channel: Channel, rank: int, slot: StateSlot) -> bool:
+def _send_slot(channel: Channel, rank: int, slot: StateSlot) -> bool:
     """Send what is in a slot; say whether it is kept."""
-    read = slot.sealed()
+    read = slot.contents()
     if read is None:
         return False
     label, content, code = read

@@ -71,9 +71,9 @@ class Slots:
         """Return what tells this node's ranks, by their number, where slots are."""
         self.ranks = ranks
         _grown(self._own, ranks)
-        return {SLOTS: json.dumps(self._told())}
+        return {SLOTS: json.dumps(self._description())}
 
-    def _told(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         if self._has_partner and self._kept is None:
             self._kept = os.memfd_create("meshwright-kept")
             os.truncate(self._kept, _KEPT.size)
@@ -87,7 +87,7 @@ class Slots:
     @property
     def node(self) -> NodeSlots:
         """All of them, as the launcher itself sees them."""
-        state = self._told()
+        state = self._description()
         if self._seen is None or self._seen[0] != state:
             self._seen = state, _slots_of(state)
         return self._seen[1]
@@ -109,12 +109,12 @@ class Kept:
         with file.open("r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), _KEPT.size)
 
-    def tell(self, run: str, step: int, *, processor_s: float) -> None:
+    def write_step(self, run: str, step: int, *, processor_s: float) -> None:
         """Say that copies of a step are there, and what sending the last ones took."""
         self._memory[:] = bytes(_KEPT.size)
         self._memory[:] = _KEPT.pack(int(run, 16), step, round(processor_s * 1e9))
 
-    def has(self, run: str, step: int) -> bool:
+    def has_copy(self, run: str, step: int) -> bool:
         """Whether a copy is there."""
         # Read twice: a reader may see half of what is being written.
         return all(_KEPT.unpack(self._memory[:])[:2] == (int(run, 16), step) for _ in range(2))
@@ -136,7 +136,7 @@ class StateSlot:
         self._memory: mmap.mmap | None = None
         self._seen: tuple[bytes, dict[str, Any] | None] = b"", None
 
-    def _mapped(self, least: int = 0) -> mmap.mmap | None:
+    def _map_memory(self, least: int = 0) -> mmap.mmap | None:
         """Return its memory, of this many bytes at least; None where it has none."""
         if (
             self._memory is None
@@ -154,19 +154,19 @@ class StateSlot:
     def write(self, label: Mapping[str, Any], pieces: Sequence[memoryview]) -> None:
         """Put in a label and bytes; until all of them are there the slot has nothing."""
         code = at = 0
-        with self.filled(json.dumps(label), sum(piece.nbytes for piece in pieces)) as content:
+        with self.fill(json.dumps(label), sum(piece.nbytes for piece in pieces)) as content:
             for piece in pieces:
                 content[at : at + piece.nbytes] = piece
                 code = zlib.crc32(piece, code)
                 at += piece.nbytes
-            content.done(code)
+            content.commit(code)
 
     @contextlib.contextmanager
-    def filled(self, label: str, size: int) -> Iterator[Filling]:
+    def fill(self, label: str, size: int) -> Iterator[Filling]:
         """Let bytes be put in behind a label; what is not said to be done leaves nothing."""
         text = label.encode()
         begin = _HEADER.size + len(text)
-        memory = self._mapped(begin + size)
+        memory = self._map_memory(begin + size)
         assert memory is not None
         memory[: _HEADER.size] = bytes(_HEADER.size)
         memory[_HEADER.size : begin] = text
@@ -178,23 +178,23 @@ class StateSlot:
 
     def label(self) -> dict[str, Any] | None:
         """Return the label of what is in it, whose bytes are not looked at; soon if it was seen."""
-        memory = self._mapped()
+        memory = self._map_memory()
         head = b"" if memory is None else memory[: _HEADER.size]
         if head != self._seen[0]:
-            contents = self.sealed()
+            contents = self.contents()
             self._seen = head, None if contents is None else json.loads(contents[0])
         return self._seen[1]
 
     def read(self) -> tuple[dict[str, Any], memoryview] | None:
         """Return what is in it; None where nothing is, or what is there is not what was written."""
-        contents = self.sealed()
+        contents = self.contents()
         if contents is None or zlib.crc32(contents[1]) != contents[2]:
             return None
         return json.loads(contents[0]), contents[1]
 
-    def sealed(self) -> tuple[str, memoryview, int] | None:
+    def contents(self) -> tuple[str, memoryview, int] | None:
         """Return label, bytes and the checksum that was written for them, which is not checked."""
-        mapped = self._mapped()
+        mapped = self._map_memory()
         if mapped is None or len(mapped) < _HEADER.size:
             return None
         memory = memoryview(mapped)
@@ -219,7 +219,7 @@ class Filling:
     def __setitem__(self, place: slice, piece: memoryview | bytes) -> None:
         self._memory[self._begin + place.start : self._begin + place.stop] = piece
 
-    def done(self, code: int) -> None:
+    def commit(self, code: int) -> None:
         """Say that all bytes are there, and their CRC-32."""
         self.code = code
 

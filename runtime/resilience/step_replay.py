@@ -77,7 +77,7 @@ class Replays:
         """Take what a step gave, on all ranks and on this one."""
         self._steps[step] = StepValues(loss, norm, gradient)
 
-    def copied(self, step: int) -> None:
+    def forget_before(self, step: int) -> None:
         """Forget what lies behind a copy of the state after a step."""
         self._steps = {number: values for number, values in self._steps.items() if number > step}
 

@@ -15,7 +15,6 @@ Steps are an interquartile mean, so that single long ones do not count.  Nothing
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import seconds_text
 from meshwright.runtime.resilience.heartbeat import RankPace
+from meshwright.runtime.run.run_clock import unix_now_s
 
 STEPS = 50
 """Outside the range, until that is said."""
@@ -109,13 +109,13 @@ class DriftWatch:
                 continue
             self._step_s.append(seconds)
         if len(self._step_s) >= STEPS and self._prediction is not None:
-            events += self._drifted(self._prediction, paces, step)
+            events += self._slow_steps(self._prediction, paces, step)
             self._step_s, self._since = [], dict(paces)
         if ranks and min(paces[rank].steps for rank in ranks) >= WARM_UP_STEPS:
             events += self._stragglers.look({rank: paces[rank] for rank in ranks}, step)
         return events
 
-    def _drifted(
+    def _slow_steps(
         self, prediction: Prediction, paces: Mapping[int, RankPace], step: int
     ) -> list[Drift]:
         """Return that steps have left their range, or are in it again."""
@@ -144,7 +144,7 @@ class DriftWatch:
             text = f"{said}, and {between} were predicted: {why}"
         return [
             Drift(
-                at_unix_s=time.time(),
+                at_unix_s=unix_now_s(),
                 after_step=step,
                 cause=cause,
                 rank=rank,
@@ -188,9 +188,10 @@ class DriftWatch:
         rank = chosen(seconds, key=lambda one: seconds[one])
         others = [s for other, s in seconds.items() if other != rank]
         alone = bool(others) and (
-            abs(_apart(seconds[rank], others, LEAST_SPREAD * each[rank].whole)[1]) > APART
+            abs(_robust_deviation(seconds[rank], others, LEAST_SPREAD * each[rank].whole)[1])
+            > APART
         )
-        where = _called(self._plan, rank) if alone else "every rank"
+        where = _rank_name(self._plan, rank) if alone else "every rank"
         if part == "data":
             return part, rank if alone else None, (
                 f"{where} reads a batch in {seconds_text(data[rank])}"
@@ -223,7 +224,7 @@ class _Stragglers:
             return []
         each = {rank: step_seconds(self._before[rank], pace) for rank, pace in paces.items()}
         self._before = dict(paces)
-        events: list[Drift | Paced] = [self._paced(each, step)]
+        events: list[Drift | Paced] = [self._pace_event(each, step)]
         for part in ("data", "work"):
             seconds = {
                 rank: value
@@ -234,18 +235,18 @@ class _Stragglers:
                 key, step_s = (rank, part), each[rank].whole
                 first_s = self._first.setdefault(key, value)
                 peers = [s for other, s in seconds.items() if self._is_peer(other, rank)]
-                usual_s, apart = _apart(value, peers or [first_s], LEAST_SPREAD * step_s)
+                usual_s, apart = _robust_deviation(value, peers or [first_s], LEAST_SPREAD * step_s)
                 slow = apart > APART and value - usual_s > SHARE * step_s
                 self._suspect[key] = self._suspect.get(key, 0) + 1 if slow else 0
                 if self._suspect[key] == WINDOWS:
                     than = "others with equal work" if peers else "at first"
-                    events.append(self._named(rank, part, value, than, usual_s, step))
+                    events.append(self._drift_of_rank(rank, part, value, than, usual_s, step))
         return events
 
-    def _paced(self, each: Mapping[int, StepSeconds], step: int) -> Paced:
+    def _pace_event(self, each: Mapping[int, StepSeconds], step: int) -> Paced:
         slowest = sorted(each, key=lambda rank: -(each[rank].data + (each[rank].work or 0.0)))
         return Paced(
-            at_unix_s=time.time(),
+            at_unix_s=unix_now_s(),
             after_step=step,
             ranks=tuple(
                 RankPart(
@@ -262,19 +263,19 @@ class _Stragglers:
     def _is_peer(self, other: int, rank: int) -> bool:
         return other != rank and self._alike and self._stage[other] == self._stage[rank]
 
-    def _named(
+    def _drift_of_rank(
         self, rank: int, part: str, value: float, than: str, usual_s: float, step: int
     ) -> Drift:
         verb = "reads a batch in" if part == "data" else "works"
         return Drift(
-            at_unix_s=time.time(),
+            at_unix_s=unix_now_s(),
             after_step=step,
             cause=f"straggler: {part}",
             rank=rank,
             stage=self._stage[rank],
             measured_s=value,
             predicted_s=usual_s,
-            text=f"{_called(self._plan, rank)} {verb} {seconds_text(value)} a step, and {than} "
+            text=f"{_rank_name(self._plan, rank)} {verb} {seconds_text(value)} a step, and {than} "
             f"{seconds_text(usual_s)}: all wait for it",
         )
 
@@ -284,7 +285,7 @@ def _is_wait(cause: str) -> bool:
     return is_link(cause) or cause in WAITS
 
 
-def _called(plan: Plan, rank: int) -> str:
+def _rank_name(plan: Plan, rank: int) -> str:
     """Return what a rank is called, with its stage where there are several."""
     stage = f" (stage {plan.mesh.coordinate(rank, 'pipeline')})" if plan.mesh.pipeline > 1 else ""
     return f"rank {rank}{stage}"
@@ -300,7 +301,7 @@ def middle_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def _apart(value: float, others: Sequence[float], least: float) -> tuple[float, float]:
+def _robust_deviation(value: float, others: Sequence[float], least: float) -> tuple[float, float]:
     """Return the median of others, and how far a value is above it in robust deviations."""
     middle = statistics.median(others)
     spread = NORMAL * statistics.median([abs(value_of_other - middle) for value_of_other in others])

@@ -87,9 +87,9 @@ class Channel:
     def receive(self, *, limit: int = MAX_MESSAGE_BYTES, until: float | None = None) -> Any:
         """Wait for a message, for ever or until a moment of time.monotonic(), and return it."""
         length = checked_length(exactly(self.connection, LENGTH.size, until=until), limit)
-        return self.opened(exactly(self.connection, length + CODE_BYTES, until=until))
+        return self.open_message(exactly(self.connection, length + CODE_BYTES, until=until))
 
-    def opened(self, sealed: bytes | bytearray) -> Any:
+    def open_message(self, sealed: bytes | bytearray) -> Any:
         """Return what a message says, given all of it behind its length."""
         text, code = bytes(sealed[:-CODE_BYTES]), bytes(sealed[-CODE_BYTES:])
         if not hmac.compare_digest(code, self._code(not self._serves, self._received, text)):
@@ -179,7 +179,7 @@ def job_secret(environment: Mapping[str, str]) -> bytes:
     try:
         file = file.expanduser()
         if not file.exists():
-            _make(file)
+            _make_secret(file)
     except (OSError, RuntimeError) as error:
         raise LaunchError(
             f"{file}: cannot be written ({error}); the nodes of a job share a secret: set {SECRET} "
@@ -198,7 +198,7 @@ def without_secret(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != SECRET}
 
 
-def _make(file: Path) -> None:
+def _make_secret(file: Path) -> None:
     """Make a secret that appears whole, once, even if several nodes make it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = file.with_name(f".secret.{secrets.token_hex(8)}")

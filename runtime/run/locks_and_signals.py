@@ -40,12 +40,12 @@ def signals_interrupt(noticed: Callable[[int], None] | None = None) -> Iterator[
         return
     left = [noticed] if noticed is not None else []
 
-    def taken(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         if not left:
             raise KeyboardInterrupt
         left.pop()(number)
 
-    before = {number: signal.signal(number, taken) for number in SIGNALS}
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ ScriptRecords are the steps that `meshwright run` follows while a script's Engin
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.environment import OUTPUT_VARIABLE
 from meshwright.runtime.run.loggers import Logger
+from meshwright.runtime.run.run_clock import unix_now_s
 
 SCALARS = ("loss", "eval_loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu")
 
@@ -43,7 +43,9 @@ class Metrics:
 
     def write(self, record: StepRecord) -> None:
         """Add a step."""
-        self.happened(StepDone(at_unix_s=time.time(), record=record, predicted_s=self._predicted_s))
+        self.log_event(
+            StepDone(at_unix_s=unix_now_s(), record=record, predicted_s=self._predicted_s)
+        )
         for step_record in (*self._before, record):
             run.append_record(step_record, self._lines)
         self._before = ()
@@ -53,7 +55,7 @@ class Metrics:
             with run.never_fatal(type(logger).__name__, Exception):
                 logger.log(record.step, values)
 
-    def happened(self, event: Event) -> None:
+    def log_event(self, event: Event) -> None:
         """Add what is no step."""
         run.append_record(event, self._events)
 

@@ -68,7 +68,7 @@ def node_rank_of(
                 "--rendezvous (HOST:PORT of node 0)"
             )
         host, port = host_and_port(rendezvous)
-        return _checked(node, nodes, host, port, BY_HAND)
+        return _check_node(node, nodes, host, port, BY_HAND)
     for source in (_torchrun, _inside_torchrun, _slurm, _kubernetes):
         node_rank = source(environment)
         if node_rank is not None:
@@ -89,7 +89,7 @@ def host_and_port(text: str) -> tuple[str, str]:
     return (host, port) if colon and ":" not in host else (text, str(PORT))
 
 
-def _checked(
+def _check_node(
     node: int | str,
     nodes: int | str,
     host: str,
@@ -123,7 +123,7 @@ def _torchrun(environment: Mapping[str, str]) -> NodeRank | None:
     nodes = environment.get("PET_NNODES", "1")
     if nodes == "1" or "PET_MASTER_ADDR" not in environment:
         return None
-    return _checked(
+    return _check_node(
         environment.get("PET_NODE_RANK", "0"),
         nodes,
         environment["PET_MASTER_ADDR"],
@@ -142,7 +142,7 @@ def _inside_torchrun(environment: Mapping[str, str]) -> NodeRank | None:
             "--nproc-per-node 1: the ranks of a node are started from there"
         )
     # torchrun itself listens on MASTER_PORT.
-    return _checked(
+    return _check_node(
         environment["GROUP_RANK"],
         environment["GROUP_WORLD_SIZE"],
         environment["MASTER_ADDR"],
@@ -162,7 +162,7 @@ def _slurm(environment: Mapping[str, str]) -> NodeRank | None:
         )
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     job = re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or "0"
-    return _checked(
+    return _check_node(
         environment.get("SLURM_NODEID", environment["SLURM_PROCID"]),
         environment["SLURM_NNODES"],
         _slurm_address(first_host(listed)),
@@ -211,7 +211,7 @@ def _kubernetes(environment: Mapping[str, str]) -> NodeRank | None:
             "JOB_COMPLETION_INDEX: is set and MASTER_ADDR is not; give the pods MASTER_ADDR, the "
             "name of pod 0 behind a headless service (JOB-0.SERVICE)"
         )
-    return _checked(
+    return _check_node(
         environment["JOB_COMPLETION_INDEX"],
         environment["NNODES"],
         environment["MASTER_ADDR"],

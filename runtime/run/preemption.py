@@ -42,6 +42,7 @@ def leave_notice(output: Path, number: int) -> str:
     """Tell this node's ranks; return what there is to say of it."""
     name = name_of(number)
     file = notice_file(output)
+    output.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
     with open_below(file, within=output) as written, contextlib.suppress(OSError):
         written.write(f"{name}\n".encode())  # that it is there is enough: the disk may be full
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -33,7 +34,7 @@ class ProgressLine:
         self._metrics: AddedLines | None = None
 
     @property
-    def after(self) -> str:
+    def progress_text(self) -> str:
         """How far training has come, in words."""
         return f"after step {self.step}" if self.step else "before the first step"
 
@@ -46,7 +47,10 @@ class ProgressLine:
     def refresh(self) -> list[StepRecord]:
         """Show the newest step; return those that were done since the last time."""
         assert self._metrics is not None
-        news = [StepRecord.model_validate_json(line) for line in self._metrics.read()]
+        news = []
+        for text in self._metrics.read():
+            with contextlib.suppress(ValueError):  # somebody else has written it
+                news.append(StepRecord.model_validate_json(text))
         for record in news:
             self.step = record.step
             line = self._line(record)

@@ -10,11 +10,12 @@ import ctypes
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from meshwright.runtime.run.run_clock import unix_now_s
 
 if TYPE_CHECKING:
     from meshwright.runtime.run import run_folder as run
@@ -29,7 +30,7 @@ def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
     except BaseException as error:
         with contextlib.suppress(OSError):  # of a log without room
             traceback.print_exc()
-        tell(
+        report_failure(
             type(error).__name__,
             str(error),
             rank=rank,
@@ -42,7 +43,7 @@ def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
     return 0
 
 
-def tell(
+def report_failure(
     kind: str,
     message: str,
     *,
@@ -59,7 +60,7 @@ def tell(
         rank=rank,
         kind=kind,
         message=message,
-        at_unix_s=time.time(),
+        at_unix_s=unix_now_s(),
         held=held or {},
         needed_bytes=needed_bytes,
         suspect=suspect,

@@ -105,7 +105,7 @@ class Rendezvous:
                 reception = _Reception(node_rank, secret, self._others, greet_s, warn)
                 reception.receive_all(deadline, meanwhile)
             else:
-                self._others[0] = _connected(node_rank, secret, deadline, greet_s, warn, meanwhile)
+                self._others[0] = _connect(node_rank, secret, deadline, greet_s, warn, meanwhile)
             first = next(iter(self._others.values()))
             self.address = first.connection.getsockname()[0]
             self.interface = interfaces().get(self.address)
@@ -246,7 +246,7 @@ class _Newcomer:
 
     def read(self) -> Any:
         """Take what has come; return the introduction when it is whole, else None."""
-        wanted = self._wanted()
+        wanted = self._missing_bytes()
         part = self.channel.connection.recv(wanted - len(self._received))
         if not part:
             raise Unauthentic("it closed the connection before it showed the job's secret")
@@ -262,9 +262,9 @@ class _Newcomer:
         if self._length is None:
             self._length = checked_length(self._received[GREETING_BYTES:], MAX_INTRODUCTION_BYTES)
             return None
-        return self.channel.opened(self._received[head:])
+        return self.channel.open_message(self._received[head:])
 
-    def _wanted(self) -> int:
+    def _missing_bytes(self) -> int:
         """Bytes until the next that must be looked at."""
         if len(self._received) < GREETING_BYTES:
             return GREETING_BYTES
@@ -435,7 +435,7 @@ class _Reception:
         return text
 
 
-def _connected(
+def _connect(
     node_rank: NodeRank,
     secret: bytes,
     deadline: float,
@@ -450,8 +450,8 @@ def _connected(
         meanwhile()
         connection, pause_s = None, 0.1
         try:
-            connection = _dialled(node_rank.host, node_rank.port)
-            return _introduced(connection, node_rank, secret, greet_s)
+            connection = _dial(node_rank.host, node_rank.port)
+            return _introduce(connection, node_rank, secret, greet_s)
         except (OSError, Unauthentic) as error:
             problem = str(error)
             if connection is not None:
@@ -472,7 +472,7 @@ def _connected(
 _SAME_SECRET = f"give all nodes the same {SECRET} or {SECRET_FILE}"
 
 
-def _dialled(host: str, port: int) -> socket.socket:
+def _dial(host: str, port: int) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=5.0)
     if connection.getsockname() == connection.getpeername():
         connection.close()
@@ -480,7 +480,7 @@ def _dialled(host: str, port: int) -> socket.socket:
     return connection
 
 
-def _introduced(
+def _introduce(
     connection: socket.socket, node_rank: NodeRank, secret: bytes, greet_s: float
 ) -> Channel:
     """Say which node this is, and hear that node 0 takes it as that."""

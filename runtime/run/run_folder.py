@@ -25,6 +25,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from io import BufferedReader
@@ -212,6 +213,7 @@ def append_record(record: StepRecord | Event, path: Path) -> None:
     waiting = _waiting.setdefault(path, collections.deque(maxlen=MOST_WAITING))
     waiting.append(record)
     with never_fatal(path):
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         while waiting:
             append_line(waiting[0], path)
             waiting.popleft()
@@ -251,14 +253,29 @@ def never_fatal(what: object, *kinds: type[Exception]) -> Iterator[None]:
 
 
 class AddedLines:
-    """Reads the whole lines that are added to a file from now on."""
+    """Reads the whole lines that are added to a file from now on.
+
+    A file that is removed meanwhile, or written anew, ends nothing: a new one is read from its
+    beginning.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, path.stat().st_size
+        self._path, self._offset = path, 0
+        self._file: tuple[int, int] | None = None
+        with never_fatal(path):
+            status = path.stat()
+            self._offset, self._file = status.st_size, (status.st_dev, status.st_ino)
 
     def read(self) -> list[bytes]:
         """Return the lines that were ended since the last time."""
-        with checksums.open_regular(self._path) as file:
+        news = b""
+        before, self._file = self._file, None
+        with never_fatal(self._path), checksums.open_regular(self._path) as file:
+            status = os.fstat(file.fileno())
+            identity = status.st_dev, status.st_ino
+            if identity != before or status.st_size < self._offset:
+                self._offset = 0
+            self._file = identity
             file.seek(self._offset)
             news = file.read()
         whole = news[: news.rfind(b"\n") + 1]

@@ -250,14 +250,14 @@ def spread(values: Sequence[float]) -> float | None:
 def _stage(pipeline_rank: int, ranks: Sequence[RankRecord]) -> StagePeak:
     stage_ranks = [rank for rank in ranks if rank.stage == pipeline_rank]
 
-    def most(of_rank: Callable[[RankRecord], int | None]) -> int | None:
+    def largest(of_rank: Callable[[RankRecord], int | None]) -> int | None:
         return max(
             (value for rank in stage_ranks if (value := of_rank(rank)) is not None), default=None
         )
 
     return StagePeak(
-        peak_memory_bytes=most(lambda rank: rank.peak_memory_bytes),
+        peak_memory_bytes=largest(lambda rank: rank.peak_memory_bytes),
         memory_source=stage_ranks[0].memory_source if stage_ranks else "no rank",
-        reserved_memory_bytes=most(lambda rank: rank.reserved_memory_bytes),
-        device_memory_bytes=most(lambda rank: rank.device_memory_bytes),
+        reserved_memory_bytes=largest(lambda rank: rank.reserved_memory_bytes),
+        device_memory_bytes=largest(lambda rank: rank.device_memory_bytes),
     )

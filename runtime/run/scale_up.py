@@ -23,7 +23,7 @@ def environment(output: Path) -> dict[str, str]:
     return {GROW: str(_file(output.absolute()))}
 
 
-def ask(output: Path) -> None:
+def request_end(output: Path) -> None:
     """Ask the ranks to end after their next save."""
     open_below(_file(output), within=output).close()
 

@@ -20,6 +20,7 @@ from meshwright.planner.documents.events import LONGEST_EVENT_BYTES, events_of
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.whatif.run_status import RunView, Viewer
 from meshwright.runtime.core import checksums
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import events_file
 
 HOST = "127.0.0.1"
@@ -43,8 +44,8 @@ class TelemetryFigure:
 def figures(view: RunView, *, now_s: float) -> Iterator[TelemetryFigure]:
     """Yield the figures of a run.
 
-    >>> from meshwright.planner.whatif.run_status import viewed
-    >>> [one.name for one in figures(viewed([]), now_s=0.0)][:2]
+    >>> from meshwright.planner.whatif.run_status import run_view
+    >>> [figure.name for figure in figures(run_view([]), now_s=0.0)][:2]
     ['meshwright_attempts', 'meshwright_steps_lost']
     """
     figure = _figure
@@ -95,12 +96,12 @@ def exposition(figures: Iterator[TelemetryFigure]) -> str:
         if figure.name not in named:
             named.add(figure.name)
             lines += [f"# HELP {figure.name} {figure.help}", f"# TYPE {figure.name} gauge"]
-        labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in figure.labels)
+        labels = ",".join(f'{name}="{_escape(value)}"' for name, value in figure.labels)
         lines.append(f"{figure.name}{f'{{{labels}}}' if labels else ''} {figure.value!r}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
@@ -128,7 +129,7 @@ class EventTail:
         """Return the figures until now."""
         with self._lock:
             self._read()
-            return list(figures(self._viewer.view(), now_s=time.time()))
+            return list(figures(self._viewer.view(), now_s=unix_now_s()))
 
     def _read(self) -> None:
         """Take what was added, line by line, so that no more than one lies in memory."""

@@ -46,11 +46,11 @@ KEPT_OPERATORS = (
 def wrapped(layer: nn.Module, recompute: Recompute, packing: Packing | None = None) -> nn.Module:
     """Return the layer, whose forward recomputes itself in backward if it is to."""
     if recompute != "none":
-        layer.forward = recomputed(layer.forward, recompute, packing)
+        layer.forward = checkpoint_call(layer.forward, recompute, packing)
     return layer
 
 
-def recomputed(
+def checkpoint_call(
     call: Callable[..., Any],
     recompute: Recompute,
     packing: Packing | None = None,
@@ -118,9 +118,9 @@ class _Waiting:
 
 
 @functools.cache
-def _kept(operator: Any) -> bool:
+def _is_kept(operator: Any) -> bool:
     return str(operator).removesuffix(".default") in KEPT_OPERATORS
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE

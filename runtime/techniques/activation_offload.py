@@ -99,34 +99,34 @@ class Packing:
         """Act on every forward of `layer`: this packing's own, or what recompute made of it."""
         forward = layer.forward
 
-        def packed(*args: Any, **kwargs: Any) -> Any:
+        def pack_call(*args: Any, **kwargs: Any) -> Any:
             with self.acting():
                 return forward(*args, **kwargs)
 
-        layer.forward = packed
+        layer.forward = pack_call
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
         """Act on what autograd saves inside: one forward of the layer."""
-        self._call = self._begun()
+        self._call = self._begin_call()
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
         finally:
             self._call.seen.clear()
             self._call = None
-            self._ended()
+            self._end_call()
 
     def leave_parameters(self, unit: nn.Module) -> None:
         """Leave the parameters of a unit where they are, which it gathers inside of the layer."""
         forward = unit.forward
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def note_call(*args: Any, **kwargs: Any) -> Any:
             if self._call is not None:
                 self._call.resident |= {_storage(parameter) for parameter in unit.parameters()}
             return forward(*args, **kwargs)
 
-        unit.forward = noted
+        unit.forward = note_call
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | _View:
@@ -164,12 +164,12 @@ class Packing:
             and storage._cdata not in call.resident
         )
 
-    def _begun(self) -> _Call:
+    def _begin_call(self) -> _Call:
         # Anew in each forward, since data parallelism puts gathered parameters in their place.
         stay = {_storage(tensor) for tensor in (*self._layer.parameters(), *self._beside())}
         return _Call(self._constants | stay, None)
 
-    def _ended(self) -> None:
+    def _end_call(self) -> None:
         """The layer's forward is done."""
 
     def _parcel(self, span: Tensor, call: _Call) -> Parcel:
@@ -268,12 +268,12 @@ class Offloading(Packing):
         super().__init__(layer, beside)
         self._traffic, self._first, self._last = traffic, first, last
 
-    def _begun(self) -> _Call:
-        call = super()._begun()
+    def _begin_call(self) -> _Call:
+        call = super()._begin_call()
         self._traffic.begin(call, first=self._first)
         return call
 
-    def _ended(self) -> None:
+    def _end_call(self) -> None:
         if self._last:
             self._traffic.end()
 

@@ -130,7 +130,9 @@ class _Chunked(torch.autograd.Function):
         ctx.rule = rule
         wanted = ctx.needs_input_grad[:3] if rule.makes else (False, False, False)
         # Logits change in place, which selective recompute must not have saved.
-        total, grads = unseen_by_recompute(lambda: _passed(x, weight, bias, targets, rule, wanted))
+        total, grads = unseen_by_recompute(
+            lambda: _sum_over_chunks(x, weight, bias, targets, rule, wanted)
+        )
         if rule.makes:
             ctx.save_for_backward(*grads)
         else:
@@ -143,7 +145,9 @@ class _Chunked(torch.autograd.Function):
             grads = ctx.saved_tensors
         else:
             x, weight, bias, targets = ctx.saved_tensors
-            _, grads = _passed(x, weight, bias, targets, ctx.rule, ctx.needs_input_grad[:3])
+            _, grads = _sum_over_chunks(
+                x, weight, bias, targets, ctx.rule, ctx.needs_input_grad[:3]
+            )
         for grad_part in grads:  # in place: torch refuses a second backward over what forward made
             if grad_part is not None:
                 grad_part.mul_(grad.to(grad_part.dtype) if grad_part.ndim else grad)
@@ -151,7 +155,7 @@ class _Chunked(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _passed(
+def _sum_over_chunks(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -170,7 +174,7 @@ def _passed(
         part = slice(start, start + rule.rows)
         a, target = x[part], targets[part]
         z = _logits(a, weight, bias, rule, exact)
-        index, here = _own(target, rule.first(weight), len(weight))
+        index, here = _own_targets(target, rule.first(weight), len(weight))
         at = z.gather(1, index[:, None]).squeeze(1).masked_fill(~here, 0.0)
         slope = None if rule.cap is None or not any(wanted) else _slope(z, rule.cap)
         largest = z.amax(-1)
@@ -209,7 +213,7 @@ def _logits(
     return z if rule.cap is None else z.div_(rule.cap).tanh_().mul_(rule.cap)
 
 
-def _own(target: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def _own_targets(target: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return each target's number among this rank's outputs, 0 where it has none, and whether."""
     index = target - first
     here = (index >= 0) & (index < count) & (target != IGNORED)

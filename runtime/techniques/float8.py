@@ -115,10 +115,10 @@ def rounded_with(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
     return wide.div_(scale).clamp_(-most, most).to(kind)
 
 
-def rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def round_to_8_bits(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a tensor in 8 bits and what to multiply it with.
 
-    >>> eight, scale = rounded(torch.tensor([448.0, -1.0, 0.3]), FORWARD)
+    >>> eight, scale = round_to_8_bits(torch.tensor([448.0, -1.0, 0.3]), FORWARD)
     >>> (eight.float() * scale).tolist()
     [448.0, -1.0, 0.3125]
     """
@@ -173,7 +173,7 @@ class Tensorwise:
         """Return x W^T + b."""
         rows = x.flatten(0, -2)
         if not _fits(rows, weight):
-            return functional.linear(x, _widened(weight, scale, x.dtype), bias)
+            return functional.linear(x, _widen(weight, scale, x.dtype), bias)
         product = _product(rows, FORWARD, weight, FORWARD, scale).unflatten(0, x.shape[:-1])
         return product if bias is None else product + bias
 
@@ -182,7 +182,7 @@ class Tensorwise:
         """Return the gradient of x, grad W."""
         rows = grad.flatten(0, -2)
         if not _fits(rows, weight):
-            return grad @ _widened(weight, scale, grad.dtype)
+            return grad @ _widen(weight, scale, grad.dtype)
         product = _product(rows, BACKWARD, weight.t(), FORWARD, scale)
         return product.unflatten(0, grad.shape[:-1])
 
@@ -236,7 +236,7 @@ def _fits(*matrices: Tensor) -> bool:
     return all(fits(matrix.shape) for matrix in matrices)
 
 
-def _widened(weight: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
+def _widen(weight: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
     return weight if scale is None else (weight.float() * scale).to(kind)
 
 
@@ -251,8 +251,10 @@ def _product(
 
     With a scale the other comes in 8 bits.
     """
-    a, a_scale = rounded(left, kind)
-    b, b_scale = (other, other_scale) if other_scale is not None else rounded(other, other_kind)
+    a, a_scale = round_to_8_bits(left, kind)
+    b, b_scale = (
+        (other, other_scale) if other_scale is not None else round_to_8_bits(other, other_kind)
+    )
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
@@ -282,18 +284,18 @@ def _by_blocks(left: Tensor, other: Tensor) -> Tensor:
         return left @ other.t()
     (a, a_exponents), (b, b_exponents) = blocks_rounded(left), blocks_rounded(other)
     if not multiplies_blocks(left.device):
-        a_wide, b_wide = _unblocked(a, a_exponents), _unblocked(b, b_exponents)
+        a_wide, b_wide = _unblock(a, a_exponents), _unblock(b, b_exponents)
         return (a_wide @ b_wide.t()).to(left.dtype)
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
-        scale_a=swizzled(_e8m0(a_exponents)),
-        scale_b=swizzled(_e8m0(b_exponents)),
+        scale_a=swizzle(_e8m0(a_exponents)),
+        scale_b=swizzle(_e8m0(b_exponents)),
         out_dtype=left.dtype,
     )
 
 
-def _unblocked(eight: Tensor, exponents: Tensor) -> Tensor:
+def _unblock(eight: Tensor, exponents: Tensor) -> Tensor:
     return torch.ldexp(eight.float().unflatten(1, (-1, BLOCK)), exponents.unsqueeze(2)).flatten(1)
 
 
@@ -302,7 +304,7 @@ def _e8m0(exponents: Tensor) -> Tensor:
     return (exponents - _LEAST_EXPONENT).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def swizzled(scales: Tensor) -> Tensor:
+def swizzle(scales: Tensor) -> Tensor:
     """Return scales [row, block] in the order in which Blackwell's products read them, flat.
 
     Tiles of 128 rows and 4 blocks; in each, four rows that are 32 apart stand together.  What
@@ -334,7 +336,7 @@ class NarrowWeights:
         self._records: list[Any] = []
         self._scales: list[Tensor] = []
 
-    def take(self, layer: nn.Module) -> None:
+    def gather_in_8_bits(self, layer: nn.Module) -> None:
         """Gather the weights of a layer's Linears in 8 bits, where their shape allows it."""
         assert isinstance(layer, FSDPModule)
         taken = []
@@ -350,7 +352,7 @@ class NarrowWeights:
                 and fits(size)
             ):
                 module.scale = torch.ones((), device=shard.device)
-                extend_gather(record, _narrowed(shard, module.scale), _gathered)
+                extend_gather(record, _narrow_hook(shard, module.scale), _after_gather)
                 self._scales.append(module.scale)
                 taken.append(record)
 
@@ -388,7 +390,7 @@ class _StandIn(torch.autograd.Function):
         return divided_like(grad, like) if isinstance(like, DTensor) else grad
 
 
-def _narrowed(shard: Tensor, scale: Tensor) -> Callable[..., tuple[tuple[Tensor, ...], None]]:
+def _narrow_hook(shard: Tensor, scale: Tensor) -> Callable[..., tuple[tuple[Tensor, ...], None]]:
     def before(
         mesh: object, size: object, stride: object, module: object, policy: object
     ) -> tuple[tuple[Tensor, ...], None]:
@@ -398,7 +400,7 @@ def _narrowed(shard: Tensor, scale: Tensor) -> Callable[..., tuple[tuple[Tensor,
     return before
 
 
-def _gathered(
+def _after_gather(
     outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """Return the whole weight, and what FSDP frees with it; later gathers fill the same memory."""

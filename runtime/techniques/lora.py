@@ -61,7 +61,7 @@ def low_rank(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return functional.linear(functional.linear(x, a), b) * scale
 
 
-def added(module: nn.Module, x: Tensor) -> Tensor:
+def adapter_output(module: nn.Module, x: Tensor) -> Tensor:
     """Return what a module's adapter adds, with the matrices that it has now."""
     a, b = getattr(module, A), getattr(module, B)
     return low_rank(module, x, a, b)
@@ -147,17 +147,17 @@ def _adapt(module: Any, lora: Lora) -> None:
     out_features, in_features = (
         weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
     )
-    module.__class__ = _adapted(type(module))  # type: ignore[arg-type]  # a class can be hashed
+    module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]  # a class can be hashed
     module.lora_scale = lora.alpha / lora.rank
     for name, shape in ((A, (lora.rank, in_features)), (B, (out_features, lora.rank))):
         module.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
 
 
 @functools.cache
-def _adapted(cls: type[nn.Module]) -> type[nn.Module]:
+def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
     class Adapted(cls):  # type: ignore[misc, valid-type]
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + added(self, x)
+            return super().forward(x) + adapter_output(self, x)
 
     Adapted.__name__ = f"Adapted{cls.__name__}"
     return Adapted

@@ -72,18 +72,18 @@ class WeightGradients:
         """Keep what the gradient of `weight` will be made of, and how."""
         self._waiting.append((weight, x, grad, products))
 
-    def taken(self) -> Callable[[], None]:
+    def take_deferred(self) -> Callable[[], None]:
         """Return a function that makes all deferred gradients, and forget them."""
         waiting, self._waiting = self._waiting, []
 
         # Inputs remember how they were made; with gradients on, so would every product of them.
         @torch.no_grad()
-        def make() -> None:
+        def make_gradients() -> None:
             while waiting:
                 weight, x, grad, products = waiting.pop()
                 _accumulate(weight, products.of_weight(x, grad))
 
-        return make
+        return make_gradients
 
 
 class DeferredLinear(nn.Linear):

@@ -124,9 +124,9 @@ class _Allocations(TorchDispatchMode):
             number = self._number[storage] = next(self._numbers)
             if fresh:
                 self._events.append((number, storage.nbytes()))
-            weakref.finalize(storage, self._freed, number, storage.nbytes())
+            weakref.finalize(storage, self._free, number, storage.nbytes())
 
-    def _freed(self, number: int, size_bytes: int) -> None:
+    def _free(self, number: int, size_bytes: int) -> None:
         if self._on:
             self._events.append((number, -size_bytes))
 
@@ -191,7 +191,7 @@ def identities(module: nn.Module, recording: Recording) -> list[Hashable]:
     >>> first == second, second == third, third == last
     (False, True, False)
     """
-    return [_LayerIdentity(module, recording).of(layer) for layer in recording.layers]
+    return [_LayerIdentity(module, recording).identity_of(layer) for layer in recording.layers]
 
 
 class _LayerIdentity:
@@ -201,7 +201,7 @@ class _LayerIdentity:
         self._module, self._recording = module, recording
         self._numbers: dict[Any, int] = {}
 
-    def of(self, layer: RecordedLayer) -> Hashable:
+    def identity_of(self, layer: RecordedLayer) -> Hashable:
         recording = self._recording
         nodes = [at for at in range(layer.first, layer.last) if at not in recording.derived]
         is_last = layer.last == len(recording.nodes)
@@ -209,7 +209,7 @@ class _LayerIdentity:
         if is_last:
             read |= values_of(recording.result)
         received = self._values(recording.live(layer.first))
-        called = [recording.nodes[at] for at in (*recording.needed(read), *nodes)]
+        called = [recording.nodes[at] for at in (*recording.needed_nodes(read), *nodes)]
         calls = tuple(self._call(node) for node in called)
         result = recording.result if is_last else ()
         return received, calls, self._values(recording.live(layer.last)), self._leaves(result)

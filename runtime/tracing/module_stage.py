@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
-from meshwright.runtime.techniques.activation_checkpointing import recomputed
+from meshwright.runtime.techniques.activation_checkpointing import checkpoint_call
 from meshwright.runtime.tracing.replayed_stage import (
     MicroBatch,
     RecordedStage,
-    seeded,
+    seed_draws,
     unit_seed,
 )
 from meshwright.runtime.tracing.trace import Node, Recording, called_name, values_of
@@ -52,6 +52,8 @@ class _ForwardUnderWay:
 
 class ModuleStage(RecordedStage):
     """All layers of a module, run by the module itself."""
+
+    _root: nn.Module
 
     def __init__(self, module: nn.Module, recorder: Recorder) -> None:
         """`module` is run; `recorder` is of the same construction."""
@@ -166,7 +168,7 @@ class ModuleStage(RecordedStage):
             if name in self._changed_behind:
                 args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
             numbers = node is None or not node.draws
-            return recomputed(inside, recompute, packing, numbers=numbers)(*args, **kwargs)
+            return checkpoint_call(inside, recompute, packing, numbers=numbers)(*args, **kwargs)
 
     @contextlib.contextmanager
     def _inside(self, micro: MicroBatch, name: str, node: Node | None) -> Iterator[None]:
@@ -185,7 +187,7 @@ class ModuleStage(RecordedStage):
         with contextlib.ExitStack() as acting:
             if node is not None and node.draws:
                 acting.enter_context(
-                    seeded(micro.seed, name, self.device, python=node.draws_python)
+                    seed_draws(micro.seed, name, self.device, python=node.draws_python)
                 )
             if self.around is not None:
                 acting.enter_context(self.around(micro.batch, node))
@@ -225,7 +227,7 @@ def _drawing_between(micro: MicroBatch, device: torch.device) -> Iterator[None]:
     """Draw under the seed of the micro-batch what no unit draws that is known to."""
     numbers = None if micro.coin_seed is None else PythonNumbers()
     try:
-        with seeded(micro.seed, BETWEEN, device):
+        with seed_draws(micro.seed, BETWEEN, device):
             if micro.coin_seed is not None:
                 seed_python(unit_seed(micro.coin_seed, BETWEEN))
             yield

@@ -31,7 +31,7 @@ from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.lru import Recent
 from meshwright.runtime.core.side_effects import PythonNumbers, seed_python
 from meshwright.runtime.techniques import activation_offload as activations
-from meshwright.runtime.techniques.activation_checkpointing import recomputed
+from meshwright.runtime.techniques.activation_checkpointing import checkpoint_call
 from meshwright.runtime.techniques.activation_offload import HostTraffic, Packing
 from meshwright.runtime.tracing.trace import (
     Leaf,
@@ -67,20 +67,20 @@ def step_seed(seed: int, step: int, first_sample: int) -> int:
     >>> step_seed(0, 1, 8) == step_seed(0, 1, 8) != step_seed(0, 1, 16)
     True
     """
-    return _hashed(f"{seed} {step} {first_sample}")
+    return _hash(f"{seed} {step} {first_sample}")
 
 
 def unit_seed(seed: int, name: str) -> int:
     """Return the seed under which a unit, or a function between units, draws in a micro-batch."""
-    return _hashed(f"{seed} {name}")
+    return _hash(f"{seed} {name}")
 
 
-def _hashed(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 @contextlib.contextmanager
-def seeded(
+def seed_draws(
     seed: int | None, name: str, device: torch.device, *, python: bool = False
 ) -> Iterator[None]:
     """Draw under the seed of a micro-batch and the name of a unit; None changes nothing.
@@ -324,7 +324,7 @@ class RecordedStage(nn.Module):
 
     def closed(self, loss: Tensor) -> Tensor:
         """Return a loss of the last forward whose backward is in the order of all ranks."""
-        return loss if self.order is None else self.order.closed(loss)
+        return loss if self.order is None else self.order.close_backward(loss)
 
     def _closed(self, sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         at = next((at for at, tensor in enumerate(sent) if tensor.requires_grad), None)
@@ -408,7 +408,7 @@ class RecordedStage(nn.Module):
             later |= set(part.takes)
         return _StageProgram(
             recording=recording,
-            derived=tuple(recording.nodes[at] for at in recording.needed(wanted)),
+            derived=tuple(recording.nodes[at] for at in recording.needed_nodes(wanted)),
             received=received,
             sent=sent,
             parts=tuple(parts),
@@ -496,7 +496,7 @@ class _MicroBatchRun:
         called = self._stage.called(node)
         inner_loss.begin(node.name)
         drawing = (
-            seeded(self._seed, node.name, self._device, python=node.draws_python)
+            seed_draws(self._seed, node.name, self._device, python=node.draws_python)
             if node.draws
             else contextlib.nullcontext()
         )
@@ -535,5 +535,5 @@ class _MicroBatchRun:
         taken = [self.values[value] for value in part.takes]
         # What is changed in place cannot be kept; it is then made again with all else.
         selective = recompute == "selective" and not any(node.changed for node in part.nodes)
-        outputs = recomputed(layer, "selective" if selective else "full", packing)(*taken)
+        outputs = checkpoint_call(layer, "selective" if selective else "full", packing)(*taken)
         self.values.update(zip(part.gives, outputs, strict=True))

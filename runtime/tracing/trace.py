@@ -164,11 +164,11 @@ class Recording:
 
     def made_by(self, layer: RecordedLayer) -> set[int]:
         """Return the values that a layer makes."""
-        return {value for node in self._own(layer) for _, value in node.made}
+        return {value for node in self._own_nodes(layer) for _, value in node.made}
 
     def read_by(self, layer: RecordedLayer) -> set[int]:
         """Return the values that a layer reads; the last one also what the module returns."""
-        read = {value for node in self._own(layer) for value in values_of(node.leaves)}
+        read = {value for node in self._own_nodes(layer) for value in values_of(node.leaves)}
         return read | (values_of(self.result) if layer.last == len(self.nodes) else set())
 
     def output_bytes(self) -> list[int]:
@@ -182,14 +182,14 @@ class Recording:
             values.append(sum(self.values[value].size_bytes for value in handed_on))
         return values
 
-    def _own(self, layer: RecordedLayer) -> list[Node]:
+    def _own_nodes(self, layer: RecordedLayer) -> list[Node]:
         return [self.nodes[at] for at in range(layer.first, layer.last) if at not in self.derived]
 
     def sent(self, layer: int) -> tuple[Tensor, ...]:
         """Return meta tensors of what layer number `layer` hands on, if a stage ends with it."""
         return tuple(self.values[at].meta() for at in self.live(self.layers[layer].last))
 
-    def needed(self, values: Iterable[int]) -> tuple[int, ...]:
+    def needed_nodes(self, values: Iterable[int]) -> tuple[int, ...]:
         """Return the derived nodes that make these values, in order.
 
         A derived value that is changed in place has the nodes that change it.

@@ -55,7 +55,8 @@ VALUE_READERS = frozenset(
 """Functions that turn values of tensors into Python's own."""
 SIZE_READERS = frozenset(
     (
-        Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel,
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.size, Tensor.numel, Tensor.nelement, torch.numel,
         Tensor.__len__, Tensor.__iter__, Tensor.unbind, torch.unbind,
     )
 )  # fmt: skip
@@ -140,7 +141,7 @@ class Notes:
             path = notes._paths.get(id(module))
             if notes._depth or path is None or path in notes._opened:
                 return called(module, *args, **kwargs)
-            return notes._noted(lambda *a, **k: called(module, *a, **k), path, args, kwargs)
+            return notes._note_call(lambda *a, **k: called(module, *a, **k), path, args, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
@@ -152,9 +153,9 @@ class Notes:
         """Run a function between units, and note it if it makes or changes tensors."""
         if self._depth:
             return func(*args, **kwargs)
-        return self._noted(func, None, args, kwargs)
+        return self._note_call(func, None, args, kwargs)
 
-    def _noted(
+    def _note_call(
         self, call: Callable[..., Any], unit: str | None, args: Any, kwargs: dict[str, Any]
     ) -> Any:
         # From here on functions are inside the call, or of this class.
@@ -396,7 +397,7 @@ class Notes:
             result=outputs,
             result_spec=spec,
             layers=(),
-            derived=self._derived(nodes),
+            derived=self._derived_nodes(nodes),
             tensors=tensors,
             sized_by_values=frozenset(
                 reference.at
@@ -406,7 +407,7 @@ class Notes:
         )
         return replace(recording, layers=self._layers(recording, parameters))
 
-    def _derived(self, nodes: Sequence[Node]) -> frozenset[int]:
+    def _derived_nodes(self, nodes: Sequence[Node]) -> frozenset[int]:
         """Return the nodes whose results follow from the batch alone, without parameters."""
         spoilt: set[int] = set()
         while True:
@@ -533,16 +534,18 @@ class _Operators(TorchDispatchMode):
             self._notes.sized_by_values = True
         if func is not torch.ops.prim.device.default:  # asked for where it was not before
             arguments = (*args, *(kwargs or {}).items())
-            self._notes._operators = hash((self._notes._operators, func, _shown(arguments)))
+            self._notes._operators = hash(
+                (self._notes._operators, func, _key_of_argument(arguments))
+            )
         return func(*args, **(kwargs or {}))
 
 
-def _shown(argument: Any) -> Hashable:
+def _key_of_argument(argument: Any) -> Hashable:
     """Return an argument of an operator without the values of tensors."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype
     if isinstance(argument, tuple | list):
-        return tuple(map(_shown, argument))
+        return tuple(map(_key_of_argument, argument))
     return repr(argument)
 
 

@@ -80,11 +80,11 @@ class Recorder:
         self.example = batch
         """The batch of `first`."""
         self.refused: str | None = None
-        """Why a module that `of` was asked for is one unit."""
+        """Why a module that `of_units` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
         self._dtype, self._ours = dtype, ours
         self._modes = {name: part.training for name, part in module.named_modules()}
-        self.opened = frozenset() if whole else _opened(module, units)
+        self.opened = frozenset() if whole else _opened_paths(module, units)
         # In a rehearsal tensors have no data already, and modes do not mix.
         self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         self._module = module if ours else self._skeleton(module)
@@ -105,14 +105,14 @@ class Recorder:
         except Exception as fake_error:
             # A kernel without fake tensors, or sizes that depend on values inside a unit.
             if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
-                raise _failed(module, fake_error) from fake_error
+                raise _record_error(module, fake_error) from fake_error
             self._real = deepcopy_module(module)
             try:
                 self.first = self.recording(batch)
             except RecordError:
                 raise
             except Exception as error:
-                raise _failed(module, error) from error
+                raise _record_error(module, error) from error
 
     @functools.cached_property
     def aliases(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class Recorder:
         return {name: first.setdefault(id(parameter), name) for name, parameter in pairs}
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unread_names(self) -> tuple[str, ...]:
         """Names of parameters and buffers that the forward never reads, and no unit has."""
         used: set[int] = set()
         for at, node in enumerate(self.first.nodes):
@@ -139,7 +139,7 @@ class Recorder:
         return tuple(name for name, tensor in every if id(tensor) not in used and name not in names)
 
     @classmethod
-    def of(
+    def of_units(
         cls,
         module: nn.Module,
         batch: Any,
@@ -165,7 +165,7 @@ class Recorder:
         """Return what the forward does with a batch of these shapes."""
         key = (key_of(batch), training)
         before = self._made.count
-        recording = self._made.get(key, lambda: self._recorded(batch, training=training))
+        recording = self._made.get(key, lambda: self._record(batch, training=training))
         if before < self._made.count == MOST_RECORDINGS:
             warnings.warn(
                 f"{MOST_RECORDINGS} kinds of batches so far, and each is recorded anew: pad "
@@ -285,7 +285,7 @@ class Recorder:
             return nn.Parameter(tensor_copy, requires_grad=tensor.requires_grad)
         return tensor_copy
 
-    def _recorded(self, batch: Any, *, training: bool) -> Recording:
+    def _record(self, batch: Any, *, training: bool) -> Recording:
         if self._ours:
             notes = Notes(self._module, self.opened, batch)
             with torch.enable_grad(), notes.units_called():
@@ -337,7 +337,7 @@ def _default_inputs(module: nn.Module) -> Inputs:
     return inputs
 
 
-def _opened(module: nn.Module, units: Sequence[str] | None) -> frozenset[str]:
+def _opened_paths(module: nn.Module, units: Sequence[str] | None) -> frozenset[str]:
     """Return the paths of the modules whose forward is looked into; all others are units."""
     if units is None:
         paths = set(units_of(module))
@@ -388,7 +388,7 @@ def can_be_tried(module: nn.Module, *given: Any) -> bool:
     return count <= MOST_CHECKED and has_data((*tree_leaves(given), *module.parameters()))
 
 
-def _failed(module: nn.Module, error: Exception) -> RecordError:
+def _record_error(module: nn.Module, error: Exception) -> RecordError:
     return RecordError(
         f"{type(module).__name__} cannot be run on the example "
         f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); a plan without "

@@ -70,7 +70,8 @@ class Participation:
 class BackwardOrder:
     """The order in which backward gathers and reduces the units of one stage.
 
-    `begin` before the first unit of a forward, `closed` around what its backward starts from.
+    `begin` before the first unit of a forward, `close_backward` around what its backward starts
+    from.
     Micro-batches may overlap: each forward has a chain of its own.
     """
 
@@ -92,7 +93,7 @@ class BackwardOrder:
         """Let the stage's own parameters be gathered first."""
         self._link(begin_backward, self._root)
 
-    def closed(self, tensor: Tensor) -> Tensor:
+    def close_backward(self, tensor: Tensor) -> Tensor:
         """Return a tensor whose backward goes through the whole chain."""
         chain, self._chain = self._chain, None
         if chain is None or not tensor.requires_grad:

@@ -19,6 +19,7 @@ from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.partition.layout_partition import instance_of
 from meshwright.planner.search.proof_account import LEFT_OUT
+from meshwright.planner.search.proof_budget import FULL
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.partition_problem import evaluate_split
 
@@ -105,7 +106,7 @@ CLOSED = ("pcie-l40s", "deep-3b")
     [name if name in CLOSED else pytest.param(name, marks=pytest.mark.matrix) for name in REQUESTS],
 )
 def test_no_plan_of_an_attack_simulates_below_what_is_proven(name: str) -> None:
-    attack = Attack(REQUESTS[name], prove="simulated")
+    attack = Attack(REQUESTS[name], effort=FULL)
     certificate = attack.answer.certificate
 
     outcome = attack.run(PLANS if name in CLOSED else 10 * PLANS)

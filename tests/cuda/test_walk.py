@@ -30,7 +30,7 @@ main()
 """
 REPORT = {
     "copy of pageable memory to cuda at runtime/engine/language_model.py:inputs_and_targets": 1,
-    "item at runtime/engine/engine.py:_updated": 5,
+    "item at runtime/engine/engine.py:_update": 5,
 }
 """What the host waits for in a step: tokens that come, the five figures of its report that go."""
 VOTE = {
@@ -139,7 +139,7 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
         "torch",
         "runtime/core/pinned_memory.py:_add_first",
         "runtime/engine/language_model.py:inputs_and_targets",
-        "runtime/engine/engine.py:_updated",
+        "runtime/engine/engine.py:_update",
         "runtime/optim/sharded_optimizer.py:update_on_device",
         "runtime/optim/gradients.py:_multiply",
         "runtime/optim/gradients.py:_squared_norm",
@@ -147,12 +147,12 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     # Each of two layers asks in two micro-batches how many tokens go where.
     assert more["experts"] == REPORT | {
         "item at runtime/engine/language_model.py:expert_load": 1,
-        "list at runtime/parallel/expert_parallel.py:of": 4,
+        "list at runtime/parallel/expert_parallel.py:for_rows": 4,
     }
     # Handed on, they are asked for to nodes and then to ranks.
     assert more["relayed experts"] == REPORT | {
         "item at runtime/engine/language_model.py:expert_load": 1,
-        "list at runtime/parallel/expert_parallel.py:of": 8,
+        "list at runtime/parallel/expert_parallel.py:for_places": 8,
     }
     # Gathered tokens find their experts on the device.
     assert more["gathered experts"] == REPORT | {

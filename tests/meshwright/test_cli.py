@@ -180,6 +180,35 @@ def test_predict_prices_a_layout(here: Path, capfd: pytest.CaptureFixture[str]) 
     assert len(predicted["stages"]) == 2
 
 
+TUNED = ("llama-3.1-8b", "--cluster", "1xrtx-4090", "--lora", "rank=16", "--seq-len", "2048")
+
+
+def test_adapters_mean_the_same_to_predict_and_to_plan(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layout = "recompute=full,loss=chunked-recompute,micro_batch=1,compile=none"
+    planned = answer(capfd, "plan", *TUNED, "--fix", layout, "-o", "plan.yaml")
+
+    predicted = answer(capfd, "predict", *TUNED, "--layout", layout)
+
+    assert predicted["fits"]
+    assert predicted["step_time_s"] == planned["step_time_s"]
+    # 8.03e9 frozen weights of two bytes once, and 42e6 of adapters with master, copy and moments.
+    parameters = predicted["stages"][0]["memory_parts"]["parameters"]
+    assert parameters == pytest.approx(2 * 8.03e9 + 6 * 42e6, rel=0.005)
+    assert document.read(Plan, "plan.yaml").global_batch == 16
+
+
+def test_a_plan_has_its_own_adapters(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    answer(capfd, "plan", "gpt2", "--cluster", "8xa100-sxm-80gb", "-o", "plan.yaml")
+
+    for option, value in (("--lora", "rank=4"), ("--seq-len", "64"), ("--precision", "fp32")):
+        code = cli.main(["predict", "plan.yaml", option, value])
+
+        assert code == 1
+        assert f"{option[2:]}: a plan has its own already" in capfd.readouterr().err
+
+
 def test_a_layout_says_which_devices_are_idle(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -488,3 +517,18 @@ def test_a_configuration_is_imported_and_improved(
     assert "change, one after the other" in capsys.readouterr().out
     assert cli.main(["compare", str(plan), str(plan), "--best"]) == 1
     assert "compares one plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--version"], ["catalog"], ["catalog", "--json"]])
+def test_a_stdout_without_room_ends_a_command_quietly(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwright", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    assert (done.returncode, done.stderr) == (1, "")

@@ -99,7 +99,7 @@ class PlayedNode:
             self.failed = NodeLeft(text)
         else:
             self.failed = RankFailed(text, lead=text, output=self.course.folder, end=end)
-        self.roster.ended(end)
+        self.roster.ranks_ended(end)
 
 
 class PlayedRun:
@@ -118,7 +118,7 @@ class PlayedRun:
         first = Epoch(
             number=1, run="run", members=members, output=str(folder / "out"), state=State(step=0)
         )
-        assert self.register.put(first)
+        assert self.register.write_if_free(first)
         self.states: dict[tuple[int | None, int], Trained] = {(None, 0): Trained()}
         self.trained, self.moved_s = 0, 0.0
         self.plans: list[str] = []
@@ -159,7 +159,7 @@ class PlayedRun:
         """Let all agents that act tell the others how they stand."""
         for node in self.nodes:
             if node.acts or node.over:
-                told = node.roster.tell()
+                told = node.roster.status()
                 for other in self.nodes:
                     if other is not node and other.acts:
                         other.roster.hear(told, self.now_s)
@@ -169,7 +169,7 @@ class PlayedRun:
         roster = node.roster
         if roster.phase == "running":
             self.look_at_ranks(node)
-        wanted = roster.wanted(self.now_s)
+        wanted = roster.next_action(self.now_s)
         if isinstance(wanted, Quit):
             node.end(None)
         elif isinstance(wanted, Look):
@@ -177,7 +177,7 @@ class PlayedRun:
         elif isinstance(wanted, Over):
             node.over, node.rank = True, None
         elif isinstance(wanted, Proposal):
-            self.register.put(node.epochs.next(wanted, node.failed, self.now_s))
+            self.register.write_if_free(node.epochs.next(wanted, node.failed, self.now_s))
             self.adopt(node)
 
     def look_at_ranks(self, node: PlayedNode) -> None:
@@ -238,10 +238,10 @@ class PlayedRun:
             partner = members[(place + 1) % len(members)]
             for holder in (one, partner):
                 part = Held(epoch=number, step=self.trained, of=len(members), parts=(place,))
-                holder.roster.holdings.hold(part)
+                holder.roster.holdings.add(part)
         if self.trained == STEPS:
             for one in members:
-                one.roster.left()
+                one.roster.run_left()
                 one.over = True
 
     def is_there(self, state: State) -> bool:
@@ -250,7 +250,7 @@ class PlayedRun:
             one
             for node in self.nodes
             if node.acts
-            for one in node.roster.holdings.held
+            for one in node.roster.holdings.states
             if (one.epoch, one.step) == (state.epoch, state.step)
         ]
         parts = {part for one in held for part in one.parts}

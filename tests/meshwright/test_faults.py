@@ -161,7 +161,7 @@ ASKED = """
 from pathlib import Path
 from meshwright.runtime.launch import training_loop as train
 
-stepped = train.Loop._stepped
+take_step = train.Loop._take_step
 def step_with_faults(self, batch):
     import torch
     def is_asked(what):
@@ -176,9 +176,9 @@ def step_with_faults(self, batch):
             weight.view(-1)[3] += 1.0
     if is_asked("full"):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-    return stepped(self, batch)
-train.Loop._stepped = step_with_faults
-train._Peak.of = lambda self, step, held: step()  # no memory is counted
+    return take_step(self, batch)
+train.Loop._take_step = step_with_faults
+train._Peak.watch = lambda self, step, held: step()  # no memory is counted
 """
 """Rank 1 has a weight changed, or runs out of memory, where a file asks for it."""
 
@@ -313,8 +313,9 @@ def test_a_run_all_of_whose_nodes_are_lost_goes_on_from_its_checkpoint(
     for node in range(NODES):
         job.launchers[node].kill()
     spare = job.launchers[NODES]
-    assert spare.wait(PATIENCE_S / 10) == 0
+    assert spare.wait(PATIENCE_S / 10) == 1
     assert "no member of the run is left" in job.log(NODES).read_text()
+    assert f" is saved of {STEPS} steps; start the run again" in job.log(NODES).read_text()
     job.room.wait_until_empty()
     saved = checkpoint.newest(job.room.folder / "saved")
     assert saved is not None

@@ -14,13 +14,16 @@ from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.multi_node import Epochs, NodeResources
 from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
-from meshwright.planner.documents.events import Decision, events_of
+from meshwright.planner.documents.events import AttemptEnded, Decision, events_of
+from meshwright.planner.errors import LaunchError
 from meshwright.planner.whatif.what_if_changes import changed_cluster, smaller_nodes
+from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch.launch import RankFailed
 from meshwright.runtime.resilience.membership import Agent, Epoch, Proposal, State
+from meshwright.runtime.resilience.node_agent import RunOver
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.recovery_policy import RankEnd
-from meshwright.runtime.run.run_folder import events_file
+from meshwright.runtime.run.run_folder import Stopped, append_record, events_file
 from tests.meshwright.launch.test_fallback_plans import planned
 from tests.meshwright.launch.test_scale_up import agent
 
@@ -151,3 +154,42 @@ def test_a_spare_takes_its_place_first(tmp_path: Path) -> None:
     assert [one.node for one in epoch.members] == [0, 10]
     assert (epoch.plan, epoch.lost_devices) == (None, ())
     assert reactions(tmp_path) == ["spare"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "stopped", "excluded", "ends_well"),
+    [
+        (0, None, False, False),
+        (14, None, False, False),
+        (14, "grow", False, False),
+        (14, "max_seconds", False, True),
+        (14, None, True, True),
+        (40, None, False, True),
+    ],
+)
+def test_a_spare_ends_well_only_where_the_run_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: int,
+    stopped: Stopped | None,
+    excluded: bool,
+    ends_well: bool,
+) -> None:
+    case = Case(tmp_path, node_s=1.5, device_s=2.0)
+    spare = agent(5)
+    case.run = case.run.model_copy(update={"steps": 40})
+    if excluded:
+        case.epoch = case.epoch.model_copy(update={"excluded": (spare.start,)})
+    folder = tmp_path / f"step-{saved:06}" if saved else None
+    monkeypatch.setattr(checkpoint, "newest", lambda _: folder)
+    monkeypatch.setattr(checkpoint, "progress", lambda _: SimpleNamespace(step=saved))
+    if stopped is not None:
+        end = AttemptEnded(at_unix_s=1.0, stopped=stopped, after_step=saved)
+        append_record(end, events_file(tmp_path / "out"))
+
+    over = RunOver("no member of the run is left")
+    if ends_well:
+        case.epochs(spare)._end_as_spare(over)
+        return
+    with pytest.raises(LaunchError, match=r"is saved of 40 steps; start the run again"):
+        case.epochs(spare)._end_as_spare(over)

@@ -88,11 +88,11 @@ SLOW = """
 import time
 from meshwright.runtime.resilience.heartbeat import Beacon
 
-tell = Beacon.tell
+begin_part = Beacon.begin_part
 def slow(self, step, part):
-    tell(self, step, part)
+    begin_part(self, step, part)
     time.sleep(SECONDS if part == "step" else 0.0)
-Beacon.tell = slow
+Beacon.begin_part = slow
 """
 
 

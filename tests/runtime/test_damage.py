@@ -19,6 +19,7 @@ from meshwright.planner.documents.plan import Plan  # noqa: E402
 from meshwright.planner.errors import MeshwrightError  # noqa: E402
 from meshwright.runtime.checkpoint import checkpoint  # noqa: E402
 from meshwright.runtime.checkpoint import weight_export as export  # noqa: E402
+from meshwright.runtime.checkpoint.commit_recovery import prepare_folder  # noqa: E402
 from meshwright.runtime.checkpoint.writer import Saver  # noqa: E402
 from meshwright.runtime.launch.preflight import checkpoint_to_resume  # noqa: E402
 from meshwright.runtime.launch.training_loop import token_engine  # noqa: E402
@@ -222,6 +223,42 @@ def test_a_run_does_not_start_anew_beside_a_damaged_checkpoint(saved: Path, tmp_
     (folder / "step-000002").rename(tmp_path / "step-000002")
     again = LaunchRun(checkpoint=folder, resume=True, or_start=True, steps=9)
     assert checkpoint_to_resume(again) is None
+
+
+@pytest.mark.parametrize("damage", ["empty", "half copied", "cut off", "two"])
+def test_a_run_that_is_started_again_takes_the_newest_whole_one(
+    saved: Path, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    whole = checkpoint.newest(folder)
+    assert whole is not None
+    bad = folder / "step-000007"
+    bad.mkdir()
+    if damage == "half copied":
+        shutil.copy(whole / "plan.yaml", bad)
+    if damage == "cut off":
+        shutil.copytree(whole, bad, dirs_exist_ok=True)
+        (bad / "meta.json").write_bytes((whole / "meta.json").read_bytes()[:-30])
+    if damage == "two":
+        (folder / "step-000008").mkdir()
+        (folder / "damaged-step-000008").mkdir()
+    before = sorted(file.name for file in bad.iterdir())
+    said: list[str] = []
+    by_hand = LaunchRun(checkpoint=folder, resume=True, steps=9)
+    again = LaunchRun(checkpoint=folder, resume=True, or_start=True, steps=9)
+
+    prepare_folder(by_hand, say=said.append)
+    with pytest.raises(MeshwrightError, match=r"to resume .*, which is complete"):
+        checkpoint_to_resume(by_hand)
+    assert said == []
+    prepare_folder(again, say=said.append)
+    assert checkpoint_to_resume(again) == whole
+
+    assert len(said) == 1 + (damage == "two")
+    assert f"it is kept as damaged-step-000007, and {whole} is gone on from" in said[-1]
+    assert sorted(file.name for file in (folder / "damaged-step-000007").iterdir()) == before
+    assert (folder / "damaged-step-000008-2").exists() == (damage == "two")
 
 
 def what_a_rank_says(folder: str) -> str:

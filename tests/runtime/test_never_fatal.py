@@ -78,6 +78,30 @@ def test_a_script_without_room_for_its_records_trains_on(tmp_path: Path) -> None
     assert [one.step for one in run.read_records(run.metrics_file(tmp_path))] == [1, 2, 2, 3]
 
 
+def test_lines_of_a_file_that_is_removed_are_read_from_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    file = run.metrics_file(output)
+    run.append_record(record(1), file)
+    added = run.AddedLines(file)
+    run.append_record(record(2), file)
+    assert len(added.read()) == 1
+
+    file.unlink()
+    assert added.read() == []
+    output.rmdir()
+    for step in (3, 4):
+        run.append_record(record(step), file)
+    lines = added.read()
+
+    assert [StepRecord.model_validate_json(line).step for line in lines] == [3, 4]
+    file.write_text("cut\n")
+    assert added.read() == [b"cut"]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"warning: {file}: No such file or directory; the run goes on without it"]
+
+
 def test_a_link_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
 

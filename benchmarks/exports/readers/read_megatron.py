@@ -35,9 +35,6 @@ def read(case: dict[str, Any]) -> dict[str, Any]:
         rest += ["--group-query-attention", "--num-query-groups", model["kv_heads"]]
     if model["experts"]:
         rest += ["--num-experts", model["experts"], "--moe-router-topk", model["active"]]
-        rest += ["--moe-grouped-gemm"]
-        if "flex" not in told:
-            rest += ["--moe-token-dispatcher-type", "alltoall"]
     sys.argv = ["pretrain_gpt.py", *told, *map(str, rest)]
     args = parse_args()
     validate_args(args, {})

@@ -50,8 +50,6 @@ def read(case: dict[str, Any]) -> dict[str, Any]:
         experts = {
             "num_moe_experts": figures["experts"],
             "moe_router_topk": figures["active"],
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": True,
         }
     config = ConfigContainer(
         train=TrainingConfig(micro_batch_size=1, global_batch_size=8, train_iters=1000),

@@ -10,7 +10,6 @@ whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -22,7 +21,7 @@ from meshwright.planner.documents.plan import Activations, Layout, PlacedLayer, 
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.frameworks.stage_rules import by_products, ends_of
+from meshwright.planner.frameworks.stage_rules import block_counts, ends_of
 from meshwright.planner.operators.operator_table import RECOMPUTES
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Setup
@@ -35,16 +34,16 @@ USUAL_LINK_BYTES_PER_S = 3.2e10
 def placements(setup: Setup, layout: Layout) -> list[Placement]:
     """[stage] Layer kinds with their choices, of the stages that a layout has.
 
-    Blocks that do not divide evenly go to the first stages; a stage may have none.
+    Blocks are divided by `planner.frameworks.stage_rules.block_counts`.
     """
     model, framework = setup.request.model, setup.request.framework
     before, blocks, _ = ends_of(model)
-    a = model.architecture
-    if framework.pipeline.stages == "by_products" and layout.virtual_stages == 1 and a is not None:
-        sizes: Sequence[int] = by_products(a, layout.pipeline)
-    else:
-        each, more = divmod(blocks, layout.stages)
-        sizes = [each + (stage < more) for stage in range(layout.stages)]
+    sizes = block_counts(
+        framework.pipeline.stages,
+        model,
+        ranks=layout.pipeline,
+        virtual_stages=layout.virtual_stages,
+    )
     kinds = model.chain_kinds
     cuts = [before]
     for size in sizes:
@@ -188,6 +187,13 @@ def predict_run(setup: Setup, tables: Tables | None = None) -> Prediction:
 def plan_of(setup: Setup) -> Plan:
     """Return a run as a plan, where its schedule and stages are ones that a plan can say."""
     run = _choose_recompute(setup, Tables())
+    if not all(run.placements):
+        raise DocumentError(
+            "layout",
+            f"has {run.layout.stages} stages, of which stage {run.placements.index(())} has no "
+            f"layer of {run.request.model.name}, as {run.request.framework.name} divides it; ask "
+            "for fewer stages",
+        )
     names = iter(name for name, _ in run.request.model.chain)
     stages = tuple(
         Stage(
@@ -206,16 +212,11 @@ def framework_prediction(request: Request, layout: Layout) -> Prediction:
 
     All blocks recompute alike.
     """
-    a = request.model.architecture
     if layout.devices > request.cluster.devices:
         raise DocumentError(
             "layout",
             f"takes {layout.devices} devices, and {request.cluster.name} has "
             f"{request.cluster.devices}",
-        )
-    if a is not None and layout.pipeline > a.layers:
-        raise DocumentError(
-            "layout", f"{layout.pipeline} stages need as many blocks; the model has {a.layers}"
         )
     return setup_prediction(_of_pins(request, layout), layout.text())
 

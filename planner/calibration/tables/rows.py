@@ -324,7 +324,7 @@ def closest_framework(
 
 
 def _runs_with(framework: Framework, facts: Facts) -> tuple[str, ...]:
-    """Return the options that a framework's runs had as far as is known; its name tells them."""
+    """Return the options that a framework's runs had, as far as is known; its name tells them."""
     return tuple(
         option
         for runs in framework.accuracy.runs_with

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.memory.caching_allocator import CachingAllocator, MemoryBlock
-from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.operators.operator_table import OperatorTable
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.profile import Recompute
+    from meshwright.planner.operators.operator_table import OperatorTable
 
 FP32 = 4
 

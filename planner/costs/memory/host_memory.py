@@ -10,15 +10,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.collectives import group_steps
-from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
-from meshwright.planner.documents.framework import Framework
-from meshwright.planner.documents.plan import Layout, Offload
 from meshwright.planner.documents.prediction import Assumption
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.solver.side_constraints import HostMemory
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
+    from meshwright.planner.documents.framework import Framework
+    from meshwright.planner.documents.plan import Layout, Offload
 
 PINNED_BY_TORCH = 0.5
 """Of a host's memory, where parameters are there: FSDP has torch pin them, in powers of two."""

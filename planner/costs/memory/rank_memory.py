@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,12 +26,14 @@ from numpy.typing import ArrayLike
 from meshwright.planner.costs.layer_strategy import LayerBytes, StrategyParts
 from meshwright.planner.costs.layout_costs import counted_by_rank
 from meshwright.planner.costs.memory.state_bytes import BUCKETS
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import SETTLED
 from meshwright.planner.operators.operator_table import either, larger, smaller
 from meshwright.planner.schedules import Shape
 from meshwright.planner.schedules.memory_peaks import Moments, moments
-from meshwright.planner.schedules.schedule import Order
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.schedules.schedule import Order
 
 Layers = Sequence[LayerBytes]
 

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.cut_tensors import sink_kind
 from meshwright.planner.costs.layer_seconds import ENDS
@@ -54,11 +55,13 @@ from meshwright.planner.costs.memory.state_bytes import (
 )
 from meshwright.planner.costs.sharding import POWERSGD_RANK
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.framework import Framework
-from meshwright.planner.documents.model import Layer, ModelGraph
-from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.profile import LossGradients
 from meshwright.planner.operators import layer_operators as arithmetic
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework
+    from meshwright.planner.documents.model import Layer, ModelGraph
+    from meshwright.planner.documents.plan import Job, Layout
+    from meshwright.planner.documents.profile import LossGradients
 
 
 def fsdp1_states(parameters: float, sharing: StateSharding, *, unit: float | None = None) -> States:
@@ -251,6 +254,7 @@ class ResidentStates:
             narrow=layout.weight_gather_dtype == "fp8" or self._gathers_narrow,
             gathers_before=self._framework.sharding.backward_prefetch == "before",
             syncs_each=self._framework.sharding.syncs_each,
+            leaves_frozen=self._framework.sharding.leaves_frozen,
         )
 
     def resident_parameters(

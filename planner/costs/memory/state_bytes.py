@@ -57,11 +57,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.framework import Framework, OptimizerRule, Types, Unit
-from meshwright.planner.documents.plan import GradientCompression, Offload
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework import Framework, OptimizerRule, Types, Unit
+    from meshwright.planner.documents.plan import GradientCompression, Offload
 
 FOUR_BITS = 0.5
 """Bytes of a parameter in 4 bits, without its scale."""
@@ -229,6 +231,8 @@ class StateSharding:
     """The next of FSDP1's units is gathered before a unit's gradients are made."""
     syncs_each: bool = True
     """FSDP1's units are reduced in every micro-batch; else in the last one alone."""
+    leaves_frozen: bool = False
+    """FSDP2's units have no frozen parameters that every rank has whole."""
 
     @property
     def is_wrapped(self) -> bool:
@@ -265,6 +269,18 @@ class StateSharding:
         `gathers_anew`).
         """
         return (self.is_sharded and self.zero == 3) or self.comes_from_host
+
+    @property
+    def has_whole_frozen(self) -> bool:
+        """Whether every rank has frozen parameters whole and uses them where they are.
+
+        Nothing updates them, so that no shard of them has to be gathered before a step.
+        """
+        if self.types.unit == "buffer":
+            return self.zero < 3
+        if self.gathers_again or not self.is_wrapped:
+            return not self.gathers_again
+        return self.leaves_frozen or not self.is_sharded
 
     @property
     def between(self) -> int | None:
@@ -662,8 +678,8 @@ def frozen_states(parameters: float, sharing: StateSharding) -> States:
     They are stored in the type of the computation, or narrower, e bytes each
     (runtime/techniques/lora.py):
 
-        not wrapped            e N, under ZeRO-3 e N/d
-        ZeRO-0 to 2            e N/d + e N
+        ZeRO-0                 e N
+        ZeRO-1 and 2           e N, as nothing updates them; where FSDP2 divides them e N/d + e N
         ZeRO-3                 e N/d, and while a unit works what trained parameters need too
 
     With parameters on the host the shard is there, and comes as it is.  Scales of 4-bit weights are
@@ -676,8 +692,11 @@ def frozen_states(parameters: float, sharing: StateSharding) -> States:
     2.0
     """
     n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.is_sharded else 1
-    if not sharing.is_wrapped:
-        gathered, held = 0.0, e * n / (d if sharing.zero == 3 else 1)
+    gathered = 0.0
+    if sharing.has_whole_frozen:
+        held = e * n
+    elif sharing.types.unit == "buffer":
+        held = e * n / d
     else:
         gathered = e * n if sharing.gathers_again else 0.0
         held = e * n / d + (0.0 if gathered else e * n)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
     Settings,
+    named_file,
     unread_keys,
 )
 
@@ -32,19 +34,21 @@ _OF_LAUNCH = (
 )
 
 
-def read(text: str) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the configuration says."""
-    return of_settings(limits.settings(text, "accelerate"))
+    return of_settings(limits.settings(text, "accelerate"), surroundings)
 
 
-def of_settings(data: dict[str, Any]) -> ParsedConfig:
-    """Return what settings say."""
+def of_settings(
+    data: dict[str, Any], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
+    """Return what settings say; a file of DeepSpeed that they name is read too."""
     settings = Settings(data)
     kind = settings.word("distributed_type") or "MULTI_GPU"
     nested = settings.part("deepspeed_config")
     config = ParsedConfig(framework="accelerate")
     if kind == "DEEPSPEED":
-        config = _of_deepspeed(nested)
+        config = _of_deepspeed(nested, surroundings)
     config.devices = settings.count("num_processes")
     settings.number("num_machines")
     precision = settings.word("mixed_precision") or ("auto" if kind == "DEEPSPEED" else "no")
@@ -67,18 +71,20 @@ def of_settings(data: dict[str, Any]) -> ParsedConfig:
     for key in _OF_LAUNCH:
         settings.pop(key)
     config.unknown += settings.unread
+    config.understood += settings.understood
     return config
 
 
-def _of_deepspeed(nested: Settings) -> ParsedConfig:
-    """Return what the settings of DeepSpeed say there."""
-    values: dict[str, Any] = {}
-    if "deepspeed_config_file" in nested:
-        raise DocumentError(
-            "deepspeed_config.deepspeed_config_file",
-            "is another file; import that with --from deepspeed",
-        )
-    config = deepspeed.of_settings(values)
+def _of_deepspeed(nested: Settings, surroundings: ScriptEnvironment | None) -> ParsedConfig:
+    """Return what the settings of DeepSpeed say there, or in the file that they name."""
+    file = nested.pop("deepspeed_config_file")
+    if file is not None:
+        key = "deepspeed_config.deepspeed_config_file"
+        name, text = named_file(key, file, surroundings)
+        config = deepspeed.of_settings(limits.json_settings(text, name))
+        config.unknown += unread_keys("deepspeed_config", nested)
+        return config
+    config = deepspeed.of_settings({})
     config.framework = "deepspeed"
     config.zero = nested.number("zero_stage") or 0
     config.micro_batches = nested.count("gradient_accumulation_steps")

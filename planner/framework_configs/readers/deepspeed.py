@@ -72,6 +72,7 @@ def of_settings(data: dict[str, Any]) -> ParsedConfig:
         *unread_keys("zero_optimization", zero),
         *config.unknown,
     ]
+    config.understood = settings.understood
     return config
 
 

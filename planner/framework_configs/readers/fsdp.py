@@ -61,6 +61,7 @@ def read(text: str) -> ParsedConfig:  # noqa: PLR0912 - a case for each form
     if again is not None and limits.source(again) != "()":
         config.recompute = "full"
         config.model["recomputed_blocks"] = _blocks(again)
+    config.understood = constants.understood
     return config
 
 

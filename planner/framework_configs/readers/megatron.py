@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.megatron import RECIPES
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import megatron, shell
@@ -24,9 +25,12 @@ _MOST_LAYOUT = 100_000
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def read(text: str) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the arguments say."""
-    words = shell.words(limits.check_size(text, "megatron"))
+    return shell.parsed(text, "megatron", lambda words: _of_words(words, text), surroundings)
+
+
+def _of_words(words: list[str], text: str) -> ParsedConfig:
     flags = shell.flags(words)
     for name, value in list(flags.items()):  # a script behind `torchrun --nproc_per_node 8 x.py`
         if isinstance(value, list) and any(word.endswith(".py") for word in value):
@@ -37,10 +41,11 @@ def read(text: str) -> ParsedConfig:
 def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> ParsedConfig:
     """Return what flags say."""
     config = ParsedConfig(framework="megatron")
-    config.assumed += [
-        f"--{name} is left out: its value is not in the script" for name in _open(flags)
+    left_out = [
+        name for name, value in flags.items() if "$" in str(value) and name in _MAY_BE_UNKNOWN
     ]
-    settings = Settings({name: value for name, value in flags.items() if name not in _open(flags)})
+    config.assumed += [f"--{name} is left out: its value is not in the script" for name in left_out]
+    settings = Settings({name: value for name, value in flags.items() if name not in left_out})
     _degrees(settings, config)
     _batches(settings, config)
     _recompute(settings, config)
@@ -48,17 +53,18 @@ def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> Parsed
     _optimizer(settings, config)
     _figures(settings, config)
     config.devices = _devices(settings, shell.directives(text))
-    config.unknown = [f"--{key}" for key in settings.unread]
+    config.unknown = [f"--{key}" for key in settings.unread] + settings.loose
+    config.understood = settings.understood
     return config
 
 
-def _open(flags: dict[str, str | bool | list[str]]) -> list[str]:
-    """Return flags whose value is only known where the script runs, and that can be left out."""
-    return [
-        name
-        for name, value in flags.items()
-        if "$" in str(value) and not name.endswith(("-size", "-length", "-layers"))
-    ]
+_RATES = """
+    lr min-lr seed train-iters train-samples weight-decay clip-grad adam-beta1 adam-beta2 adam-eps
+    lr-decay-style lr-decay-iters lr-decay-samples lr-warmup-iters lr-warmup-samples
+    lr-warmup-fraction lr-wsd-decay-iters lr-wsd-decay-style vocab-size
+"""
+_MAY_BE_UNKNOWN = frozenset(_RATES.split())
+"""Flags that change neither seconds nor bytes, and that can be left out."""
 
 
 def _degrees(settings: Settings, config: ParsedConfig) -> None:
@@ -97,8 +103,8 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
         config.blocks, config.virtual_stages = _of_layout(layout, config.pipeline)
         config.schedule = _schedule(config.virtual_stages)
     for also in ("overlap-grad-reduce", "overlap-param-gather", "ckpt-format"):
-        settings.pop(also)
-    settings.pop("no-gradient-accumulation-fusion")
+        settings.ignore(also)
+    settings.ignore("no-gradient-accumulation-fusion")
     strategy = settings.word("data-parallel-sharding-strategy")
     if settings.flag("use-distributed-optimizer"):
         config.zero = 1
@@ -200,6 +206,9 @@ def _kernels(settings: Settings, config: ParsedConfig) -> None:
         config.options.append("deepep")
     if settings.flag("moe-enable-deepep") and "deepep" not in config.options:
         config.options.append("deepep")
+    if settings.number("num-experts") and settings.flag("moe-grouped-gemm") is not True:
+        config.assumed.append("products of experts are grouped, without --moe-grouped-gemm")
+    settings.ignore("moe-grouped-gemm")
     for flag, option in (
         ("overlap-moe-expert-parallel-comm", "expert-overlap"),
         ("moe-shared-expert-overlap", "shared-expert-overlap"),
@@ -229,7 +238,7 @@ def _optimizer(settings: Settings, config: ParsedConfig) -> None:
         clip_norm=settings.amount("clip-grad"),
         seed=settings.number("seed"),
     )
-    settings.pop("lr-warmup-init")
+    settings.ignore("lr-warmup-init")
     steps, warmup = settings.number("train-iters"), settings.number("lr-warmup-iters")
     batch = config.global_batch
     samples, of_warmup = settings.number("train-samples"), settings.number("lr-warmup-samples")
@@ -287,7 +296,7 @@ def _devices(settings: Settings, asked: dict[str, str]) -> int | None:
     each = settings.number("nproc-per-node") if _plain(settings, "nproc-per-node") else None
     nodes = settings.number("nnodes") if _plain(settings, "nnodes") else None
     for also in ("node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"):
-        settings.pop(also)
+        settings.ignore(also)
     return ranks_of(asked, nodes, each)
 
 
@@ -308,7 +317,7 @@ def ranks_of(asked: dict[str, str], nodes: int | None, each: int | None) -> int 
 
 
 def _plain(settings: Settings, key: str) -> bool:
-    return str(settings.pop(key) or "").isdecimal()
+    return str(settings.ignore(key) or "").isdecimal()
 
 
 _OTHER_NAMES = {

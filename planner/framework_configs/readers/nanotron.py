@@ -87,6 +87,7 @@ def read(text: str) -> ParsedConfig:
         ("optimizer.learning_rate_scheduler", rates),
     ):
         config.unknown += unread_keys(name, section)
+    config.understood = settings.understood
     return config
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.schedules import SCHEDULES
 
+_VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}|\$\([^)]*\)?")
 WORDS_OF_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -19,15 +22,42 @@ class Settings:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
         self._taken: set[str] = set()
+        self._parts: list[Settings] = []
+        self.loose: list[str] = []
+        """Unknown words behind a switch, which may be words of their own."""
 
     def pop(self, key: str, *others: str) -> Any:
-        """Return what a key says, or one of its other names; None if none of them is there."""
+        """Return what a key says, or one of its other names; None if none of them is there.
+
+        DocumentError where that is a variable that nothing sets.
+        """
+        result = self.ignore(key, *others)
+        for word in result if isinstance(result, list) else [result]:
+            unknown = _VARIABLE.search(word) if isinstance(word, str) else None
+            if unknown is not None:
+                raise DocumentError(
+                    key,
+                    f"is {word:.60}, which nothing here says; add --set {unknown[1] or key}=VALUE",
+                )
+        return result
+
+    def ignore(self, key: str, *others: str) -> Any:
+        """Return the same of a key that may be unknown, because it decides nothing."""
         result = None
         for name in (key, *others):
             self._taken.add(name)
             value = self._values.get(name)
             result = value if result is None else result
         return result
+
+    @property
+    def understood(self) -> int:
+        """Number of the keys that are there and that somebody asked for."""
+        own = sum(
+            name in self._taken and value is not None and not isinstance(value, dict)
+            for name, value in self._values.items()
+        )
+        return own + sum(part.understood for part in self._parts)
 
     def word(self, key: str, *others: str) -> str | None:
         """Return a word or number as text; DocumentError if it is a list or a section."""
@@ -93,7 +123,11 @@ class Settings:
         return [str(item) for item in listed]
 
     def flag(self, key: str, *others: str) -> bool | None:
-        """Return whether a switch is on."""
+        """Return whether a switch is on; an unknown word behind it is one of its own."""
+        value = self.ignore(key, *others)
+        if isinstance(value, str) and _VARIABLE.match(value):
+            self.loose.append(value)
+            return True
         value = self.pop(key, *others)
         if value is None or isinstance(value, bool):
             return value
@@ -109,7 +143,8 @@ class Settings:
             return Settings({})
         if not isinstance(value, dict):
             raise DocumentError(key, f"is {value!r:.40}; it is a section of settings")
-        return Settings(value)
+        self._parts.append(Settings(value))
+        return self._parts[-1]
 
     @property
     def unread(self) -> list[str]:
@@ -176,6 +211,8 @@ class ParsedConfig:
     """Figures of the model: layers, hidden_size, heads, ffn_size; or its name."""
     assumed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    understood: int = 0
+    """Number of settings that were read."""
 
     def trains(self, **values: Any) -> None:
         """Note settings of the optimizer, as far as they are said."""
@@ -185,6 +222,20 @@ class ParsedConfig:
 def schedule_name(framework: str, word: str) -> str | None:
     """Return the schedule that a framework calls so."""
     return next((s.name for s in SCHEDULES.values() if s.names.get(framework) == word), None)
+
+
+def named_file(key: str, name: object, surroundings: ScriptEnvironment | None) -> tuple[str, str]:
+    """Return name and text of another file that a configuration names; it must be there."""
+    if not isinstance(name, str):
+        raise DocumentError(key, f"is {name!r:.40}; it is a file, or a section of settings")
+    text = None if surroundings is None else surroundings.files(name)
+    if text is None:
+        raise DocumentError(
+            key,
+            f"names {name!r:.60}, which is not beside this file; put it there, since it decides "
+            "what the run takes",
+        )
+    return name, text
 
 
 def unread_keys(section: str, settings: Settings) -> Iterator[str]:

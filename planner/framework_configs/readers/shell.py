@@ -1,182 +1,132 @@
-"""Flags of the command that a shell script runs.  The script is read, never run.
+"""Flags of the command that trains in a shell script.  The script is read, never run.
 
-Variables, arrays, defaults (`${N:-8}`) and whole-number arithmetic are put in; every line of
-branches and loops counts.
+`planner.framework_configs.bash` follows it; here its commands are distinguished.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-import shlex
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
 
-from meshwright.planner.framework_configs.readers.input_limits import ReadingLimit, expression
-
-_ASSIGNED = re.compile(
-    r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import one_line
+from meshwright.planner.framework_configs.bash.interpreter import (
+    ScriptEnvironment,
+    ScriptPath,
+    ways,
 )
-_USED = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?:(?::?[-=])([^{}]*))?\}|\$([A-Za-z_]\w*)")
-_SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-_ARRAY = re.compile(r"\s*+[\w ]*+\+?=\(")
+from meshwright.planner.framework_configs.readers.input_limits import check_size
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig
+
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
-_GAP = re.compile(r"(?:\s+|#[^\n]*)*")
-_WORD = re.compile(r"""(?:\\.|'[^']*'|"[^"\\]*(?:\\.[^"\\]*)*"|[^\s'"\\])+""", re.DOTALL)
-_PIECE = re.compile(r"""\\(.)|'([^']*)'|"([^"\\]*(?:\\.[^"\\]*)*)\"""", re.DOTALL)
-_WIDEST = 2**63
-"""Of the numbers that a shell computes with."""
+_TRAINS = re.compile(
+    r"pretrain|train|finetun|fine_tun|torchtitan|sft|dpo|ppo|grpo|run_clm|swift|axolotl|main\.py"
+)
 
 
-def statements(text: str) -> list[str]:
-    """Return the statements of a script: lines with their continuations, arrays and strings."""
-    text = re.sub(r"\\\r?\n", " ", text)
-    text = re.sub(r'"(\$\{[A-Za-z_]\w*\[[@*]\]\})"', r"\1", text)  # each element is a word
-    words: list[str] = []
-    held: list[str] = []
-    scan = _Scan(array=False)
-    for line in text.splitlines():
-        if not held:
-            if line.lstrip().startswith("#"):
-                continue
-            scan = _Scan(array=_ARRAY.match(line) is not None)
-        held.append(line)
-        scan.read(line)
-        if not scan.open:
-            words.append("\n".join(held))
-            held = []
-    return [*words, "\n".join(held)] if held else words
+def parsed(
+    text: str,
+    of: str,
+    parse: Callable[[list[str]], ParsedConfig],
+    surroundings: ScriptEnvironment | None = None,
+) -> ParsedConfig:
+    """Return what `parse` makes of the words of the command that trains.
 
-
-class _Scan:
-    """Whether a quote or an array of a statement is not closed yet, line by line."""
-
-    def __init__(self, *, array: bool) -> None:
-        self._quote, self._depth, self._array = "", 0, array
-
-    @property
-    def open(self) -> bool:
-        """Whether the statement goes on in the next line."""
-        return bool(self._quote) or (self._array and self._depth > 0)
-
-    def read(self, line: str) -> None:
-        """Read one more line."""
-        escaped = False
-        for last, char in pairwise(f"\n{line}"):
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif self._quote:
-                self._quote = "" if char == self._quote else self._quote
-            elif char in "'\"":
-                self._quote = char
-            elif char == "#" and last.isspace():
-                return
-            elif self._array:
-                self._depth += {"(": 1, ")": -1}.get(char, 0)
-
-
-def words(text: str) -> list[str]:
-    """Return the words of all commands of a script, with its variables put in.
-
-    DocumentError where that is much more than the script itself.
+    DocumentError names the conditions by which a script trains in several ways.
     """
-    budget = ReadingLimit("script")
-    variables: dict[str, str] = {}
-    words: list[str] = []
-    for statement in statements(text):
-        match = _ASSIGNED.match(statement)
-        if match and not _runs(match[3]):
-            value = _put_in(match[3].strip(), variables, budget)
-            if value.startswith("("):
-                value = value[1:].rpartition(")")[0]
-                plain = " ".join(map(shlex.quote, _split(value)))
-            else:
-                plain = " ".join(_split(value)) if value[:1] in "'\"" else value.partition(" #")[0]
-            if match[2]:
-                before = variables.get(match[1], "")
-                budget.spend(len(before))
-                plain = f"{before} {plain}".strip()
-            variables[match[1]] = plain
-        else:
-            words += _split(_put_in(statement, variables, budget))
-    return words
+    check_size(text, of)
+    arguments = _as_arguments(text)
+    if arguments is not None:
+        text = arguments
+    followed = [way for way in ways(text, surroundings, of) if _candidates(way)]
+    if not followed:
+        unfollowed = ways(text, surroundings, of)[0].unfollowed
+        also = f", and {unfollowed[0]:.60} is not there" if unfollowed else ""
+        raise DocumentError(
+            of,
+            f"runs no command that is known to train{also}; give the script that starts it, or "
+            "say what the script's command line gives it: --set 1=VALUE, --set NAME=VALUE",
+        )
+    configs = []
+    for way in followed:
+        words = _training_words(way, of)
+        config = parse(words)
+        config.unknown += loose_variables(words)
+        configs.append((way, config))
+    first = configs[0][1]
+    others = [way for way, config in configs[1:] if config != first]
+    if others:
+        raise DocumentError(of, _which(configs, first))
+    absent = dict.fromkeys(name for way in followed for name in way.unfollowed)
+    first.unknown += [f"{name} (another script)" for name in absent]
+    return first
 
 
-def _runs(value: str) -> bool:
-    """Whether an assignment stands before a command (`OMP_NUM_THREADS=1 torchrun ...`)."""
-    parts = value.split(maxsplit=1)
-    return value[:1] not in "'\"($" and len(parts) > 1 and not parts[1].startswith("#")
+def _which(configs: Sequence[tuple[ScriptPath, ParsedConfig]], first: ParsedConfig) -> str:
+    """Say which conditions decide what is trained."""
+    deciding = []
+    texts = dict.fromkeys(text for way, _ in configs for text, _ in way.decisions)
+    for text in texts:
+        sides = [
+            [config for way, config in configs if (text, side) in way.decisions]
+            for side in (True, False)
+        ]
+        if any(a != b for a in sides[0] for b in sides[1]) or not all(sides):
+            deciding.append(text)
+    names = dict.fromkeys(name for text in deciding for name in re.findall(r"\$\{(\w+)\}", text))
+    how = " ".join(f"--set {name}=VALUE" for name in list(names)[:3])
+    shown = "; ".join(one_line(text)[:60] for text in deciding[:3])
+    if not how and deciding:
+        how = f"--set '{one_line(deciding[0])[:60]}=yes' (or no)"
+    return f"trains in several ways, and nothing in it says which: {shown} decides; add {how}"
 
 
-def _split(text: str) -> list[str]:
-    """Return words as a shell has them, in one pass; split at spaces where a quote stays open."""
-    words: list[str] = []
-    at = _GAP.match(text).end()  # type: ignore[union-attr]  # it matches nothing too
-    while at < len(text):
-        word = _WORD.match(text, at)
-        if word is None:
-            return text.split()
-        words.append(_PIECE.sub(_unquote, word[0]))
-        at = _GAP.match(text, word.end()).end()  # type: ignore[union-attr]
-    return words
+def _as_arguments(text: str) -> str | None:
+    """Return arguments that are listed one a line as one line; None if it is a script."""
+    lines = [line.strip() for line in text.splitlines()]
+    plain = [line for line in lines if line and not line.startswith("#")]
+    if not plain or not all(line.startswith("--") for line in plain):
+        return None
+    return " ".join(line.removesuffix("\\") for line in plain)
 
 
-def _unquote(piece: re.Match[str]) -> str:
-    if piece[3] is not None:
-        return re.sub(r'\\(["\\])', r"\1", piece[3])
-    return piece[1] if piece[1] is not None else piece[2]
+def words(text: str, surroundings: ScriptEnvironment | None = None) -> list[str]:
+    """Return the words of the command that trains, of a script that has one way through it."""
+    [way] = ways(_as_arguments(text) or text, surroundings)
+    return _training_words(way, "script")
 
 
-def _put_in(text: str, variables: dict[str, str], budget: ReadingLimit) -> str:
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[3], match[2]
-        value = variables.get(name, default if default is not None else match[0])
-        budget.spend(len(value))
-        return value
-
-    for _ in range(4):
-        before = text
-        budget.spend(len(text))
-        text = _SUM.sub(lambda match: _sum(_USED.sub(value, match[1]), variables, match[0]), text)
-        text = _USED.sub(value, text)
-        if text == before:
-            break
-    return text
+def _candidates(way: ScriptPath) -> list[tuple[str, ...]]:
+    return [
+        command
+        for command in way.commands
+        if any(re.match(r"--[A-Za-z]", word) for word in command)
+        or any(word.endswith(".py") for word in command)
+    ]
 
 
-_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+def _training_words(way: ScriptPath, of: str) -> list[str]:
+    """Return the words of the one command that trains."""
+    candidates = _candidates(way)
+    training = [command for command in candidates if _trains(command)] or candidates
+    if len(training) > 1:
+        shown = ", ".join(" ".join(command)[:50] for command in training[:3])
+        raise DocumentError(
+            of, f"starts {len(training)} commands that may train ({shown} ...); give one of them"
+        )
+    return list(training[0]) if training else []
 
 
-def _sum(text: str, variables: dict[str, str], otherwise: str) -> str:
-    """Return a whole number that is computed in a script, or the text as it stands."""
-
-    def evaluate(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name):
-                return int(variables[name])
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-                result = _OPERATIONS[type(op)](evaluate(left), evaluate(right))
-                if abs(result) < _WIDEST:
-                    return result
-        raise ValueError(text)
-
-    try:
-        node = expression(text)
-        return otherwise if node is None else str(evaluate(node))
-    except (ValueError, KeyError, ZeroDivisionError, RecursionError):
-        return otherwise
+def _trains(command: tuple[str, ...]) -> bool:
+    """Whether a command names what trains: a script, a module or a program."""
+    for at, word in enumerate(command):
+        if word.startswith("-"):
+            continue
+        named = word.endswith(".py") or at == 0 or command[at - 1] in ("-m", "--module", ";")
+        if (named or not word.startswith("/")) and _TRAINS.search(PurePosixPath(word).name):
+            return True
+    return command[0].startswith("--")
 
 
 def flags(words: list[str]) -> dict[str, str | bool | list[str]]:
@@ -190,12 +140,29 @@ def flags(words: list[str]) -> dict[str, str | bool | list[str]]:
             values[name] = [value] if sign else []
         elif word in ("&&", "||", ";", "|", "\\") or word.startswith((">", "<", "2>")):
             name = None
-        elif name is not None:
+        elif name is not None and not (values[name] and _is_variable(word)):
             values[name].append(word)
     return {
         name: True if not several else several[0] if len(several) == 1 else several
         for name, several in values.items()
     }
+
+
+def loose_variables(words: list[str]) -> list[str]:
+    """Return variables that nothing sets and that stand for words of their own."""
+    loose, room = [], False
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            room = "=" not in word
+        elif _is_variable(word) and not room:
+            loose.append(word)
+        else:
+            room = False
+    return loose
+
+
+def _is_variable(word: str) -> bool:
+    return re.fullmatch(r"\$\{[^}]*\}|\$\(.*", word, re.DOTALL) is not None
 
 
 def directives(text: str) -> dict[str, str]:

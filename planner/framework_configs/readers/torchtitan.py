@@ -139,13 +139,18 @@ def _group(
 def of_flags(flags: dict[str, str | bool | list[str]]) -> ParsedConfig:
     """Return what flags such as `--parallelism.tensor_parallel_degree 8` say."""
     sections: dict[str, Any] = {}
+    others: list[str] = []
     for name, value in flags.items():
         section, dot, key = name.partition(".")
         if dot:
             sections.setdefault(section.replace("-", "_"), {})[key.replace("-", "_")] = value
         elif name in ("module", "config"):
             sections.setdefault("model", {})[{"config": "registered"}.get(name, name)] = value
-    return of_sections(sections)
+        else:
+            others.append(f"--{name}")
+    config = of_sections(sections)
+    config.unknown += others
+    return config
 
 
 def of_sections(sections: dict[str, Any]) -> ParsedConfig:
@@ -186,7 +191,9 @@ def of_sections(sections: dict[str, Any]) -> ParsedConfig:
     config.unknown = [
         *settings.unread,
         *(key for name, section in parts.items() for key in unread_keys(name, section)),
+        *settings.loose,
     ]
+    config.understood = settings.understood
     return config
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
     Settings,
+    named_file,
     unread_keys,
 )
 
@@ -21,32 +23,34 @@ _RATES = {
 }
 
 
-def read(text: str) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the arguments say."""
-    return of_settings(limits.settings(text, "transformers"))
+    return of_settings(limits.settings(text, "transformers"), surroundings)
 
 
-def of_flags(flags: dict[str, str | bool | list[str]]) -> ParsedConfig:
+def of_flags(
+    flags: dict[str, str | bool | list[str]], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
     """Return what flags of a script say."""
     data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
     nested = data.get("fsdp_config")
     if isinstance(nested, str) and nested.startswith("{"):
         data["fsdp_config"] = limits.json_settings(nested, "--fsdp_config")
-    return of_settings(data)
+    return of_settings(data, surroundings)
 
 
-def of_settings(data: dict[str, Any]) -> ParsedConfig:
-    """Return what arguments say."""
+def of_settings(
+    data: dict[str, Any], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
+    """Return what arguments say; other files that they name are read too."""
     settings = Settings(data)
     config = ParsedConfig(framework="transformers")
     nested = settings.pop("deepspeed")
-    if isinstance(nested, dict):
+    if nested is not None and not isinstance(nested, dict):
+        name, text = named_file("deepspeed", nested, surroundings)
+        nested = limits.json_settings(text, name)
+    if nested is not None:
         config = deepspeed.of_settings(nested)
-    elif nested is not None:
-        config.framework = "deepspeed"
-        config.assumed.append(
-            f"deepspeed {nested!r:.60}: another file, of which nothing is known here"
-        )
     config.micro_batch = settings.count("per_device_train_batch_size") or 8
     config.micro_batches = settings.count("gradient_accumulation_steps") or 1
     config.precision = "fp32"
@@ -54,7 +58,7 @@ def of_settings(data: dict[str, Any]) -> ParsedConfig:
         if settings.flag(name):
             config.precision = name
     if nested is None:
-        _of_fsdp(settings, config)
+        _of_fsdp(settings, config, surroundings)
     if settings.flag("gradient_checkpointing"):
         config.recompute = "full"
     settings.pop("gradient_checkpointing_kwargs")
@@ -70,17 +74,18 @@ def of_settings(data: dict[str, Any]) -> ParsedConfig:
     if optimizer is not None and not optimizer.startswith("adamw_torch"):
         config.assumed.append(f"optim {optimizer!r:.40}: AdamW in the plan's types instead")
     _rates(settings, config)
-    config.unknown += settings.unread
+    config.unknown += [*settings.unread, *settings.loose]
+    config.understood += settings.understood
     return config
 
 
-def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
+def _of_fsdp(
+    settings: Settings, config: ParsedConfig, surroundings: ScriptEnvironment | None
+) -> None:
     value, nested = settings.pop("fsdp"), settings.pop("fsdp_config")
     if isinstance(nested, str):
-        config.assumed.append(
-            f"fsdp_config {nested!r:.60}: another file, of which nothing is known"
-        )
-        nested = {}
+        name, text = named_file("fsdp_config", nested, surroundings)
+        nested = limits.json_settings(text, name)
     fsdp = Settings(
         {key.removeprefix("fsdp_"): value for key, value in (nested or {}).items()}
         if isinstance(nested, dict)

@@ -114,6 +114,7 @@ export function assumptionsOf(base, values, own = []) {
   const set = (id, name) => (id in values && !own.includes(name) ? values[id] : undefined);
   const moved = { ...base, owning: { ...base.owning } };
   for (const name of ["utilisation", "years", "interest"]) moved[name] = set(name, name) ?? base[name];
+  if (set("utilisation", "utilisation") !== undefined) moved.shared = true;
   const electricity = set("electricity", "electricity_usd_per_kwh");
   if (electricity !== undefined) {
     moved.electricity_usd_per_kwh = scaled(base.electricity_usd_per_kwh, electricity);

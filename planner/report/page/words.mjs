@@ -4,6 +4,7 @@ import { load } from "../../whatif/pricing/queueing.mjs";
 import { exact, times } from "../../whatif/uncertain_value.mjs";
 
 const OLD_MONTHS = 6;
+const CERTAIN = 0.995; // a probability that is written as 1.00, and not said
 
 // Made once: a formatter takes as long to make as hundreds of numbers to format.
 const FORMATS = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat("en-US",
@@ -11,6 +12,16 @@ const FORMATS = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat("en-US",
 
 /** A number with a separator of thousands. */
 export const grouped = (value, digits = 0) => FORMATS[digits].format(value);
+
+const MOST_DIGITS = 12;
+
+/** A figure and its limit, which differ, with as many digits as tell them apart. */
+export function apartTexts(figure, limit) {
+  let digits = limit >= 100 ? 0 : Math.max(0, 2 - Math.floor(Math.log10(limit)));
+  while (digits < MOST_DIGITS && figure.toFixed(digits) === limit.toFixed(digits)) digits++;
+  const format = { minimumFractionDigits: digits, maximumFractionDigits: digits };
+  return [figure, limit].map((each) => each.toLocaleString("en-US", format));
+}
 
 /** A figure with its range. */
 export function ranged(span, factor = 1) {
@@ -43,7 +54,7 @@ export function verdict(goal, ranks, tie) {
   const { outcome } = first, name = outcome.candidate.name;
   if (!eligible(outcome)) {
     const missed = outcome.misses.map(({ name: goalName, figure, limit, unit }) => `${goalName}: `
-      + `${figure === null ? "not known" : `${grouped(figure)} of ${grouped(limit)} ${unit}`}`);
+      + `${figure === null ? "not known" : `${apartTexts(figure, limit).join(" of ")} ${unit}`}`);
     return `No candidate reaches the goal; ${name} comes closest and misses ${missed.join("; ")}.`;
   }
   const said = [verb(outcome) + name];
@@ -64,7 +75,10 @@ export function verdict(goal, ranks, tie) {
   }
   const ties = ranks.filter((rank) => rank.tied).map((rank) => rank.outcome.candidate.name);
   if (ties.length) sentence += `. Within ${percent(tie)}: ${listed(ties)}`;
+  const fits = outcome.plan.fit_probability;
+  const fitting = fits >= CERTAIN ? [] : [`fits with probability ${fits.toFixed(2)}`];
   const kept = Object.entries(outcome.chances).map(([goalName, chance]) => goalText(goal, goalName, chance));
+  kept.unshift(...fitting);
   if (!sure(goal, outcome)) kept.push(...surestTexts(ranks));
   return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}.` : ""}`.trim();
 }

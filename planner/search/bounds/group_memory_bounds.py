@@ -15,14 +15,13 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.costs.activations import activation_cost
 from meshwright.planner.costs.calibration import figures_at
-from meshwright.planner.costs.cost_cache import KindFigures
 from meshwright.planner.costs.layer_strategy import (
     Recomputes,
     StrategyParts,
@@ -42,6 +41,9 @@ from meshwright.planner.search.bounds.multi_stage_memory import StageMemorySprea
 from meshwright.planner.search.bounds.stage_capacity import Options, Stages, capacity_bounds_s
 from meshwright.planner.search.partition.stage_counts import Shares, longest_run, shares_of
 from meshwright.planner.search.space import LayoutFamily, ShardingChoice, Timetable
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.cost_cache import KindFigures
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -464,8 +466,8 @@ class LayersTogether:
             np.broadcast_to(part.backward_transient_bytes, (len(self._settings),))
             for part in self._parts[kind]
         ]
-        least: Floats = np.min(of_kinds, axis=0)
-        return least
+        smallest_bytes: Floats = np.min(of_kinds, axis=0)
+        return smallest_bytes
 
     def on_host(self, kind: str, layouts: Indices) -> Floats:
         """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""

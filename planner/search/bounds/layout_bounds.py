@@ -14,21 +14,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.costs.group_costs import GroupCosts
 from meshwright.planner.costs.layer_strategy import Recomputes, choices_of
 from meshwright.planner.costs.layout_costs import CostTables
-from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.plan import Layout
-from meshwright.planner.frameworks.native_limits import Rules
-from meshwright.planner.requests.request import Request
 from meshwright.planner.search.bounds.dominance import dominates, twins
 from meshwright.planner.search.bounds.layout_groups import FamilyBounds
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.partition.layout_partition import boundaries_s, layout_pace
 from meshwright.planner.search.space import LayoutFamily, canonical
 from meshwright.planner.solver.bounds import path_bounds as bounds
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.cost_cache import FigureStore
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.frameworks.native_limits import Rules
+    from meshwright.planner.requests.request import Request
 
 DEGREES = ("tensor", "context", "expert", "pipeline")
 """Pins that leave whole families out."""

@@ -36,13 +36,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.costs.cost_cache import KindFigures
-from meshwright.planner.costs.layer_cost_breakdown import Moved
 from meshwright.planner.costs.layer_strategy import Recomputes, choices_of
 from meshwright.planner.costs.layout_costs import (
     CostTables,
@@ -56,9 +54,7 @@ from meshwright.planner.documents.axes import computed_by
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING, SLACK
 from meshwright.planner.frameworks.executable import rules_of
-from meshwright.planner.frameworks.native_limits import Rules
 from meshwright.planner.frameworks.stage_rules import Rows, rows
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import too_long
 from meshwright.planner.search.bounds.group_memory_bounds import (
@@ -83,9 +79,15 @@ from meshwright.planner.search.space import (
     timetables,
 )
 from meshwright.planner.solver.bounds import path_bounds as bounds
-from meshwright.planner.solver.bounds.path_bounds import Floats
 from meshwright.planner.solver.frontier import FrontierStore
-from meshwright.planner.solver.partition_problem import Instance
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.cost_cache import KindFigures
+    from meshwright.planner.costs.layer_cost_breakdown import Moved
+    from meshwright.planner.frameworks.native_limits import Rules
+    from meshwright.planner.requests.request import Request
+    from meshwright.planner.solver.bounds.path_bounds import Floats
+    from meshwright.planner.solver.partition_problem import Instance
 
 Refusal = Callable[[Layout], str | None]
 """Why a layout does not run, or None if it does."""

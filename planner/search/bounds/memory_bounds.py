@@ -30,7 +30,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,9 @@ from meshwright.planner.search.bounds.multi_stage_memory import (
     relieved_spread,
 )
 from meshwright.planner.search.partition.stage_counts import Shares, shares_of
-from meshwright.planner.solver.partition_problem import Option
+
+if TYPE_CHECKING:
+    from meshwright.planner.solver.partition_problem import Option
 
 
 class MemoryMoment(NamedTuple):

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,8 @@ from meshwright.planner.costs.layer_strategy import least_resident
 from meshwright.planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
 from meshwright.planner.costs.memory.rank_memory import in_flight_at_most, room_bytes
 from meshwright.planner.documents.axes import computed_by
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout
 from meshwright.planner.documents.tolerances import ROUNDING, SLACK
-from meshwright.planner.frameworks.stage_rules import Rows
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.memory_peaks import fullest
 from meshwright.planner.search.bounds.dominance import dominates, twins
@@ -42,9 +40,14 @@ from meshwright.planner.search.bounds.layout_groups import executable_families
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.partition.layout_partition import layout_pace, unkept
 from meshwright.planner.search.partition.stage_size_rows import not_required, required_rows
-from meshwright.planner.search.space import LayoutFamily
 from meshwright.planner.solver.frontier import FrontierStore
 from meshwright.planner.solver.heterogeneous.fastest_bound import FastestOnTypes
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.frameworks.stage_rules import Rows
+    from meshwright.planner.requests.request import Request
+    from meshwright.planner.search.space import LayoutFamily
 
 Floats = NDArray[np.float64]
 MOST_ROWS = 20

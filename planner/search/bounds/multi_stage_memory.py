@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.search.partition.stage_counts import Shares
+if TYPE_CHECKING:
+    from meshwright.planner.search.partition.stage_counts import Shares
 
 Floats = NDArray[np.float64]
 

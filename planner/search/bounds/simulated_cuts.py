@@ -39,15 +39,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import orders
 from meshwright.planner.schedules.steady_state import split_of
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -23,16 +23,18 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING, SLACK
 from meshwright.planner.search.bounds.mixed_device_bounds import Floats, GroupCandidates
 from meshwright.planner.search.bounds.simulated_step import forward_share, paces, split_fill
 from meshwright.planner.search.partition.stage_counts import run_of
 from meshwright.planner.solver.heterogeneous.reach import Counts, shift_count
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
 
 _RANGE, _HALVES = 0.2, 7
 """How far below a limit a step is looked for, relatively, and how often that is halved."""

@@ -25,25 +25,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.costs.layer_strategy import Recomputes
-from meshwright.planner.costs.layout_costs import LayoutCosts
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
-from meshwright.planner.frameworks.stage_rules import Rows
 from meshwright.planner.schedules.schedule import rank_of_stage
 from meshwright.planner.schedules.steady_state import KINDS, Graph, Path, graph_of
-from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.bounds.layout_groups import StatedProblem
 from meshwright.planner.search.bounds.simulated_cuts import Placed, cuts_bound_s
 from meshwright.planner.search.bounds.simulated_step import hidden_s
 from meshwright.planner.search.partition.rank_partition import RankProblem
@@ -52,9 +44,20 @@ from meshwright.planner.solver.chain import with_allowed_options
 from meshwright.planner.solver.highs import highspy, silent_highs
 from meshwright.planner.solver.partition_problem import Instance, Option, Solution, evaluate_split
 
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layer_strategy import Recomputes
+    from meshwright.planner.costs.layout_costs import LayoutCosts
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.frameworks.stage_rules import Rows
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+    from meshwright.planner.search.bounds.layout_groups import StatedProblem
+
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
 MOST_ITERATIONS = 1 << 30
+ROUND = 10
+"""How many times the iterations of all rounds one of them may take."""
 CLOSE = 1e-6
 """Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
 
@@ -155,13 +158,12 @@ class ColumnProgram:
         nodes: int,
         most_columns: int = MOST_COLUMNS,
         iterations: int = MOST_ITERATIONS,
-        until: float = math.inf,
     ) -> float:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
         `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
-        the program more columns; it stops at `nodes` of a tree, after the round with which
-        all have taken more simplex `iterations`, or when the process has used `until` CPU seconds.
+        the program more columns; it stops at `nodes` of a tree, or after the round with which
+        all have taken more simplex `iterations`.
         """
         count = 2 * self._layout.micro_batches * self._layout.stages
         if count > actions or len(self._columns) > most_columns:
@@ -174,7 +176,7 @@ class ColumnProgram:
         )
         if self._rows:
             program.keep_one(self._rows, self._sizes)
-        return max(low_s, program.solve(limit_s, tried, nodes, iterations, until))
+        return max(low_s, program.solve(limit_s, tried, nodes, iterations))
 
 
 def of_chain(
@@ -775,23 +777,18 @@ class Program:
         tried: Callable[[Any], float],
         nodes: int,
         iterations: int,
-        until: float,
     ) -> float:
         """Return the least step, or `limit_s` if that is less."""
         self._highs.setOptionValue("mip_max_nodes", nodes)
+        # Work, not seconds: a machine that is busy finds the same.
+        most = min(ROUND * iterations, MOST_ITERATIONS)
+        self._highs.setOptionValue("simplex_iteration_limit", most)
         low_s = 0.0
         for whole in (False, True):
             kind = self._integer if whole else self._continuous
             for at in self._whole:
                 self._highs.changeColIntegrality(at, kind)
             for _ in range(MOST_ROUNDS):
-                left_s = until - time.process_time()
-                if left_s <= 0:
-                    return low_s
-                if left_s < math.inf:
-                    self._highs.setOptionValue(
-                        "time_limit", float(self._highs.getRunTime() + left_s)
-                    )
                 self._highs.run()
                 iterations -= self._highs.getInfo().simplex_iteration_count
                 status = self._highs.getModelStatus()

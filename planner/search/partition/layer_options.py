@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshwright.planner.costs.layer_strategy import Recomputes, StrategyCost, choices_of
-from meshwright.planner.documents.framework_space import Space
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout
-from meshwright.planner.documents.profile import Recompute
 from meshwright.planner.frameworks.native_limits import layer_obstacle
 from meshwright.planner.frameworks.stage_rules import ends_of
 from meshwright.planner.operators.operator_table import RECOMPUTES
 from meshwright.planner.solver.partition_problem import Option
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.framework_space import Space
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.documents.profile import Recompute
 
 
 def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> list[Recomputes]:

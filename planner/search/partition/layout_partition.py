@@ -19,15 +19,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.cut_tensors import colocated_places
-from meshwright.planner.costs.layer_strategy import Recomputes, StrategyCost
 from meshwright.planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from meshwright.planner.costs.memory.host_memory import hosts
 from meshwright.planner.costs.memory.rank_memory import room_bytes
 from meshwright.planner.documents.axes import axes_of
-from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import (
     Layout,
     Mesh,
@@ -40,16 +38,21 @@ from meshwright.planner.documents.plan import (
 from meshwright.planner.documents.plan import Stage as PlanStage
 from meshwright.planner.documents.training import Training
 from meshwright.planner.documents.units import LONGEST_S
-from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules.closed_form import pace
 from meshwright.planner.schedules.schedule import rank_of_stage, splits_backward
 from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.rank_partition import RankProblem
 from meshwright.planner.search.partition.stage_counts import largest_stage, run_of
 from meshwright.planner.solver.graph_instance import DeviceType, GraphInstance
-from meshwright.planner.solver.partition_problem import Instance, Solution
-from meshwright.planner.solver.requirements import Requirement
-from meshwright.planner.solver.side_constraints import SideConstraint
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layer_strategy import Recomputes, StrategyCost
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.requests.request import Request
+    from meshwright.planner.solver.partition_problem import Instance, Solution
+    from meshwright.planner.solver.requirements import Requirement
+    from meshwright.planner.solver.side_constraints import SideConstraint
 
 SHORTEST_TIMEOUT_S = 120.0
 

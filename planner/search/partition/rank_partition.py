@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,6 @@ from meshwright.planner.costs.memory.rank_memory import (
     parts_of_several,
     stage_bytes,
 )
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules.closed_form import (
     InFlightCounts,
@@ -49,6 +47,10 @@ from meshwright.planner.solver.partition_problem import (
     StageLimits,
     UsedBytes,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

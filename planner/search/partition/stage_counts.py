@@ -30,9 +30,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.schedules.schedule import rank_of_stage
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import ModelGraph
 
 MOST_AT_AN_END = 4
 """Layers before or behind the run of like layers; with more the chain is not one of like layers."""

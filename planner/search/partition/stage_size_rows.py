@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout
-from meshwright.planner.frameworks.stage_rules import Rows
 from meshwright.planner.search.partition.stage_counts import Shares, shares_of
-from meshwright.planner.solver.requirements import Requirement
-from meshwright.planner.solver.side_constraints import SideConstraint
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.frameworks.stage_rules import Rows
+    from meshwright.planner.solver.requirements import Requirement
+    from meshwright.planner.solver.side_constraints import SideConstraint
 
 MOST_ROWS = 200
 """Boxes of one layout; each is a partition problem of its own."""

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshwright.planner.costs.layout_costs import LayoutCosts
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.answer import TIES_LIMIT_S
-from meshwright.planner.search.bounds.layout_bounds import Candidates
 from meshwright.planner.search.goals import SplitSolution, split_or_pruned
 from meshwright.planner.search.plan_candidate import Ranked, candidate_of
 from meshwright.planner.search.proof_account import (
@@ -28,10 +25,8 @@ from meshwright.planner.search.proof_account import (
     UNKEPT,
 )
 from meshwright.planner.search.queue import Bound, Next, Pruned, QueueEntry, SearchSpace
-from meshwright.planner.search.space import LayoutFamily
 from meshwright.planner.solver.bounds.memory_feasibility import why_infeasible
 from meshwright.planner.solver.chain import solve_chain
-from meshwright.planner.solver.frontier import FrontierStore
 from meshwright.planner.solver.partition_problem import (
     CutOff,
     Infeasible,
@@ -39,6 +34,13 @@ from meshwright.planner.solver.partition_problem import (
     Solution,
     Unfinished,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.layout_costs import LayoutCosts
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+    from meshwright.planner.search.space import LayoutFamily
+    from meshwright.planner.solver.frontier import FrontierStore
 
 FAMILY, PART, SHARED, LAYOUT = range(4)
 """What is known of an entry: computation; within memory; with sharing; as a layout."""

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from meshwright.planner.costs.group_costs import GroupCosts
 from meshwright.planner.costs.layer_strategy import StrategyCost
 from meshwright.planner.costs.layout_costs import CostTables, counted_by_rank
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout, Plan
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import rank_of_stage
-from meshwright.planner.search.goals import SplitSolution
 from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.layout_partition import (
     branching_problem,
@@ -27,14 +24,20 @@ from meshwright.planner.search.partition.layout_partition import (
     stage_of,
 )
 from meshwright.planner.search.partition.rank_partition import RankProblem
-from meshwright.planner.search.spaces.groups import GroupSpace
 from meshwright.planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,
     in_a_row,
 )
-from meshwright.planner.solver.partition_problem import Instance
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.group_costs import GroupCosts
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout, Plan
+    from meshwright.planner.search.goals import SplitSolution
+    from meshwright.planner.search.spaces.groups import GroupSpace
+    from meshwright.planner.solver.partition_problem import Instance
 
 
 def stages_problem(costs: GroupCosts, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:

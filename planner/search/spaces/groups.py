@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.cut_tensors import in_order
-from meshwright.planner.costs.group_costs import GroupCosts
-from meshwright.planner.costs.layout_costs import LayoutCosts
 from meshwright.planner.costs.memory.host_memory import host_room_bytes
 from meshwright.planner.documents.plan import Layout, PlannedGroup
-from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.partition.layout_partition import instance_of
 from meshwright.planner.search.queue import SearchSpace
-from meshwright.planner.solver.partition_problem import Instance
 from meshwright.planner.solver.side_constraints import HostMemory
+
+if TYPE_CHECKING:
+    from meshwright.planner.costs.group_costs import GroupCosts
+    from meshwright.planner.costs.layout_costs import LayoutCosts
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+    from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+    from meshwright.planner.solver.partition_problem import Instance
 
 
 class GroupSpace(SearchSpace):

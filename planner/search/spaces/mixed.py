@@ -22,14 +22,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.costs.predict import branches_of
 from meshwright.planner.costs.stage_placement import branching
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.answer import TIES_LIMIT_S
-from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.goals import SplitSolution, split_or_pruned
 from meshwright.planner.search.partition.stage_size_rows import is_within
 from meshwright.planner.search.plan_candidate import Ranked, predict_candidate
@@ -44,7 +41,6 @@ from meshwright.planner.search.proof_account import (
     UNKEPT,
 )
 from meshwright.planner.search.queue import Bound, Pruned
-from meshwright.planner.search.space import LayoutFamily
 from meshwright.planner.search.spaces.group_stages import (
     graph_problem,
     plan_of_split,
@@ -56,6 +52,12 @@ from meshwright.planner.solver.bounds.memory_feasibility import why_no_split
 from meshwright.planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
 from meshwright.planner.solver.partition_problem import CutOff, Infeasible, Instance, Unfinished
 from meshwright.planner.solver.solve import solve, split_bound_s
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+    from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+    from meshwright.planner.search.space import LayoutFamily
 
 Split = GraphSolution | Infeasible | CutOff | Unfinished
 

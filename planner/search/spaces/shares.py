@@ -21,15 +21,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.memory.host_memory import host_room_bytes
 from meshwright.planner.costs.memory.rank_memory import room_bytes
 from meshwright.planner.costs.predict import predict
-from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.plan import Layout, Share
 from meshwright.planner.frameworks.native_limits import refusal
 from meshwright.planner.schedules import PLAIN
-from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.goals import SplitSolution
 from meshwright.planner.search.offload_choices import savings_of
 from meshwright.planner.search.partition.layer_options import allowed_options
@@ -66,6 +65,10 @@ from meshwright.planner.solver.partition_problem import (
     fits,
 )
 from meshwright.planner.solver.side_constraints import HostMemory
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec
+    from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 
 
 @dataclass(frozen=True, slots=True)

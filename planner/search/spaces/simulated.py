@@ -7,12 +7,15 @@ simulated steps, and simulates the splits that it meets.  How far it looks is co
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from meshwright.planner.search.goals import SimulatedStepGoal
-from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import UNFINISHED
-from meshwright.planner.search.proof_budget import Effort
 from meshwright.planner.search.queue import Pruned, SearchSpace
+
+if TYPE_CHECKING:
+    from meshwright.planner.search.goals import SimulatedStepGoal
+    from meshwright.planner.search.plan_candidate import Ranked
+    from meshwright.planner.search.proof_budget import Effort
 
 BOUNDED, SOLVED, PROGRAMS = (
     "layouts within memory",
@@ -37,7 +40,7 @@ class Tried:
 
     def has_left(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely."""
-        return not self.goal.late and self.looked_at[what] < most
+        return not self.goal.closed and self.looked_at[what] < most
 
     def try_one(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely; it is counted."""

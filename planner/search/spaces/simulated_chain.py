@@ -19,11 +19,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.search.bounds.dominance import Covering
-from meshwright.planner.search.bounds.layout_groups import Bounded, StatedProblem
 from meshwright.planner.search.bounds.simulated_optimum import ColumnProgram, of_chain
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.goals import SimulatedStepGoal, timetable
@@ -48,6 +48,9 @@ from meshwright.planner.solver.partition_problem import (
     Solution,
     evaluate_split,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.search.bounds.layout_groups import Bounded, StatedProblem
 
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """What is known of a layout: all of its memory; the least of all cuts by paths that stay with a
@@ -131,7 +134,7 @@ class SimulatedChain(Families):
         faster plans.
         """
         goal = self.goal
-        if level == SETTLED or goal.late:
+        if level == SETTLED or goal.closed:
             return False
         if goal.blocked and level != OPTIMUM and not self.spent.may_refine(CUT, goal.effort):
             return False
@@ -247,7 +250,6 @@ class SimulatedChain(Families):
             nodes=effort.nodes,
             most_columns=effort.columns,
             iterations=effort.iterations,
-            until=self.goal.until_s,
         )
 
     def _choices(

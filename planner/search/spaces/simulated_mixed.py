@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.tolerances import EQUAL, ROUNDING
 from meshwright.planner.search.bounds.dominance import Covering
 from meshwright.planner.search.bounds.layout_bounds import Candidates
-from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
 from meshwright.planner.search.bounds.simulated_mixed_devices import (
     SimulatedGroupCandidates,
     fill_of,
@@ -46,7 +44,6 @@ from meshwright.planner.search.bounds.simulated_optimum import (
 from meshwright.planner.search.bounds.simulated_step import SimulatedCandidates
 from meshwright.planner.search.goals import SplitSolution
 from meshwright.planner.search.partition.stage_size_rows import is_within
-from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.proof_account import BOUNDS, DOMINATED
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
 from meshwright.planner.search.queue import Bound, Pruned
@@ -68,6 +65,11 @@ from meshwright.planner.solver.partition_problem import (
     broken,
     evaluate_split,
 )
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.search.bounds.mixed_device_bounds import GroupCandidates
+    from meshwright.planner.search.plan_candidate import Ranked
 
 MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
@@ -381,7 +383,6 @@ class _LayoutSearch:
                 nodes=effort.nodes,
                 most_columns=effort.columns,
                 iterations=effort.iterations,
-                until=time.process_time() + effort.program_s,
             ),
         )
 

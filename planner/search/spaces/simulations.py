@@ -37,13 +37,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshwright.planner.costs.cut_tensors import colocated_places, readers_of
-from meshwright.planner.documents.model import ModelGraph
-from meshwright.planner.documents.plan import Layout
 from meshwright.planner.search.bounds.simulated_mixed_devices import fill_of
 from meshwright.planner.search.bounds.simulated_optimum import (
     Columns,
@@ -53,7 +51,6 @@ from meshwright.planner.search.bounds.simulated_optimum import (
     no_slower,
 )
 from meshwright.planner.search.bounds.simulated_step import transfers
-from meshwright.planner.search.goals import SimulatedStepGoal
 from meshwright.planner.search.proof_account import BOUNDS, COMMUNICATION, COMPUTATION
 from meshwright.planner.search.proof_account import SOLVED as BY_OPTIMUM
 from meshwright.planner.search.proof_budget import NEAR
@@ -64,9 +61,14 @@ from meshwright.planner.search.spaces.mixed import GraphSpace
 from meshwright.planner.search.spaces.shares import ShareSpace
 from meshwright.planner.search.spaces.simulated import BySimulation, Tried, bound_of
 from meshwright.planner.search.spaces.simulated_mixed import SimulatedMixed, closed_form_solution
-from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
 from meshwright.planner.solver.graphs.ideals import ideals
-from meshwright.planner.solver.partition_problem import Instance
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.model import ModelGraph
+    from meshwright.planner.documents.plan import Layout
+    from meshwright.planner.search.goals import SimulatedStepGoal
+    from meshwright.planner.solver.graph_instance import GraphInstance, GraphSolution
+    from meshwright.planner.solver.partition_problem import Instance
 
 MOST_PLACES = 600
 """Downsets of graphs whose columns are listed."""

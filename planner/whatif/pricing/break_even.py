@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from meshwright.planner.whatif.candidates import Candidate
 from meshwright.planner.whatif.pricing.economics import (
     HOURS_PER_YEAR,
     Horizon,
@@ -13,7 +13,10 @@ from meshwright.planner.whatif.pricing.economics import (
     cheaper_above,
     rent_cash_usd,
 )
-from meshwright.planner.whatif.uncertain_value import UncertainValue
+
+if TYPE_CHECKING:
+    from meshwright.planner.whatif.candidates import Candidate
+    from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 SHARES = tuple(share / 100 for share in range(10, 101, 5))
 

@@ -20,6 +20,13 @@ const NOTHING = 1e-9, ROUNDING = 1e-12;
 export const hours = (tokens, tokensPerS, goodput) =>
   product([exact(tokens / SECONDS_PER_HOUR), inverse(tokensPerS), inverse(goodput)]);
 
+/**
+ * USD of all devices where what is fixed is paid for its own hours, and no other.
+ * @param {{fixed: Span, used: Span}} hourly
+ */
+export const wholeUsd = (devices, hourly, fixedHours, runHours) => times(
+  total([product([hourly.fixed, fixedHours]), product([hourly.used, runHours])]), devices);
+
 /** Rent in USD of all devices for a run. @returns {Span} */
 export const rentUsd = (devices, runHours, usdPerDeviceHour) =>
   product([exact(devices), runHours, usdPerDeviceHour]);

@@ -58,6 +58,19 @@ def rent_usd(
     return product([exact(float(devices)), run_hours, usd_per_device_hour])
 
 
+def whole_usd(
+    devices: int, hourly: Hourly, fixed_hours: UncertainValue, run_hours: UncertainValue
+) -> UncertainValue:
+    """Price of all devices where what is fixed is paid for its own hours, and no other.
+
+    >>> hourly = Hourly(fixed=exact(2.0), used=exact(0.5))
+    >>> whole_usd(8, hourly, exact(100.0), UncertainValue(value=40.0, low=30.0, high=60.0))
+    UncertainValue(value=1760.0, low=1720.0, high=1840.0)
+    """
+    fixed = product([hourly.fixed, fixed_hours])
+    return total([fixed, product([hourly.used, run_hours])]).times(devices)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
     """What a device draws beside the figure on its sheet."""

@@ -15,12 +15,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from meshwright.planner.catalog import Market, Rent, accelerators, rents
-from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
 from meshwright.planner.whatif.formatting import price_ages
-from meshwright.planner.whatif.study import Commitment, Rental
 from meshwright.planner.whatif.uncertain_value import UncertainValue, product, total
+
+if TYPE_CHECKING:
+    from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup
+    from meshwright.planner.whatif.study import Commitment, Rental
 
 MANY = 5
 """Prices of which the middle 80 % are known."""

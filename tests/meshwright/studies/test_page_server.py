@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -127,3 +129,22 @@ def test_one_study_is_planned_at_a_time_and_a_failure_is_said(server: PageServer
     while server.planning.busy:
         time.sleep(0.01)
     assert "ValueError: broken" in json.loads(ask(server, "progress")[1])["error"]
+
+
+def test_a_client_that_sends_nonsense_or_leaves_is_nobodys_traceback(
+    server: PageServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = int(server.server_address[1])
+    for length in ("²", "٣", "-1", "1e3", "9" * 5000, ""):
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
+            head = f"POST /{server.token}/plan HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+            client.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+            assert b" 413 " in client.recv(4096).split(b"\r\n")[0]
+    for _ in range(3):
+        client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n".encode())
+        client.close()  # with a reset
+
+    assert ask(server)[0] == 200
+    assert capsys.readouterr().err == ""

@@ -82,9 +82,17 @@ def test_megatron_is_told_how_tokens_go_to_experts_and_sequences_are_divided() -
     plain = flags(
         configuration(plan.model_copy(update={"framework": "megatron"}), model, "megatron")
     )
-    assert not {
+    assert plain["--moe-token-dispatcher-type"] == "alltoall"
+    assert {
         flag for flag in plain if flag.startswith(("--moe", "--cp-comm", "--tp-comm", "--grad"))
-    }
+    } == {"--moe-grouped-gemm", "--moe-token-dispatcher-type"}
+    assert {"--lr", "--optimizer"} <= plain.keys()
+    bare = flags(configuration(plan, model, "megatron", machine, recipe=False))
+    assert not {"--lr", "--optimizer", "--lr-decay-style", "--clip-grad"} & bare.keys()
+    assert set(bare) < set(told) and all(told[flag] == value for flag, value in bare.items())
+    bridge = yaml.safe_load(configuration(plan, model, "megatron-bridge", machine))["model"]
+    assert bridge["moe_grouped_gemm"] is True
+    assert bridge["moe_token_dispatcher_type"] == "flex"
 
 
 def test_torchtitan_alone_is_told_of_asynchronous_tensor_parallelism() -> None:

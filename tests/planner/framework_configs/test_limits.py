@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shlex
 import time
 import tracemalloc
 
@@ -20,18 +19,6 @@ from tests.meshwright import hostile, hostile_configurations
 MODEL = resolve_model("gpt2")
 CLUSTER = resolve_cluster("8xh100-sxm-80gb")
 FSDP = "REPLICAS, SHARDS = 1, 8\n"
-
-
-def test_words_of_a_script_are_those_of_a_shell() -> None:
-    rng = random.Random(0)
-
-    for _ in range(5000):
-        text = "".join(rng.choices("ab '\"\\ \n=-$", k=rng.randrange(14)))
-        try:
-            words = shlex.split(text)
-        except ValueError:
-            words = text.split()
-        assert shell._split(text) == words
 
 
 @pytest.mark.parametrize(

@@ -142,3 +142,20 @@ def test_a_lack_of_memory_is_told_from_other_ends() -> None:
     assert out_of_memory("RuntimeError: HIP out of memory. Tried to allocate 1.00 GiB")
     assert out_of_memory("rank 3 ran out of device memory (plan again ...)")
     assert not out_of_memory("RuntimeError: CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("figure", ["0.0", "9e400", "0", "1e-400", "1,0e9999"])
+def test_seconds_that_no_clock_gives_are_left_out(name: str, figure: str) -> None:
+    work = LoggedWork(job=Job(seq_len=64, global_batch=8), devices=2)
+    lines = [
+        f" iteration  20/ 50 | elapsed time per iteration (ms): {figure} |",
+        f"memory (MB) | max allocated: 1.0 | max reserved: {figure}",
+        f"step: 10  loss:  7.1  memory: {figure}GiB(50.5%)  tps: {figure}",
+        f"global_step=10, CurrSamplesPerSec={figure}, MaxMemAllocated={figure}GB",
+        f" 40%|####  | 4/10 [00:08<00:12,  {figure}s/it]",
+        f" 60%|####  | 6/10 [00:08<00:12,  {figure}it/s]",
+        f"'train_steps_per_second': {figure}",
+    ]
+
+    assert list(READERS[name](lines, work)) == []

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.documents.framework_space import StageRule
-from meshwright.planner.frameworks.stage_rules import ends_of, rows
+from meshwright.planner.frameworks.stage_rules import block_counts, ends_of, rows
 
 SMALL = resolve_model("llama-3.2-1b")
 BLOCKS = 16
@@ -59,3 +59,33 @@ def test_ranks_of_several_stages_have_equal_ones() -> None:
     assert ends_of(unlike) == (1, 61, 1)
     assert rows("even_but_ends", unlike, ranks=61, virtual_stages=1) is not None
     assert rows("even", unlike, ranks=61, virtual_stages=1) is not None
+
+
+@pytest.mark.parametrize(
+    ("rule", "ranks", "virtual", "sizes"),
+    [
+        # get_num_layers_to_build of Megatron-LM: the embedding and the head count as blocks.
+        ("even_but_ends", 16, 8, [0, *[1] * 126, 0]),
+        ("even_but_ends", 127, 1, [0, *[1] * 126]),
+        ("even_but_ends", 16, 4, [1, *[2] * 62, 1]),
+        ("even_but_ends", 21, 2, [3] * 42),
+        ("any", 4, 1, [32, 32, 31, 31]),
+    ],
+)
+def test_blocks_are_counted_as_even_as_the_rule_has_them(
+    rule: StageRule, ranks: int, virtual: int, sizes: list[int]
+) -> None:
+    model = resolve_model("llama-3.1-405b")
+
+    assert block_counts(rule, model, ranks=ranks, virtual_stages=virtual) == sizes
+
+
+@pytest.mark.parametrize("stages", range(1, 20))
+def test_a_stage_has_no_layer_only_where_stages_outnumber_them(stages: int) -> None:
+    for rule, virtual in product(("any", "even", "even_but_ends"), (1, 2, 3)):
+        sizes = block_counts(rule, SMALL, ranks=stages, virtual_stages=virtual)
+        sizes[0] += 1
+        sizes[-1] += 1
+        assert len(sizes) == stages * virtual
+        assert (min(sizes) > 0) == (stages * virtual <= BLOCKS + 2)
+        assert sum(sizes) == BLOCKS + 2

@@ -150,6 +150,10 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         going_on.outlay_usd(used, run),
     )
     yield "pricing/economics", "termsBegun", [run, 730.0], economics.terms_begun(run, 730.0)
+    parts = economics.Hourly(fixed=one, used=share())
+    whole = economics.whole_usd(8, parts, two, run)
+    plain_parts = {"fixed": parts.fixed, "used": parts.used}
+    yield "pricing/economics", "wholeUsd", [8, plain_parts, two, run], whole
     yield "pricing/economics", "purchaseCash", [its, used], list(bought.cash_usd(used))
     ages = tuple(sorted((rng.random() for _ in range(3)), reverse=True)) if seed % 2 else ()
     rest = economics.residual_share(horizon.years, retained_a_year=0.67, by_age=ages)

@@ -13,7 +13,7 @@ from meshwright.planner.catalog import frameworks
 from meshwright.planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.costs.lora import adapter_parameters
-from meshwright.planner.costs.predict import FULL_TIME, placement_prediction
+from meshwright.planner.costs.predict import placement_prediction
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.training import Lora
@@ -33,7 +33,6 @@ def test_4_bits_fit_where_16_do_not() -> None:
     model, four = resolve_model("llama-2-13b"), cluster_of("rtx-4090", devices_per_node=1)
     quantised = fastest_fine_tuner(Request(model, four, JOB), quantised=True)
     assert quantised.prediction.fits
-    assert FULL_TIME not in quantised.prediction.assumptions
     assert quantised.plan.training.lora is not None
     assert quantised.plan.training.lora.quantised
     peak = quantised.prediction.stages[0].peak_memory_bytes

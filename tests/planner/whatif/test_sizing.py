@@ -9,9 +9,10 @@ import pytest
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.whatif import evaluate
-from meshwright.planner.whatif.candidates import powered_devices
+from meshwright.planner.whatif.candidates import candidates_of, powered_devices
 from meshwright.planner.whatif.conclusions import verdicts
-from meshwright.planner.whatif.evaluate import chances_of, size_of
+from meshwright.planner.whatif.evaluate import bounded_size, chances_of, size_of
+from meshwright.planner.whatif.evaluate import evaluate as real_evaluate
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.run_study import run
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
@@ -20,7 +21,8 @@ from tests.planner.whatif.test_study import PRICE, study
 
 def asked(solve: str, goal: dict[str, float], **offer: Any) -> Any:
     one = {"cluster": "{n}x8xa10g", "solve": solve, "rent": PRICE}
-    return study(goal=goal, offers=[{**one, **offer}])
+    more = {"quota_devices": 65_536}
+    return study(goal=goal, offers=[{**one, **offer}], assumptions=more)
 
 
 @pytest.fixture
@@ -96,6 +98,59 @@ def test_what_a_size_is_found_for_must_be_said() -> None:
         with pytest.raises(DocumentError, match=what) as raised:
             size_of(asked(solve, {"tokens": 1e9}), 0, "gpt2")
         assert raised.value.path == "offers[0].solve"
+
+
+@pytest.mark.usefixtures("speed")
+def test_a_size_that_may_be_rented_bounds_what_a_budget_pays_for() -> None:
+    """The budget pays for hundreds of nodes; 20 are rented at once, 64 where nobody says."""
+    goal = {"tokens": 1e9, "budget_usd": 1e6}
+    offers = [{"cluster": "{n}x8xa10g", "solve": "afford", "rent": PRICE}]
+    few = study(goal=goal, offers=offers, assumptions={"quota_devices": 167})
+
+    assert bounded_size(few, 0, "gpt2") == (20, "167 devices are rented at once")
+    size, why = bounded_size(study(goal=goal, offers=offers), 0, "gpt2")
+    assert size == 64
+    assert why.startswith("512 devices are rented at once (assumed")
+    with pytest.raises(DocumentError, match=r"up to 20 meets .*167 devices are rented at once"):
+        hurried = study(
+            goal={"tokens": 1e9, "deadline_days": 0.5},
+            offers=[{**offers[0], "solve": "need"}],
+            assumptions={"quota_devices": 167},
+        )
+        size_of(hurried, 0, "gpt2")
+
+
+@pytest.mark.usefixtures("speed")
+def test_a_size_leaves_a_hundred_steps_of_a_sample_a_device() -> None:
+    """By hand: 2e7 tokens are 100 batches of 195 sequences of 1,024: 24 nodes of 8 devices.
+
+    Of 1e12 tokens the critical batch, 22.91 x 10^5.64 = 10.0 M tokens, is 9,766 sequences.
+    """
+    for tokens, nodes in ((2e7, 24), (1e12, 1220)):
+        asked_ = study(
+            work={"seq_len": 1024, "framework": "native"},
+            goal={"tokens": tokens, "budget_usd": 1e12},
+            offers=[{"cluster": "{n}x8xa10g", "solve": "afford", "rent": PRICE}],
+            assumptions={"quota_devices": 65_536},
+        )
+        size, why = bounded_size(asked_, 0, "gpt2")
+        assert size == nodes
+        assert "bear a batch of" in why
+
+
+def test_an_hour_is_the_least_that_is_sold() -> None:
+    """By hand: eight devices at 2 USD are 16 USD for a run of minutes, and 2 hours cost two."""
+    rent = {"usd_per_device_hour": 2.0, "low": 2.0, "high": 2.0, "date": "2026-11", "source": "q"}
+    for tokens, usd in ((1e6, 16.0), (1e6, 32.0)):
+        hours = {} if usd == 16.0 else {"minimum_hours": 2.0}
+        short = study(
+            goal={"tokens": tokens}, offers=[{"cluster": "8xa10g", "rent": {**rent, **hours}}]
+        )
+        [candidate] = candidates_of(short)
+        found = real_evaluate(short, "gpt2", candidate)
+        assert found.hours is not None and found.hours.high < 1
+        assert found.usd is not None
+        assert (found.usd.low, found.usd.value, found.usd.high) == pytest.approx((usd,) * 3)
 
 
 @pytest.mark.matrix

@@ -218,7 +218,8 @@ def test_buying_and_renting_meet() -> None:
                 "cluster": "8xh200-sxm",
                 "rent": {**PRICE, "usd_per_device_hour": 3.0},
             },
-        ]
+        ],
+        assumptions={"utilisation": 0.8},
     )
     result = run(asked, processes=1)
     bought, rented = result.break_even

@@ -22,7 +22,7 @@ from meshwright.runtime.core.torch_internals import (
     reduce_scatter,
     unseen_by_recompute,
 )
-from meshwright.runtime.techniques.activation_checkpointing import recomputed
+from meshwright.runtime.techniques.activation_checkpointing import checkpoint_call
 
 ROOT = Path(__file__).parents[3]
 
@@ -151,4 +151,4 @@ def test_what_layers_share_may_be_made_by_another_one_in_backward() -> None:
         assert x.grad is not None
         return x.grad
 
-    assert torch.equal(gradient(recomputed(layer, "selective")), gradient(layer))
+    assert torch.equal(gradient(checkpoint_call(layer, "selective")), gradient(layer))

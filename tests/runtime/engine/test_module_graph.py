@@ -197,7 +197,7 @@ def planned(module: nn.Module, batch: Any) -> Plan:
 
 
 def recorded(module: nn.Module, batch: Any, inputs: Inputs | None = None) -> Recorder:
-    return Recorder.of(module, few_samples(batch, SAMPLES), inputs)
+    return Recorder.of_units(module, few_samples(batch, SAMPLES), inputs)
 
 
 class Wider(GPT):

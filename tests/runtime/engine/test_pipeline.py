@@ -30,7 +30,7 @@ class RecordingStore(WeightGradients):
         self.stage, self.seen = stage, seen
         self.micro_batch = 0
 
-    def taken(self) -> Callable[[], None]:
+    def take_deferred(self) -> Callable[[], None]:
         make, word = super().taken(), f"{self.stage}W{self.micro_batch}"
 
         def recorded() -> None:

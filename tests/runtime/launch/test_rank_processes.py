@@ -58,6 +58,30 @@ PEER = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1
             id="an abort after a complaint about peers is still an echo",
         ),
         pytest.param({3: 7, 1: 1}, [], 3, id="in silence, the first that was seen"),
+        pytest.param(
+            {1: 1, 0: 1},
+            [failure(1, "RuntimeError", PEER, 1.0)],
+            0,
+            id="an exit without a word before one that blames its peer",
+        ),
+        pytest.param(
+            {1: 1, 0: 1},
+            [failure(1, "DistBackendError", "wait timeout", 1.0)],
+            0,
+            id="the same, where the other waited in vain",
+        ),
+        pytest.param(
+            {1: -6, 0: 1},
+            [failure(0, "ValueError", "x", 4.0)],
+            0,
+            id="an abort without a word may be a library's, which lost a peer",
+        ),
+        pytest.param(
+            {1: -6, 0: 1}, [failure(0, "RuntimeError", PEER, 4.0)], 1, id="an abort before an echo"
+        ),
+        pytest.param(
+            {1: 1, 0: -11}, [failure(1, "ValueError", "x", 4.0)], 0, id="a crash of its own"
+        ),
     ],
 )
 def test_the_cause_comes_before_its_echoes(
@@ -68,6 +92,14 @@ def test_the_cause_comes_before_its_echoes(
     ended, _ = first_cause(seen, failures)
 
     assert ended.rank == cause
+
+
+def test_a_rank_that_leaves_early_is_the_cause_where_all_others_complain() -> None:
+    early = [Exit(rank=0, code=0)]
+    bad = [Exit(rank=1, code=1)]
+
+    assert first_cause(bad, [failure(1, "RuntimeError", PEER)], early=early)[0].rank == 0
+    assert first_cause(bad, [failure(1, "ValueError", "x")], early=early)[0].rank == 1
 
 
 def start(tmp_path: Path, scripts: list[str]) -> RunningRanks:

@@ -21,9 +21,9 @@ import torch.distributed as dist  # noqa: E402
 
 from meshwright.planner.documents.model import Layer, ModelGraph  # noqa: E402
 from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
-from meshwright.planner.errors import LaunchError  # noqa: E402
+from meshwright.planner.errors import LaunchError, MeshwrightError  # noqa: E402
 from meshwright.runtime.checkpoint import checkpoint  # noqa: E402
-from meshwright.runtime.checkpoint.state_snapshot import Snapshot, put_back, take_snapshot  # noqa: E402
+from meshwright.runtime.checkpoint.state_snapshot import Snapshot, boxes, put_back, take_snapshot  # noqa: E402
 from meshwright.runtime.core.torch_api_hints import LossValue  # noqa: E402
 from meshwright.runtime.data.corpus import Corpus, CorpusSamples, files, prepare  # noqa: E402
 from meshwright.runtime.data.sample_digest import SampleDigest  # noqa: E402
@@ -294,15 +294,51 @@ def test_nonsense_without_checkpoints_says_so(corpus: Corpus, tmp_path: Path) ->
 
 
 @pytest.fixture
-def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+def mirror(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
     """Copies of the state, after every fourth step."""
     with Slots() as slots:
         for name, told in {**slots.environment(1), "LOCAL_WORLD_SIZE": "1"}.items():
             monkeypatch.setenv(name, told)
-        found = Mirror.of_environment(local_rank=0, run="r", plan="p")
+        identity = checkpoint.TrainingIdentity.of(
+            plan=plan(), model=MODEL, corpus=corpus, frozen=None
+        )
+        found = Mirror.of_environment(local_rank=0, run="r", plan="p", identity=identity)
         assert found is not None
         monkeypatch.setattr(found, "is_due", lambda step: step % 4 == 0)
         yield found
+
+
+@pytest.mark.parametrize("changed", ["nothing", "data", "model", "seed", "seq_len", "unsaid"])
+def test_a_copy_is_gone_on_from_by_the_same_training_alone(
+    corpus: Corpus, tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    if changed == "unsaid":
+        monkeypatch.setattr(mirror, "_identity", None)
+    saved = {"checkpoint": tmp_path / "s"}
+    engine = Replayed(result(1.0, 1.0))
+    loop(engine, corpus, tmp_path / "out", 5, mirror=mirror, **saved).run()
+    kept = mirror.newest(boxes(engine.state()))
+    assert kept is not None
+    if changed == "data":
+        (tmp_path / "texts" / "0.txt").write_text("another text")
+        corpus = prepare(files(tmp_path / "texts"), cache=tmp_path / "cache")
+    again = loop(Replayed(result(1.0, 1.0)), corpus, tmp_path / "out", 9, mirror=mirror, **saved)
+    if changed == "model":
+        again.model = MODEL.model_copy(
+            update={"layers": (Layer(name="a", kind="block", parameters=4),)}
+        )
+    if changed == "seed":
+        again.plan = again.plan.model_copy(update={"training": Training(seed=6)})
+    if changed == "seq_len":
+        again.plan = again.plan.model_copy(update={"seq_len": 5})
+
+    if changed == "nothing":
+        again.go_on_from(kept, after_saved=0)
+        assert again.steps_done == 4
+        return
+    with pytest.raises(MeshwrightError, match="the copy in memory of step 4"):
+        again.go_on_from(kept, after_saved=0)
+    assert again.steps_done == 0
 
 
 def full_disk_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,6 +485,9 @@ def test_a_clock_that_is_set_ends_no_run(
     made.run()
 
     assert len(engine.seen) == 3
+    at_s = [event.at_unix_s for event in run.events(tmp_path / "out")]
+    assert 0.0 <= max(at_s) - min(at_s) <= PATIENCE_S
+    assert abs(at_s[0] - wall_s()) <= PATIENCE_S
 
 
 def test_each_step_leaves_one_line(corpus: Corpus, tmp_path: Path) -> None:

@@ -167,12 +167,12 @@ class Counting:
 
 
 def loss_and_bytes(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, int]:
-    opened = published_weights._opened
-    published_weights._opened = lambda path: Counting(opened(path))
+    opened = published_weights._open_safetensors
+    published_weights._open_safetensors = lambda path: Counting(opened(path))
     try:
         engine = token_engine(plan, graph, device=CPU, weights=folder)
     finally:
-        published_weights._opened = opened
+        published_weights._open_safetensors = opened
     own = cases.global_tokens(0).chunk(engine.slices)[engine.slice_rank]
     return engine.step(own).loss, Counting.read_bytes
 

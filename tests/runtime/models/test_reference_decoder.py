@@ -20,7 +20,9 @@ def test_positions_rotate_as_complex_numbers() -> None:
     turn = torch.polar(torch.ones(6, 4), torch.outer(torch.arange(6.0), frequency))
     expected = torch.complex(x[..., :4], x[..., 4:]) * turn
 
-    rotated = reference.rotated(x, reference.rotary_tables(8, torch.arange(6), torch.float32, CPU))
+    rotated = reference.rotate_pairs(
+        x, reference.rotary_tables(8, torch.arange(6), torch.float32, CPU)
+    )
 
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1))
 

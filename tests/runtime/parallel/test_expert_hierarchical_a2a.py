@@ -162,7 +162,7 @@ def events_of_a_mixture() -> tuple[list[str], list[str]]:
     experts.spread(part.experts, at.expert_mesh["expert"], relayed(at))
     events: list[str] = []
     across = at.relays(2)[0].group_name
-    begun, arrived, compute = experts._begin_exchange, experts.arrived, part.shared.forward
+    begun, arrived, compute = experts._begin_exchange, experts.await_rows, part.shared.forward
 
     def beginning(x: Tensor, arriving: Any, leaving: Any, name: str) -> Tensor:
         if x.shape[1:] == (a.hidden_size,):
@@ -186,7 +186,7 @@ def events_of_a_mixture() -> tuple[list[str], list[str]]:
     x = torch.randn(2, 8, a.hidden_size, requires_grad=True)
     with (
         mock.patch.object(experts, "_begin_exchange", beginning),
-        mock.patch.object(experts, "arrived", waiting),
+        mock.patch.object(experts, "await_rows", waiting),
     ):
         out = part(x)
         forward = [*events]

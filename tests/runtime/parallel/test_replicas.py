@@ -136,7 +136,7 @@ def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
         bucket = replicas._Bucket(weights, group=None)  # type: ignore[arg-type]
         for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
             weight.grad = grad.clone()
-            bucket.take(index)
+            bucket.adopt_gradient(index)
         assert weights[1].grad is not None
         assert weights[1].grad.stride() == weights[1].stride()
         torch.testing.assert_close(weights[1].grad, grads[1])

@@ -191,7 +191,7 @@ class Tied(Model):
     ],
 )
 def test_styles_that_cannot_be_followed_are_refused(build: Any, tensor: Any, said: str) -> None:
-    recorder = Recorder.of(build(), batch_of(0))
+    recorder = Recorder.of_units(build(), batch_of(0))
     plan = script_plan(
         recorder, {"tensor": 2}, name="build", ranks=2, global_batch=SAMPLES, device="cpu"
     )
@@ -210,7 +210,7 @@ def made_apart() -> dict[str, Tensor]:
     for step in range(2):
         block(batch_of(step)).square().sum().backward()
     assert block.up.weight.grad is block.down.weight.grad is None
-    store.taken()()
+    store.take_deferred()()
     every = {name: one.grad for name, one in block.named_parameters()}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in every.items()}  # type: ignore[misc]
 

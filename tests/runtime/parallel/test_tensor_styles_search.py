@@ -35,7 +35,7 @@ SAMPLES, STEPS = 8, 2
 def found(module: nn.Module, batch: Any, degree: int = 2) -> DerivedStyles:
     batch = few_samples(batch, 2)
     inputs = (lambda whole: whole) if isinstance(batch, tuple) else None
-    return DerivedStyles(module, Recorder.of(module, batch, inputs), batch)
+    return DerivedStyles(module, Recorder.of_units(module, batch, inputs), batch)
 
 
 @pytest.mark.spread(2)
@@ -43,12 +43,12 @@ def found(module: nn.Module, batch: Any, degree: int = 2) -> DerivedStyles:
 def test_what_can_be_divided_is_found(kind: str) -> None:
     torch.manual_seed(0)
     build, example = MODULES[kind]
-    assert style_text(found(build(), example()).of(2)) == STYLES[kind]
+    assert style_text(found(build(), example()).units_at(2)) == STYLES[kind]
 
 
 def styles_of(module: nn.Module, batch: Any) -> TensorStyles:
     torch.manual_seed(0)
-    return TensorStyles.of(found(module, batch).of(2), 2)
+    return TensorStyles.for_units(found(module, batch).units_at(2), 2)
 
 
 @pytest.mark.parametrize("kind", SIZED)

@@ -29,7 +29,7 @@ answer_with_stack(Path(sys.argv[1]), int(os.environ["RANK"]))
 beacon = Beacon(int(os.environ["LOCAL_RANK"]))
 for step in range(1, 10**6):
     for part in ("batch", "step"):
-        beacon.tell(step, part)
+        beacon.begin_part(step, part)
         time.sleep(0.01)
     if step == 20:
         Path(sys.argv[1], f"far-{os.environ['RANK']}").touch()
@@ -61,7 +61,7 @@ def steps(
     """Go through steps of so many seconds, looked at as a launcher does; return what it finds."""
     for number, step_s in enumerate(seconds, start=1):
         for rank in ranks:
-            rank.tell(number, "step")
+            rank.begin_part(number, "step")
         for _ in range(4):
             clock[0] += step_s / 4
             if found := watch.look():
@@ -74,7 +74,7 @@ def test_places_are_read_as_they_are_told(
 ) -> None:
     with beacons(2) as seen:
         ranks = told(seen, monkeypatch)
-        ranks[1].tell(7, "save")
+        ranks[1].begin_part(7, "save")
         first, second = seen.places()
 
         assert (first.step, first.part, first.process) == (0, "start", os.getpid())
@@ -86,7 +86,7 @@ def test_places_are_read_as_they_are_told(
 
 def test_without_a_launcher_that_looks_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BEACONS, raising=False)
-    Beacon(0).tell(1, "step")
+    Beacon(0).begin_part(1, "step")
 
 
 @pytest.mark.parametrize("step_s", [0.5, 4.0, 60.0])
@@ -114,7 +114,7 @@ def test_a_rank_that_stands_still_is_found_and_comes_first(
         watch, ranks = watch_of(seen, clock, tmp_path), told(seen, monkeypatch)
         assert steps(ranks, clock, watch, [step_s] * 10) == []
         begin_s = clock[0]
-        ranks[0].tell(11, "step")
+        ranks[0].begin_part(11, "step")
         while not (found := watch.look()):
             clock[0] += 0.1
 
@@ -133,7 +133,7 @@ def test_a_rank_that_is_stopped_before_its_second_step_is_found(
     with beacons(2) as seen:
         watch, ranks = watch_of(seen, clock, tmp_path), told(seen, monkeypatch)
         for rank in ranks:
-            rank.tell(1, part)
+            rank.begin_part(1, part)
         for stopped in (False, True, False, True):
             begin_s, for_s = clock[0], LEAST_S - 0.5 if stopped else 20.0
             while clock[0] < begin_s + for_s:

@@ -129,7 +129,7 @@ def sent(memory: list[dict[str, str]], missing: int, lost: int | None) -> int | 
         assert not mirror.is_due(step + 1), "it is copied before the last one is kept"
         if step == 6 or missing != rank:
             move(node.own[0], partner.wards[0])
-        node.kept.tell("f1", step, processor_s=0.0)
+        node.kept.write_step("f1", step, processor_s=0.0)
         dist.barrier()
     if lost == rank:
         node = slots_of_node(memory[2])
@@ -140,12 +140,12 @@ def sent(memory: list[dict[str, str]], missing: int, lost: int | None) -> int | 
 def move(pair: Sequence[StateSlot], ward: Sequence[StateSlot]) -> None:
     """Do what two launchers do."""
     newest = max(pair, key=lambda slot: (slot.label() or {"step": 0})["step"])
-    found = newest.sealed()
+    found = newest.contents()
     assert found is not None
     text, content, code = found
-    with to_write(ward, json.loads(text)).filled(text, len(content)) as filling:
+    with to_write(ward, json.loads(text)).fill(text, len(content)) as filling:
         filling[0 : len(content)] = content
-        filling.done(code)
+        filling.commit(code)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def damaged(memory: dict[str, str]) -> int | None:
     if dist.get_rank() == 1:
         pair = mirror._node.own[1]
         found = max(pair, key=lambda slot: (slot.read() or ({},))[0]["step"])
-        sealed = found.sealed()
+        sealed = found.contents()
         assert sealed is not None
         sealed[1][-1] ^= 0xFF
     dist.barrier()

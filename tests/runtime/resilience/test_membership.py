@@ -120,7 +120,7 @@ class Rosters(RuleBasedStateMachine):
 
     def tell(self, node: int) -> None:
         if self.nodes[node].lives:
-            self.sent.append(self.nodes[node].roster.tell())
+            self.sent.append(self.nodes[node].roster.status())
 
     @rule(node=some, which=st.integers(0, 10**6))
     def hear_an_old_one_again(self, node: int, which: int) -> None:
@@ -140,7 +140,7 @@ class Rosters(RuleBasedStateMachine):
             for node in there:
                 for other in there:
                     if self.nodes[node].lives and self.nodes[other].lives:
-                        told = self.nodes[other].roster.tell()
+                        told = self.nodes[other].roster.status()
                         self.nodes[node].roster.hear(told, self.now_s)
             for node in there:
                 self.act(node)
@@ -217,17 +217,17 @@ class Rosters(RuleBasedStateMachine):
         found = self.nodes[node]
         if found.ranks_of is not None:
             found.ranks_of = None
-            found.roster.ended(CRASH)
+            found.roster.ranks_ended(CRASH)
 
     def act(self, node: int) -> None:
         found = self.nodes[node]
         if not found.lives:
             return
         roster = found.roster
-        wanted = roster.wanted(self.now_s)
+        wanted = roster.next_action(self.now_s)
         if isinstance(wanted, Quit):
             found.ranks_of = None
-            roster.ended(None)
+            roster.ranks_ended(None)
         elif isinstance(wanted, Look):
             self._adopt_newest(found)
         elif isinstance(wanted, Proposal):
@@ -310,7 +310,7 @@ class Rosters(RuleBasedStateMachine):
         members, step = self.run.register[number].members, self.run.trained
         place = [one.start for one in members].index(of.start)
         part = Held(epoch=number, step=step, of=len(members), parts=(place,))
-        holder.roster.holdings.hold(part)
+        holder.roster.holdings.add(part)
         for at, one in enumerate(members):
             both = self._nodes(one, members[(at + 1) % len(members)])
             if len(both) < 2 or not all(self._holds(found, number, step, at) for found in both):
@@ -319,7 +319,7 @@ class Rosters(RuleBasedStateMachine):
 
     @staticmethod
     def _holds(node: Node, number: int, step: int, part: int) -> bool:
-        held = node.roster.holdings.held
+        held = node.roster.holdings.states
         return any((one.epoch, one.step) == (number, step) and part in one.parts for one in held)
 
     def save(self) -> None:
@@ -376,7 +376,7 @@ class TestMoreRosters(Rosters.TestCase):  # type: ignore[name-defined,misc]
 
 def told_to(roster: Roster, others: list[Roster], now_s: float) -> None:
     for other in others:
-        roster.hear(other.tell(), now_s)
+        roster.hear(other.status(), now_s)
 
 
 def training(*, planned: int = 3, nodes: int = 3) -> list[Roster]:
@@ -399,14 +399,16 @@ def test_a_silent_node_ends_the_epoch_and_the_first_of_the_others_decides() -> N
     late_s = 1.0 + LOST_S + 0.1
     told_to(second, [third, spare], late_s)
 
-    wanted = second.wanted(late_s)
+    wanted = second.next_action(late_s)
     assert isinstance(wanted, Quit)
     assert nodes_of(wanted.lost) == [first.agent.node]
-    second.ended(None)
-    assert second.wanted(late_s) is None  # the third has ranks that may still know how it ended
-    third.ended(CRASH)
+    second.ranks_ended(None)
+    assert (
+        second.next_action(late_s) is None
+    )  # the third has ranks that may still know how it ended
+    third.ranks_ended(CRASH)
     told_to(second, [third], late_s)
-    decided = second.wanted(late_s)
+    decided = second.next_action(late_s)
 
     assert isinstance(decided, Proposal)
     assert decided.ends == (CRASH,)
@@ -418,11 +420,11 @@ def test_a_silent_node_ends_the_epoch_and_the_first_of_the_others_decides() -> N
 def test_without_a_spare_the_others_move_up() -> None:
     _, second, third = training()
     late_s = 1.0 + LOST_S + 0.1
-    third.ended(None)
+    third.ranks_ended(None)
     told_to(second, [third], late_s)
-    second.ended(None)
+    second.ranks_ended(None)
 
-    decided = second.wanted(late_s)
+    decided = second.next_action(late_s)
 
     assert isinstance(decided, Proposal)
     assert nodes_of(decided.members(3)) == [1, 2]
@@ -430,7 +432,7 @@ def test_without_a_spare_the_others_move_up() -> None:
 
 def test_who_is_taken_for_lost_by_mistake_ends_its_ranks_and_becomes_a_spare() -> None:
     first, second, _ = training()
-    first.ended(None)
+    first.ranks_ended(None)
     second_epoch = Epoch(
         number=2,
         run=RUN,
@@ -441,21 +443,21 @@ def test_who_is_taken_for_lost_by_mistake_ends_its_ranks_and_becomes_a_spare() -
     first.adopt(second_epoch, 2.0)
     told_to(second, [first], 2.0)
 
-    assert isinstance(second.wanted(2.0), Quit)
+    assert isinstance(second.next_action(2.0), Quit)
     with pytest.raises(ValueError, match="ranks of epoch 1 still run"):
         second.adopt(second_epoch, 2.0)
-    second.ended(None)
-    assert isinstance(second.wanted(2.0), Look)
+    second.ranks_ended(None)
+    assert isinstance(second.next_action(2.0), Look)
     second.adopt(second_epoch, 2.0)
-    assert (second.is_member, second.wanted(2.0)) == (False, None)
+    assert (second.is_member, second.next_action(2.0)) == (False, None)
     with pytest.raises(ValueError, match="no ranks may start"):
         second.began()
-    assert isinstance(second.wanted(2.1 + LOST_S), Over)
+    assert isinstance(second.next_action(2.1 + LOST_S), Over)
 
 
 def test_a_message_that_comes_twice_keeps_nobody_alive() -> None:
     first, second, _ = training()
-    old = second.tell()
+    old = second.status()
     first.hear(old, 1.0)
 
     first.hear(old, 4.9)
@@ -477,7 +479,7 @@ def test_ranks_do_not_wait_for_members_that_are_lost_before_they_come() -> None:
     first, second, _ = (roster_of(node) for node in range(3))
     told_to(first, [second], 1.0 + LOST_S)
 
-    wanted = first.wanted(1.1 + LOST_S)
+    wanted = first.next_action(1.1 + LOST_S)
 
     assert isinstance(wanted, Quit)
     assert wanted.why == "node 2 does not answer"
@@ -485,25 +487,25 @@ def test_ranks_do_not_wait_for_members_that_are_lost_before_they_come() -> None:
 
 def test_a_run_that_is_over_on_one_node_is_over() -> None:
     first, second, _ = training()
-    second.left()
+    second.run_left()
     told_to(first, [second], 1.0)
-    first.ended(None)
+    first.ranks_ended(None)
 
-    assert isinstance(first.wanted(1.0), Over)
-    assert second.wanted(9.0) is None
+    assert isinstance(first.next_action(1.0), Over)
+    assert second.next_action(9.0) is None
 
 
 def test_what_was_never_whole_takes_no_place() -> None:
     """Two agents had the fifth step and one had not: all went on from the fourth."""
     holdings = Holdings()
     for epoch, step in ((1, 4), (1, 5)):
-        holdings.hold(Held(epoch=epoch, step=step, of=2, parts=(0,)))
+        holdings.add(Held(epoch=epoch, step=step, of=2, parts=(0,)))
 
     dropped = holdings.go_on_from(State(step=4, epoch=1))
-    holdings.hold(Held(epoch=2, step=5, of=2, parts=(0,)))
+    holdings.add(Held(epoch=2, step=5, of=2, parts=(0,)))
 
     assert [one.step for one in dropped] == [5]
-    assert [(one.epoch, one.step) for one in holdings.held] == [(1, 4), (2, 5)]
+    assert [(one.epoch, one.step) for one in holdings.states] == [(1, 4), (2, 5)]
 
 
 def test_a_state_in_memory_counts_only_where_it_is_whole_and_newer_than_storage() -> None:

@@ -130,8 +130,8 @@ def test_a_number_is_taken_once(joined: Callable[..., list[NodeAgent]], tmp_path
     lead, _ = joined(2, members=2)
     second = lead.epoch.model_copy(update={"number": 2, "output": "mine"})
 
-    assert lead.register.put(second)
-    assert not lead.register.put(second.model_copy(update={"output": "another's"}))
+    assert lead.register.write_if_free(second)
+    assert not lead.register.write_if_free(second.model_copy(update={"output": "another's"}))
 
     assert Register(tmp_path).newest() == second
     assert [file.name for file in (tmp_path / "epochs").iterdir() if "new" in file.name] == []
@@ -163,7 +163,7 @@ def test_who_does_not_know_the_secret_is_not_heard(
     joined: Callable[..., list[NodeAgent]], code: str
 ) -> None:
     lead, other = joined(2, members=2)
-    said = {**json.loads(other.roster.tell().model_dump_json()), "number": 10**6, "phase": "left"}
+    said = {**json.loads(other.roster.status().model_dump_json()), "number": 10**6, "phase": "left"}
     text = json.dumps(said).encode()
     key = {"another secret's": b"x" * 32}.get(code, lead._key)
     signed = b"" if code == "of another message" else text

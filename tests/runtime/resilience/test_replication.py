@@ -75,7 +75,7 @@ class Node:
 
     def kept(self, step: int) -> bool:
         kept = self.slots.node.kept
-        return kept is not None and kept.has("ab", step)
+        return kept is not None and kept.has_copy("ab", step)
 
     def ward_steps(self, rank: int = 0) -> list[int]:
         read = [slot.read() for slot in self.slots.node.wards[rank]]
@@ -134,9 +134,9 @@ def test_a_copy_that_does_not_come_whole_leaves_the_one_before(two: tuple[Node, 
     first.write(1)
     until(lambda: first.kept(1))
     label = {"step": 2, "run": "ab", "epoch": 1, "rank": 0, "world": 4, "behind": [1, "ab"]}
-    with first.slots.node.own[0][1].filled(json.dumps(label), len(CONTENT)) as filling:
+    with first.slots.node.own[0][1].fill(json.dumps(label), len(CONTENT)) as filling:
         filling[0 : len(CONTENT)] = CONTENT
-        filling.done(12345)
+        filling.commit(12345)
     time.sleep(0.5)
 
     assert not first.kept(2)

@@ -56,12 +56,12 @@ def test_ranks_are_told_which_copies_the_partner_has() -> None:
         assert rank is not None
         assert launcher is not None
 
-        assert not rank.has("ab12", 7)
-        launcher.tell("ab12", 7, processor_s=0.25)
+        assert not rank.has_copy("ab12", 7)
+        launcher.write_step("ab12", 7, processor_s=0.25)
 
-        assert rank.has("ab12", 7)
-        assert not rank.has("ab12", 6)
-        assert not rank.has("ab13", 7)
+        assert rank.has_copy("ab12", 7)
+        assert not rank.has_copy("ab12", 6)
+        assert not rank.has_copy("ab13", 7)
         assert rank.processor_s == 0.25
 
 
@@ -110,7 +110,7 @@ def test_what_grows_is_seen_by_who_mapped_less(
     other = StateSlot(slot._file)
     assert other.label() is None
     slot.write(LABEL, PIECES)
-    before = other.sealed()
+    before = other.contents()
     assert before is not None
     slot.write({"step": 8}, [memoryview(b"x" * 100_000)])
 

@@ -97,8 +97,8 @@ def test_a_rank_says_what_its_steps_took(monkeypatch: pytest.MonkeyPatch) -> Non
     with beacons(2) as seen:
         monkeypatch.setenv(BEACONS, str(seen.file))
         one = Beacon(1)
-        one.stepped(data_s=0.5, work_s=1.0, whole_s=2.0)
-        one.stepped(data_s=0.5, work_s=1.5, whole_s=4.0)
+        one.count_step(data_s=0.5, work_s=1.0, whole_s=2.0)
+        one.count_step(data_s=0.5, work_s=1.5, whole_s=4.0)
         idle, busy = seen.paces()
 
         assert seen.places()[1].process == os.getpid()

@@ -29,7 +29,7 @@ from meshwright.runtime.core.loss import IGNORED
 from meshwright.runtime.core.memory_tracker import LiveMemory
 from meshwright.runtime.engine.unsupported import unsupported_reason
 from meshwright.runtime.launch.training_loop import token_engine
-from meshwright.runtime.techniques.activation_checkpointing import recomputed
+from meshwright.runtime.techniques.activation_checkpointing import checkpoint_call
 from meshwright.runtime.techniques.chunked_cross_entropy import chunked_loss
 from tests.parts import some_and_others
 from tests.runtime import cases
@@ -74,7 +74,7 @@ def test_chunks_are_part_of_a_selective_recomputation(gradients: LossGradients) 
         return total
 
     found, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
-    recomputed(loss, "selective")(found).backward()
+    checkpoint_call(loss, "selective")(found).backward()
     plain(wanted.tanh(), weight, None, targets).backward()
 
     torch.testing.assert_close(found.grad, wanted.grad)

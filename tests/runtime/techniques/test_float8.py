@@ -126,7 +126,7 @@ def test_scales_of_blocks_lie_as_devices_read_them() -> None:
     """
     scales = torch.arange(130 * 6).remainder(251).reshape(130, 6).to(torch.uint8)
 
-    found = eight_bits.swizzled(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    found = eight_bits.swizzle(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
 
     expected = torch.zeros(4 * 512, dtype=torch.uint8)  # 2 x 2 tiles of 128 rows and 4 blocks
     for row, column in itertools.product(range(130), range(6)):
@@ -139,7 +139,7 @@ def test_scales_of_blocks_lie_as_devices_read_them() -> None:
 @pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
 def test_rounding_stays_within_half_a_unit(kind: torch.dtype) -> None:
     x = matrices()[0].flatten()
-    eight, scale = eight_bits.rounded(x, kind)
+    eight, scale = eight_bits.round_to_8_bits(x, kind)
     large = x.abs() > x.abs().max() / 1000  # smaller ones are subnormal in e4m3
 
     assert ((eight.float() * scale - x)[large].abs() <= ROUNDING[kind] * x[large].abs()).all()

@@ -45,7 +45,7 @@ def test_gradients_made_later_are_autograds(recompute: Recompute) -> None:
         backward(expected, seed)
         store.deferring = seed != 1
         backward(module, seed)
-        later.append(store.taken())
+        later.append(store.take_deferred())
     early = set(gradients(module))
     for make in later:
         make()
@@ -69,7 +69,7 @@ def test_a_weight_has_no_gradient_before_its_turn() -> None:
     }
     assert waiting == {"0.0.weight", "0.2.weight"}
     assert set(gradients(module)) == set(dict(module.named_parameters())) - waiting
-    store.taken()()
+    store.take_deferred()()
     assert set(gradients(module)) == set(dict(module.named_parameters()))
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_held_after_its_turn() -> None:
     held = [weakref.ref(tensor) for _, *pair, _ in store._waiting for tensor in pair]
 
     assert all(tensor() is not None for tensor in held)
-    store.taken()()
+    store.take_deferred()()
 
     assert not any(tensor() is not None for tensor in held)
     assert all(grad.grad_fn is None for grad in gradients(module).values())
@@ -94,7 +94,7 @@ def test_a_frozen_weight_stays_without_gradient() -> None:
     module.weight.requires_grad_(False)
 
     module(torch.ones(2, 4)).sum().backward()
-    store.taken()()
+    store.take_deferred()()
 
     assert module.weight.grad is None
     assert module.bias.grad is not None

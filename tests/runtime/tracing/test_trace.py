@@ -160,7 +160,7 @@ def test_a_module_that_cannot_be_recorded_is_one_unit() -> None:
     torch.manual_seed(0)
     module = Undecided()
     batch = torch.randn(4, WIDTH)
-    recorder = Recorder.of(module, batch)
+    recorder = Recorder.of_units(module, batch)
     (stage,) = stages_of(module, recorder)
 
     assert "bool reads the value" in str(recorder.refused)
@@ -170,7 +170,7 @@ def test_a_module_that_cannot_be_recorded_is_one_unit() -> None:
     for one in (batch, -batch):
         assert torch.equal(through([stage], one), module(one))
     with pytest.raises(RecordError, match="cannot be run on the example"):
-        Recorder.of(module, batch.to("meta"))
+        Recorder.of_units(module, batch.to("meta"))
 
 
 class Cached(nn.Module):

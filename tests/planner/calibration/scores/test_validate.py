@@ -16,7 +16,7 @@ from meshwright.planner.calibration.scores.validate import (
     validate,
     validation_json,
 )
-from meshwright.planner.report.validation import page
+from meshwright.planner.report.validation_report import validation_page
 
 MODEL = {
     "model": "made-up-1b",
@@ -176,7 +176,7 @@ def test_json_holds_fractions_that_json_can_carry(validation: Validation) -> Non
 
 
 def test_the_page_opens_without_a_network(validation: Validation) -> None:
-    html = page(validation)
+    html = validation_page(validation)
 
     assert html.count("<svg") == 3, "two sources have times, one of them has peaks"
     assert "<script" not in html

@@ -1,18 +1,17 @@
-"""A validation as text for a terminal (rich renderables).
-
-A calibration as lines for a terminal.
-"""
+"""A validation as text for a terminal and as one HTML page; a calibration as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from meshwright.planner.calibration.fitting.fitted_calibration import Calibrated, Fitted, errors
-from meshwright.planner.calibration.scores.validate import Score, Validation, macro
+from meshwright.planner.calibration.scores.validate import Score, ScoredRow, Validation, macro
 from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.report import svg
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 
 MEASURED = {"step time": "time", "peak memory": "memory"}
@@ -219,3 +218,54 @@ def _average(sources: Mapping[str, Score]) -> list[str]:
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f}"
+
+
+MOST_POINTS = 2000
+"""Drawn for each source and picture."""
+
+
+def validation_page(validation: Validation) -> str:
+    """Return one self-contained HTML page: scores by source, predicted against measured."""
+    import jinja2  # noqa: PLC0415 - a text needs none
+
+    figures: list[tuple[str, str]] = []
+    for name in dict.fromkeys(row.measured.source for row in validation.rows):
+        rows = [row for row in validation.rows if row.measured.source == name]
+        for quantity, unit in (("step time", "s"), ("peak memory", "GiB")):
+            html = scatter(rows, quantity, unit)
+            if html:
+                figures.append((f"{name}: {quantity}", html))
+    template = (
+        resources.files("meshwright.planner.report").joinpath("validation.html").read_text("utf-8")
+    )
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        validation=validation,
+        figures=figures,
+        average=macro(validation.sources.values()),
+        predicted=sum(row.prediction is not None for row in validation.rows),
+    )
+
+
+def scatter(rows: list[ScoredRow], quantity: str, unit: str) -> str:
+    """Return predicted against measured, both axes logarithmic; nothing without points."""
+    timed = quantity == "step time"
+    points = [
+        (pair, row)
+        for row in rows
+        if (pair := row.times if timed else row.memories)
+        and (row.measured.judge_time if timed else row.measured.judge_memory)
+    ][:MOST_POINTS]
+    drawn = [
+        svg.Point(
+            x=measured,
+            y=predicted,
+            label=f"{row.measured.id}: {row.setup.text if row.setup else ''}",
+        )
+        for (predicted, measured), row in points
+    ]
+    return svg.scatter(
+        f"{quantity}: predicted over measured", drawn, f"measured, {unit}", f"predicted, {unit}"
+    )

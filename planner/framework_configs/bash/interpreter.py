@@ -1,0 +1,1411 @@
+"""What commands a script starts, with their words; nothing is executed.
+
+A value that the script does not say (an unset variable, the output of a program) stays unknown and
+is carried by its name.  Where a condition depends on one, every way through the script is
+followed: `ScriptPath` has the commands of one, and what was decided on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import PurePosixPath
+
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.bash import arithmetic, patterns, syntax
+from meshwright.planner.framework_configs.bash.arithmetic import NoNumberError
+from meshwright.planner.framework_configs.bash.patterns import NoPatternError, Piece
+from meshwright.planner.framework_configs.bash.syntax import (
+    AndOr,
+    Arithmetic,
+    CaseCommand,
+    CommandList,
+    Computed,
+    Expansion,
+    For,
+    FunctionCommand,
+    If,
+    LiteralText,
+    Node,
+    Not,
+    Opaque,
+    PipeCommand,
+    Simple,
+    Subshell,
+    Substitution,
+    TestCommand,
+    VariableAssignment,
+    While,
+    Word,
+)
+from meshwright.planner.framework_configs.readers.input_limits import MOST_DEPTH, ReadingLimit
+
+MOST_WAYS = 64
+"""Ways through a script that are followed."""
+MOST_ROUNDS = 1_000
+"""Of a loop."""
+BEGIN, END = "\x01", "\x02"
+"""What stands around the name of an unknown value."""
+_UNKNOWN = re.compile(rf"{BEGIN}\*?([^{BEGIN}{END}]*){END}")
+_OPEN = BEGIN + "*"
+"""What an unknown value begins with that may be no word, or several."""
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+
+_HARMLESS_WORDS = """
+    echo printf cd pushd popd mkdir rmdir module ml conda micromamba mamba pip pip3 sleep
+    rm cp mv ln ls cat tee touch tail head date hostname nvidia-smi rocm-smi git wget curl
+    tar unzip chmod chown which type ulimit umask trap wait kill pkill set shopt unset
+    alias unalias hash jobs true false : return exit test [ read printenv dirname basename
+    realpath readlink scontrol squeue sinfo scancel pwd whoami id uname df du free lscpu
+    ps grep sed awk sort uniq wc find seq nproc numfmt tr cut diff md5sum sha256sum
+    huggingface-cli hf wandb rsync scp zip gzip apt apt-get yum brew uv virtualenv source
+    . deactivate sync logger xargs jq yq openssl docker-compose nsys-ui ibstat ibv_devinfo
+    ip ifconfig getent ping nc clear tput stty
+"""
+HARMLESS = frozenset(_HARMLESS_WORDS.split())
+"""Commands that train nothing: their words are passed over."""
+_SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
+_BEFORE_WORDS = """
+    exec nohup time command builtin sudo nice stdbuf setsid chrt ionice
+"""
+_BEFORE = frozenset(_BEFORE_WORDS.split())
+"""What stands before a command and changes nothing of it."""
+_ELSEWHERE_WORDS = """
+    srun mpirun mpiexec mpiexec.hydra docker podman singularity apptainer kubectl enroot
+    ssh pdsh clush parallel-ssh flux jsrun aprun prun deepspeed accelerate torchrun python
+    python3 numactl taskset timeout env oc nsys ncu salloc xargs screen tmux unbuffer
+"""
+_ELSEWHERE = frozenset(_ELSEWHERE_WORDS.split())
+"""What starts a command that stands among its words."""
+
+
+class _Stop(Exception):  # noqa: N818 - an end, not an error
+    """The end of a script, a function or a loop."""
+
+    def __init__(self, what: str, count: int = 1, failed: bool = False) -> None:
+        super().__init__(what)
+        self.what, self.count, self.failed = what, count, failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptEnvironment:
+    """What a script finds where it runs, as far as anybody says."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Of variables, positional parameters (`1`) and conditions by their text (`yes`)."""
+    files: Callable[[str], str | None] = lambda _: None
+    """The text of a script beside this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptPath:
+    """One way through a script."""
+
+    commands: tuple[tuple[str, ...], ...]
+    """Words of each command that may train; values that are unknown stand as `${NAME}`."""
+    decisions: tuple[tuple[str, bool], ...]
+    """Conditions whose values nothing says, and how they came out."""
+    unfollowed: tuple[str, ...]
+    """Scripts that other commands run and that are not there."""
+
+
+def ways(
+    text: str, surroundings: ScriptEnvironment | None = None, of: str = "script"
+) -> list[ScriptPath]:
+    """Return the ways through a script that differ in what is started.
+
+    DocumentError where there are too many, or where one is much longer than the script.
+    """
+    if BEGIN in text or END in text:
+        raise DocumentError(of, "has control characters; give the script as text")
+    body = syntax.parse(text, of)
+    budget = ReadingLimit(of)
+    surroundings = surroundings or ScriptEnvironment()
+    waiting: list[tuple[bool, ...]] = [()]
+    results: dict[tuple[tuple[str, ...], ...], ScriptPath] = {}
+    followed = 0
+    decided: list[tuple[str, bool]] = []
+    while waiting:
+        if followed == MOST_WAYS:
+            names = ", ".join(dict.fromkeys(text for text, _ in decided))
+            raise DocumentError(
+                of,
+                f"has more than {MOST_WAYS} ways through it; say what decides: {names:.200} "
+                "(--set NAME=VALUE)",
+            )
+        planned = waiting.pop()
+        run = _Run(surroundings, budget, planned, of)
+        run.whole(body)
+        decided = run.decisions
+        followed += 1
+        for at in range(len(planned), len(run.decisions)):
+            chosen = tuple(choice for _, choice in run.decisions[:at])
+            waiting.append((*chosen, not run.decisions[at][1]))
+        way = ScriptPath(
+            commands=tuple(dict.fromkeys(run.commands)),
+            decisions=tuple(run.decisions),
+            unfollowed=tuple(dict.fromkeys(run.unfollowed)),
+        )
+        results.setdefault(way.commands, way)
+    return list(results.values())
+
+
+def unknown_names(word: str) -> list[str]:
+    """Return the names of the unknown values in a word."""
+    return _UNKNOWN.findall(word)
+
+
+def _shown(word: str) -> str:
+    """Return a word in which unknown values stand as bash writes them."""
+    return _UNKNOWN.sub(lambda match: _by_name(match[1]), word)
+
+
+def _by_name(name: str) -> str:
+    return "${" + name + "}" if re.fullmatch(r"\w+(\[[^\]]*\])?", name) else name
+
+
+def _unknown(name: str) -> str:
+    return BEGIN + name[:60].replace(BEGIN, "").replace(END, "") + END
+
+
+Value = str | list[str] | dict[str, str]
+
+
+@dataclass(slots=True)
+class _ShellVariables:
+    """Variables, functions and arguments of a shell."""
+
+    variables: dict[str, Value] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    functions: dict[str, Node] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    keyed: set[str] = field(default_factory=set)
+    frames: list[dict[str, Value | None]] = field(default_factory=list)
+
+    def copy(self) -> _ShellVariables:
+        """Return the state of a subshell."""
+        copied = {
+            name: value if isinstance(value, str) else value.copy()
+            for name, value in self.variables.items()
+        }
+        return _ShellVariables(
+            copied,
+            set(self.exported),
+            dict(self.functions),
+            list(self.arguments),
+            set(self.keyed),
+            [dict(frame) for frame in self.frames],
+        )
+
+
+class _Run:
+    """One way through a script, in the making."""
+
+    def __init__(
+        self,
+        surroundings: ScriptEnvironment,
+        budget: ReadingLimit,
+        planned: tuple[bool, ...],
+        of: str,
+    ) -> None:
+        self.around, self.budget, self.planned, self.of = surroundings, budget, planned, of
+        self.decisions: list[tuple[str, bool]] = []
+        self._decided: dict[str, bool] = {}
+        self.commands: list[tuple[str, ...]] = []
+        self.unfollowed: list[str] = []
+        self.state = _ShellVariables()
+        numbered = [name for name in surroundings.values if name.isdecimal() and name != "0"]
+        self.state.arguments = [
+            surroundings.values.get(str(at), _unknown(str(at)))
+            for at in range(1, 1 + max(map(int, numbered), default=0))
+        ][:100]
+        self._captured: list[str] | None = None
+        self._prefix: tuple[str, ...] = ()
+        self._depth = 0
+
+    def refuse(self, reason: str) -> DocumentError:
+        return DocumentError(self.of, reason)
+
+    def whole(self, body: Node) -> None:
+        """Follow a script to its end."""
+        with contextlib.suppress(_Stop):
+            self.run(body)
+
+    def _decide(self, text: str) -> bool:
+        """Return how an unknown condition comes out on this way."""
+        text = _shown(text)
+        settled = self.around.values.get(text)
+        if settled is not None:
+            return settled.lower() in ("yes", "true", "1")
+        if text not in self._decided:
+            at = len(self.decisions)
+            choice = self.planned[at] if at < len(self.planned) else False
+            self.decisions.append((text, choice))
+            self._decided[text] = choice
+        return self._decided[text]
+
+    # Commands.
+
+    def run(self, node: Node) -> bool | None:
+        """Follow a command; return whether it succeeds, None if that is unknown."""
+        self.budget.spend(8)
+        self._depth += 1
+        if self._depth > 3 * MOST_DEPTH:
+            raise self.refuse(f"calls itself more than {MOST_DEPTH} times")
+        try:
+            return self._run(node)
+        finally:
+            self._depth -= 1
+
+    def _run(self, node: Node) -> bool | None:  # noqa: PLR0911, PLR0912 - a case for each form
+        match node:
+            case CommandList(commands):
+                status: bool | None = True
+                for command in commands:
+                    status = self.run(command)
+                return status
+            case AndOr(first, others):
+                status = self.run(first)
+                for sign, command in others:
+                    if status is None:
+                        status = self._unknown_status(first)
+                    if status == (sign == "&&"):
+                        status = self.run(command)
+                        first = command
+                return status
+            case Not(command):
+                status = self.run(command)
+                return None if status is None else not status
+            case PipeCommand(stages):
+                return self._pipeline(stages)
+            case If(branches, otherwise):
+                for condition, body in branches:
+                    if self._holds(condition):
+                        return self.run(body)
+                return True if otherwise is None else self.run(otherwise)
+            case CaseCommand():
+                return self._case(node)
+            case For():
+                return self._for(node)
+            case While():
+                return self._while(node)
+            case Subshell(body):
+                return self._apart(body)
+            case FunctionCommand(name, body):
+                self.state.functions[name] = body
+                return True
+            case TestCommand(words):
+                return self._test([self._pieces(word) for word in words], double=True)
+            case Computed(word):
+                return self._computed(word)
+            case Simple():
+                return self._simple(node)
+
+    def _unknown_status(self, node: Node) -> bool:
+        """Return how `a && b` takes an `a` whose end is unknown: tests either way, others well."""
+        if isinstance(node, Not):
+            return not self._unknown_status(node.command)
+        text = self._text_of(node)
+        return self._decide(text) if text else True
+
+    def _text_of(self, node: Node) -> str:
+        """Return the text of a test; none of other commands."""
+        if isinstance(node, TestCommand):
+            words = [_joined(self._pieces(word)) for word in node.words]
+            return f"[[ {' '.join(words)} ]]"
+        if isinstance(node, Simple) and node.words:
+            words = self._fields(node.words)
+            if words and words[0] in ("[", "test"):
+                return " ".join(words)
+        return ""
+
+    def _holds(self, condition: Node) -> bool:
+        status = self.run(condition)
+        return self._resolved(condition) if status is None else status
+
+    def _resolved(self, condition: Node) -> bool:
+        """Return how a condition comes out on this way that nothing known decides."""
+        last = condition
+        while isinstance(last, CommandList) and last.commands:
+            last = last.commands[-1]
+        if isinstance(last, Not):
+            inner = last.command
+            text = self._text_of(inner) or self._started(inner)
+            return not self._decide(text)
+        return self._decide(self._text_of(last) or self._started(last))
+
+    def _started(self, node: Node) -> str:
+        """Return the words of a command as the name of its end."""
+        while isinstance(node, AndOr | PipeCommand):
+            node = node.first if isinstance(node, AndOr) else node.stages[-1]
+        if isinstance(node, Simple):
+            return " ".join(self._fields(node.words))[:80] or "a command"
+        return "(( ))" if isinstance(node, Computed) else "a command"
+
+    def _apart(self, body: Node) -> bool | None:
+        """Follow commands in a shell of their own."""
+        before, self.state = self.state, self.state.copy()
+        self.budget.spend(len(before.variables) * 4)
+        try:
+            return self.run(body)
+        except _Stop as stop:
+            return not stop.failed
+        finally:
+            self.state = before
+
+    def _pipeline(self, stages: tuple[Node, ...]) -> bool | None:
+        for first, second in pairwise(stages):
+            if isinstance(second, Simple) and self._reads_script(second):
+                output = self._output(first)
+                if output is None or unknown_names(output):
+                    raise self.refuse("a shell reads a script from a pipe that is not known")
+                return self._script(output, self.state.copy())
+        status: bool | None = True
+        for stage in stages:
+            captured = self._captured
+            if stage is not stages[-1]:
+                self._captured = None
+            status = self._apart(stage)
+            if captured is not None and len(stages) > 1:
+                captured.append(_unknown("$(" + self._started(stages[-1]) + ")"))
+            self._captured = captured
+        return status
+
+    def _reads_script(self, command: Simple) -> bool:
+        words = self._fields(command.words)
+        return bool(words) and words[0] in _SHELLS and all(w.startswith("-") for w in words[1:])
+
+    def _case(self, node: CaseCommand) -> bool | None:
+        text = _joined(self._pieces(node.word))
+        for alternatives, body in node.branches:
+            for pattern in alternatives:
+                pieces = self._pieces(pattern)
+                if self._matches(pieces, text):
+                    return self.run(body)
+        return True
+
+    def _matches(self, pieces: list[Piece], text: str) -> bool:
+        plain = _joined(pieces)
+        if plain == "*" and not any(quoted for _, quoted in pieces):
+            return True
+        if not unknown_names(text) and not unknown_names(plain):
+            try:
+                return patterns.matches(pieces, text)
+            except NoPatternError:
+                pass
+        return self._decide(f"{text} = {plain}")
+
+    def _for(self, node: For) -> bool | None:
+        words = list(self.state.arguments) if node.words is None else self._fields(node.words)
+        status: bool | None = True
+        for word in words[: MOST_ROUNDS + 1]:
+            if _is_open([word]) and not self._decide(f"for {node.name} in {word}"):
+                continue
+            self.state.variables[node.name] = word
+            try:
+                status = self.run(node.body)
+            except _Stop as stop:
+                if self._leaves(stop):
+                    break
+        if len(words) > MOST_ROUNDS:
+            raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
+        return status
+
+    def _while(self, node: While) -> bool | None:
+        for _ in range(MOST_ROUNDS):
+            before = self.state.copy().variables, list(self.state.arguments), list(self.commands)
+            status = self.run(node.condition)
+            decided = status is None
+            if status is None:
+                status = self._resolved(node.condition)
+            if status == node.until:
+                return True
+            try:
+                self.run(node.body)
+            except _Stop as stop:
+                if self._leaves(stop):
+                    return True
+            now = self.state.variables, self.state.arguments, list(dict.fromkeys(self.commands))
+            if decided or now == (before[0], before[1], list(dict.fromkeys(before[2]))):
+                return True
+        raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
+
+    def _leaves(self, stop: _Stop) -> bool:
+        """Whether a loop ends; another stop goes on outward."""
+        if stop.what not in ("break", "continue"):
+            raise stop
+        if stop.count > 1:
+            raise _Stop(stop.what, stop.count - 1)
+        return stop.what == "break"
+
+    # Values.
+
+    def _value(self, name: str) -> Value | None:  # noqa: PLR0911 - a case for each form
+        """Return the value of a variable or argument; None if it is unset."""
+        state = self.state
+        if name in state.variables:
+            return state.variables[name]
+        if name == "#":
+            return _unknown("#") if _is_open(state.arguments) else str(len(state.arguments))
+        if name in ("@", "*"):
+            return list(state.arguments)
+        if name.isdecimal() and name != "0":
+            at = int(name[:6]) - 1
+            if _is_open(state.arguments[: at + 1]):
+                return _unknown(name)
+            return state.arguments[at] if at < len(state.arguments) else None
+        if name in ("?", "$", "!", "-", "0"):
+            return _unknown(f"${name}" if name != "0" else "0")
+        return self.around.values.get(name)
+
+    def _set(self, name: str, value: Value) -> None:
+        self.budget.spend(len(value) if isinstance(value, str) else sum(map(len, value)) + 1)
+        if name == "IFS" and value != " \t\n":
+            raise self.refuse("changes IFS, which is not followed")
+        self.state.variables[name] = value
+
+    def _assign(self, assignment: VariableAssignment) -> None:
+        name = assignment.name
+        before = self._value(name)
+        if assignment.array is not None:
+            self._assign_array(assignment, before)
+            return
+        text = _joined(self._pieces(assignment.value, tilde=True))
+        if assignment.index is not None:
+            key = _joined(self._pieces(assignment.index))
+            self._set_element(name, key, text, append=assignment.append)
+            return
+        if not assignment.append or before is None:
+            if assignment.append and before is None:
+                text = (self.around.values.get(name) or "") + text
+            if isinstance(before, list) and not assignment.append:
+                self._set(name, [text, *before[1:]])
+                return
+            self._set(name, text)
+        elif isinstance(before, str):
+            self.budget.spend(len(before))
+            self._set(name, before + text)
+        elif isinstance(before, list):
+            self._set(name, [(before[0] if before else "") + text, *before[1:]])
+
+    def _assign_array(self, assignment: VariableAssignment, before: Value | None) -> None:
+        name = assignment.name
+        elements = assignment.array or ()
+        if name in self.state.keyed or any(key is not None for key, _ in elements):
+            keyed: dict[str, str] = {}
+            if assignment.append and isinstance(before, dict):
+                keyed = dict(before)
+            for key, word in elements:
+                if key is None:
+                    raise self.refuse(f"{name} has elements with and without an index")
+                keyed[_joined(self._pieces(key))] = _joined(self._pieces(word))
+            if name not in self.state.keyed:
+                raise self.refuse(f"{name}: an array of stated indices is not followed")
+            self._set(name, keyed)
+            return
+        words = self._fields(tuple(word for _, word in elements))
+        if assignment.append and before is not None:
+            words = [*(before if isinstance(before, list) else [str(before)]), *words]
+        self._set(name, words)
+
+    def _set_element(self, name: str, key: str, text: str, *, append: bool) -> None:
+        before = self._value(name)
+        if name in self.state.keyed:
+            keyed = dict(before) if isinstance(before, dict) else {}
+            keyed[key] = keyed.get(key, "") + text if append else text
+            self._set(name, keyed)
+            return
+        array = (
+            list(before) if isinstance(before, list) else [] if before is None else [str(before)]
+        )
+        at = self._number(key)
+        if at is None or not 0 <= at <= len(array):
+            raise self.refuse(f"{name}[{_shown(key):.40}] is set, and which element is not known")
+        if at == len(array):
+            array.append("")
+        array[at] = array[at] + text if append else text
+        self._set(name, array)
+
+    def _number(self, text: str) -> int | None:
+        """Return the value of an expression; None if it is unknown."""
+        if unknown_names(text):
+            return None
+
+        def variable(name: str) -> str:
+            value = self._value(name)
+            if value is None or not isinstance(value, str) or unknown_names(value):
+                raise NoNumberError(name)
+            return value
+
+        try:
+            return arithmetic.value_of(text, variable)
+        except NoNumberError:
+            return None
+
+    def _computed(self, word: Word) -> bool | None:
+        text = _joined(self._pieces(word))
+        change = re.fullmatch(
+            r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)([A-Za-z_]\w*)|"
+            r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*))\s*",
+            text,
+            re.DOTALL,
+        )
+        if change is None:
+            value = self._number(text)
+            if value is None and re.search(r"\+\+|--|[^=!<>]=[^=]", text):
+                raise self.refuse(f"(({_shown(text):.60})) is not followed")
+            return None if value is None else bool(value)
+        name = change[1] or change[4] or change[5]
+        if change[5]:
+            value = self._number(f"{name} {change[6]} ({change[7]})" if change[6] else change[7])
+        else:
+            value = self._number(f"{name} {(change[2] or change[3])[0]} 1")
+        self._set(name, _unknown(name) if value is None else str(value))
+        return None if value is None else bool(value)
+
+    # Words.
+
+    def _fields(self, words: tuple[Word | VariableAssignment, ...]) -> list[str]:
+        result: list[str] = []
+        for word in words:
+            if isinstance(word, VariableAssignment):
+                text = _joined(self._pieces(word.value, tilde=True))
+                result.append(f"{word.name}{'+' if word.append else ''}={text}")
+            else:
+                result += [_joined(pieces) for pieces in self._split(word)]
+        return result
+
+    def _pieces(self, word: Word, *, tilde: bool = False) -> list[Piece]:
+        """Return a word that is not split, as the value of a variable."""
+        pieces: list[Piece] = []
+        for part in word:
+            for at, more in enumerate(self._expanded(part)):
+                if at:
+                    pieces.append((" ", True))
+                pieces += more
+        if tilde and pieces and pieces[0][0].startswith("~") and not pieces[0][1]:
+            pieces = [(_unknown("HOME"), False), (pieces[0][0][1:], False), *pieces[1:]]
+        return pieces
+
+    def _split(self, word: Word) -> list[list[Piece]]:
+        """Return the fields of a word: split where an expansion without quotes has blanks."""
+        plain = "".join(
+            part.text if isinstance(part, LiteralText) and not part.quoted else "x" for part in word
+        )
+        if _BRACES.search(plain):
+            return self._braces(word)
+        fields: list[list[Piece]] = []
+        open_field = False
+        for part in word:
+            for at, pieces in enumerate(self._expanded(part)):
+                open_field = open_field and not at
+                for text, quoted in pieces:
+                    split = not quoted and not isinstance(part, LiteralText)
+                    for place, piece in enumerate(_GAPS.split(text) if split else (text,)):
+                        if place % 2:
+                            open_field = False
+                        elif piece or not split:
+                            if not open_field:
+                                fields.append([])
+                            open_field = True
+                            fields[-1].append((_opened(piece) if split else piece, quoted))
+        if fields and fields[0] and fields[0][0][0].startswith("~") and not fields[0][0][1]:
+            fields[0] = [(_unknown("HOME"), False), (fields[0][0][0][1:], False), *fields[0][1:]]
+        self.budget.spend(sum(len(text) + 1 for pieces in fields for text, _ in pieces))
+        return fields
+
+    def _braces(self, word: Word) -> list[list[Piece]]:
+        """Return the numbers of `{1..4}` or the words of `{a,b}`, unknown if neither."""
+        if len(word) == 1 and isinstance(word[0], LiteralText):
+            text = word[0].text
+            numbers = re.fullmatch(r"([\w.=/-]*)\{(\d{1,4})\.\.(\d{1,4})\}([\w.=/-]*)", text)
+            if numbers and not (numbers[2] + numbers[3]).startswith("0"):
+                first, last = int(numbers[2]), int(numbers[3])
+                step = 1 if first <= last else -1
+                if abs(last - first) < MOST_ROUNDS and "0" not in (numbers[2][0], numbers[3][0]):
+                    return [
+                        [(f"{numbers[1]}{at}{numbers[4]}", False)]
+                        for at in range(first, last + step, step)
+                    ]
+            listed = re.fullmatch(r"([\w.=/-]*)\{([\w.=/,-]*)\}([\w.=/-]*)", text)
+            if listed and ".." not in listed[2]:
+                return [
+                    [(f"{listed[1]}{item}{listed[3]}", False)]
+                    for item in listed[2].split(",")
+                    if listed[1] + item + listed[3]
+                ]
+        return [[(_unknown("{,}"), False)]]
+
+    def _expanded(self, part: object) -> list[list[Piece]]:
+        """Return what a part of a word expands to: a field each, which may be split still."""
+        match part:
+            case LiteralText(text, quoted):
+                return [[(text, quoted)]]
+            case Opaque(text):
+                return [[(_unknown(text), True)]]
+            case Arithmetic(word, quoted):
+                text = _joined(self._pieces(word))
+                value = self._number(text)
+                if value is None and re.search(r"\+\+|--|[^=!<>]=[^=]|,", text):
+                    raise self.refuse(f"$(({_shown(text):.60})) is not followed")
+                names = unknown_names(text) or self._unset_in(text)
+                name = names[0] if names else f"$(({text}))"
+                return [[(_unknown(name) if value is None else str(value), quoted)]]
+            case Substitution(body, text, quoted):
+                output = self._output(body)
+                if output is None:
+                    output = _unknown(text)
+                return [[(output.rstrip("\n"), quoted)]]
+            case Expansion():
+                return self._parameter(part)
+        raise AssertionError(part)
+
+    def _unset_in(self, text: str) -> list[str]:
+        names: list[str] = re.findall(r"[A-Za-z_]\w*", text)
+        values = {name: self._value(name) for name in names}
+        return [
+            inner
+            for name, value in values.items()
+            for inner in ([name] if value is None else unknown_names(str(value)))
+        ]
+
+    def _parameter(self, part: Expansion) -> list[list[Piece]]:
+        value = self._value(part.name)
+        index = None if part.index is None else _joined(self._pieces(part.index))
+        listed = index in ("@", "*") or part.name in ("@", "*")
+        if part.operator == "!":
+            return self._indirect(part, value)
+        if listed:
+            star = index == "*" or (index is None and part.name == "*")
+            return self._listed(part, value, star=star)
+        text: str | None
+        if isinstance(value, dict):
+            known = index is not None and not unknown_names(index)
+            text = value.get(index or "") if known else _unknown(f"{part.name}[{index}]")
+        elif isinstance(value, list):
+            at = 0 if index is None else self._number(index)
+            if at is None or _is_open(value[: at + 1] if at >= 0 else value):
+                text = _unknown(f"{part.name}[{_shown(index or '')}]")
+            else:
+                text = value[at] if -len(value) <= at < len(value) else None
+        else:
+            text = value if index in (None, "0") else None
+        return self._scalar(part, text)
+
+    def _indirect(self, part: Expansion, value: Value | None) -> list[list[Piece]]:
+        if isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w*|\d+", value):
+            return self._parameter(Expansion(value, part.quoted))
+        return [[(_unknown(part.name), part.quoted)]]
+
+    def _scalar(self, part: Expansion, text: str | None) -> list[list[Piece]]:
+        quoted, operator = part.quoted, part.operator
+        if part.counted:
+            known = text is not None and not unknown_names(text)
+            return [[(str(len(text or "")) if known else _unknown(part.name), quoted)]]
+        if not operator:
+            shown = _unknown(part.name) if text is None else text
+            self.budget.spend(len(shown))
+            return [[(shown, quoted)]]
+        if operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
+            return self._default(part, text)
+        if text is None or unknown_names(text):
+            return [[(_unknown(part.name if text is None else unknown_names(text)[0]), quoted)]]
+        self.budget.spend(len(text))
+        changed = self._changed(part, text)
+        return [[(_unknown(part.name) if changed is None else changed, quoted)]]
+
+    def _default(self, part: Expansion, text: str | None) -> list[list[Piece]]:
+        operator, quoted = part.operator, part.quoted
+        if text and _UNKNOWN.fullmatch(text) and operator[0] == ":":
+            return [[(text, quoted)]] if operator != ":+" else [[(_unknown(part.name), quoted)]]
+        present = text is not None and (bool(text) or operator[0] != ":")
+        if operator[-1] == "+":
+            return self._of_word(part) if present else [[("", quoted)]]
+        if present:
+            assert text is not None
+            self.budget.spend(len(text))
+            return [[(text, quoted)]]
+        if operator[-1] == "?":
+            raise _Stop("exit", failed=True)
+        if operator[-1] == "=":
+            self._set(part.name, _joined(self._pieces(part.word)))
+        return self._of_word(part)
+
+    def _of_word(self, part: Expansion) -> list[list[Piece]]:
+        if part.quoted:
+            return [[("", True), *((text, True) for text, _ in self._pieces(part.word))]]
+        fields = self._split_default(part.word)
+        return fields or [[]]
+
+    def _split_default(self, word: Word) -> list[list[Piece]]:
+        """Return the fields of a default, whose plain characters are split too."""
+        pieces: list[list[Piece]] = [[]]
+        for part in word:
+            for at, more in enumerate(self._expanded(part)):
+                if at:
+                    pieces.append([])
+                pieces[-1] += more
+        return pieces
+
+    def _changed(self, part: Expansion, text: str) -> str | None:  # noqa: PLR0911 - a case for each form
+        """Return a known value under an operator; None where that is not followed."""
+        operator, word = part.operator, part.word
+        pieces = self._pieces(word)
+        plain = _joined(pieces)
+        if unknown_names(plain):
+            return None
+        try:
+            match operator:
+                case "#" | "##":
+                    return patterns.without(pieces, text, front=True, longest=operator == "##")
+                case "%" | "%%":
+                    return patterns.without(pieces, text, front=False, longest=operator == "%%")
+                case "/" | "//":
+                    old, _, new = plain.partition("/")
+                    if not old or set(old) & set("*?[]#%&\\") or "&" in new or "\\" in new:
+                        return None
+                    self.budget.spend(len(text) * (1 + len(new)))
+                    return text.replace(old, new, 1 if operator == "/" else -1)
+                case "^^" | ",," if not plain:
+                    return text.upper() if operator == "^^" else text.lower()
+                case "^" | "," if not plain:
+                    first = text[:1].upper() if operator == "^" else text[:1].lower()
+                    return first + text[1:]
+                case ":":
+                    begin, sign, length = plain.partition(":")
+                    at, count = self._number(begin), self._number(length) if sign else len(text)
+                    if at is None or count is None or count < 0 or at < -len(text):
+                        return None
+                    rest = text[at:]
+                    return rest[:count]
+        except NoPatternError:
+            return None
+        return None
+
+    def _listed(  # noqa: PLR0911, PLR0912 - a case for each form
+        self, part: Expansion, value: Value | None, *, star: bool
+    ) -> list[list[Piece]]:
+        quoted = part.quoted
+        if value is None:
+            if part.counted:
+                return [[("0", quoted)]]
+            if part.operator in (":-", "-"):
+                return self._of_word(part)
+            if part.operator in (":+", "+"):
+                return []
+            return [[(f"{_OPEN}{part.name}[@]{END}", quoted)]]
+        items = list(value.values()) if isinstance(value, dict) else value
+        items = [items] if isinstance(items, str) else items
+        self.budget.spend(sum(map(len, items)) + 1)
+        if part.counted:
+            return [[(_unknown(part.name) if _is_open(items) else str(len(items)), quoted)]]
+        if part.operator and _is_open(items):
+            return [[(_unknown(f"{part.name}[@]"), quoted)]]
+        if part.operator == ":":
+            begin, sign, length = _joined(self._pieces(part.word)).partition(":")
+            at, count = self._number(begin), self._number(length) if sign else len(items)
+            if at is None or count is None or at < 0 or count < 0:
+                return [[(_unknown(f"{part.name}[@]"), quoted)]]
+            first = at - 1 if part.name in ("@", "*") else at
+            if first < 0:
+                return [[(_unknown("0"), quoted)]]
+            items = items[first : first + count]
+        elif part.operator in (":-", "-"):
+            if not items:
+                return self._of_word(part)
+        elif part.operator in (":+", "+"):
+            return self._of_word(part) if items else []
+        elif part.operator:
+            return [[(_unknown(f"{part.name}[@]"), quoted)]]
+        if star and quoted:
+            return [[(" ".join(items), True)]]
+        return [[(item, quoted)] for item in items]
+
+    def _output(self, body: Node) -> str | None:
+        """Return what commands print; None if that is unknown."""
+        before, self._captured = self._captured, []
+        state, self.state = self.state, self.state.copy()
+        try:
+            self.run(body)
+        except _Stop:
+            pass
+        finally:
+            self.state = state
+            captured, self._captured = self._captured, before
+        text = "".join(captured)
+        return None if _ALL_UNKNOWN in text else text
+
+    def _prints(self, text: str | None) -> None:
+        if self._captured is not None:
+            self._captured.append(_ALL_UNKNOWN if text is None else text)
+
+    # Tests.
+
+    def _test(self, words: list[list[Piece]], *, double: bool) -> bool | None:
+        tests = _Tests(self, words, double=double)
+        return tests.value()
+
+    # Simple commands.
+
+    def _simple(self, command: Simple) -> bool | None:
+        if command.words and isinstance(command.words[0], VariableAssignment):
+            raise AssertionError(command)
+        captured = self._captured
+        if command.redirected:
+            self._captured = None
+        try:
+            return self._started_simple(command)
+        finally:
+            self._captured = captured
+
+    def _started_simple(self, command: Simple) -> bool | None:
+        words = self._fields(command.words)
+        if not words:
+            status: bool | None = True
+            for assignment in command.assignments:
+                self._assign(assignment)
+            return status
+        name = words[0]
+        if name in syntax.DECLARATIONS:
+            return self._declare(name, command)
+        if not command.assignments:
+            return self._command(words, command)
+        before = {a.name: self.state.variables.get(a.name) for a in command.assignments}
+        exported = set(self.state.exported)
+        if all(a.name == "IFS" for a in command.assignments) and name == "read":
+            return self._command(words, command)
+        for assignment in command.assignments:
+            self._assign(assignment)
+            self.state.exported.add(assignment.name)
+        try:
+            return self._command(words, command)
+        finally:
+            self.state.exported = exported
+            for variable, value in before.items():
+                if value is None:
+                    self.state.variables.pop(variable, None)
+                else:
+                    self.state.variables[variable] = value
+
+    def _declare(self, name: str, command: Simple) -> bool:
+        options = ""
+        for word in command.words[1:]:
+            if isinstance(word, VariableAssignment):
+                self._localize(name, word.name)
+                if "A" in options:
+                    self.state.keyed.add(word.name)
+                self._assign(word)
+                variables = [word.name]
+            else:
+                variables = []
+                for text in self._fields((word,)):
+                    if text.startswith(("-", "+")):
+                        options += text[1:]
+                        continue
+                    variable, sign, value = text.partition("=")
+                    if not re.fullmatch(r"[A-Za-z_]\w*", variable):
+                        raise self.refuse(f"{name} {_shown(text):.40} is not followed")
+                    self._localize(name, variable)
+                    if sign:
+                        self._set(variable, value)
+                    elif "A" in options:
+                        self.state.keyed.add(variable)
+                        self._set(variable, {})
+                    elif "a" in options and variable not in self.state.variables:
+                        self._set(variable, [])
+                    variables.append(variable)
+            if name == "export" or "x" in options:
+                self.state.exported.update(variables)
+            if set(options) & set("nilu"):
+                raise self.refuse(f"{name} -{options} is not followed")
+        return True
+
+    def _localize(self, name: str, variable: str) -> None:
+        if name in ("local", "declare", "typeset") and self.state.frames:
+            frame = self.state.frames[-1]
+            frame.setdefault(variable, self.state.variables.get(variable))
+
+    def _command(self, words: list[str], command: Simple | None) -> bool | None:  # noqa: PLR0911 - a case for each form
+        self.budget.spend(sum(map(len, words)))
+        name = words[0]
+        if name in self.state.functions:
+            return self._call(name, words[1:])
+        builtin = _BUILTINS.get(name)
+        if builtin is not None:
+            return builtin(self, words, command)
+        base = PurePosixPath(name).name
+        if base in _BEFORE and len(words) > 1:
+            rest = _after_options(words[1:])
+            return self._command(rest, command) if rest else None
+        if base in _SHELLS:
+            return self._shell(words, command, ())
+        if base in _ELSEWHERE:
+            return self._elsewhere(base, words, command)
+        if base.endswith((".sh", ".bash", ".slurm", ".sbatch")) or base == "sbatch":
+            return self._file(words[1:] if base == "sbatch" else words, own=False)
+        if base in HARMLESS:
+            self._prints(None)
+            return None
+        self._start(words)
+        return None
+
+    def _start(self, words: list[str]) -> None:
+        """Note a command that may train."""
+        self._prints(None)
+        self.commands.append((*self._prefix, *map(_shown, words)))
+
+    def _call(self, name: str, arguments: list[str]) -> bool | None:
+        if len(self.state.frames) > MOST_DEPTH // 3:
+            raise self.refuse(f"{name} calls itself too often")
+        before, self.state.arguments = self.state.arguments, arguments
+        self.state.frames.append({})
+        state = self.state
+        try:
+            return self.run(state.functions[name])
+        except _Stop as stop:
+            if stop.what != "return":
+                raise
+            return not stop.failed
+        finally:
+            state.arguments = before
+            for variable, value in state.frames.pop().items():
+                if value is None:
+                    state.variables.pop(variable, None)
+                else:
+                    state.variables[variable] = value
+
+    def _script(
+        self,
+        text: str,
+        state: _ShellVariables,
+        arguments: list[str] | None = None,
+        *,
+        sourced: bool = False,
+    ) -> bool | None:
+        """Follow a script inside of this one."""
+        self.budget.spend(len(text))
+        text, names = _named(text)
+        body = syntax.parse(text, self.of)
+        before, self.state = self.state, state
+        if arguments is not None:
+            state.arguments = arguments
+        for variable, value in names.items():
+            state.variables[variable] = value
+        try:
+            return self.run(body)
+        except _Stop as stop:
+            if state is before and not (sourced and stop.what == "return"):
+                raise
+            return not stop.failed
+        finally:
+            self.state = before
+
+    def _shell(
+        self, words: list[str], command: Simple | None, prefix: tuple[str, ...]
+    ) -> bool | None:
+        """Follow `bash -c text`, `bash file` and a shell that reads a here-document."""
+        before, self._prefix = self._prefix, (*self._prefix, *prefix)
+        try:
+            at, commanded = 1, False
+            while at < len(words) and words[at].startswith(("-", "+")) and words[at] != "--":
+                commanded |= not words[at].startswith("--") and "c" in words[at]
+                at += 2 if words[at] in ("-o", "-O", "--rcfile", "--init-file") else 1
+            rest = words[at + (at < len(words) and words[at] == "--") :]
+            if commanded:
+                if not rest:
+                    raise self.refuse(f"{words[0]} -c has no command")
+                return self._script(rest[0], self._child(), rest[2:])
+            if rest:
+                return self._file(rest, own=False)
+            texts = [] if command is None else command.stdin
+            if texts:
+                return self._script(_joined(self._pieces(texts[-1])), self._child(), [])
+            return None
+        finally:
+            self._prefix = before
+
+    def _child(self) -> _ShellVariables:
+        """Return the state that a program finds which this shell starts."""
+        state = _ShellVariables()
+        for name in self.state.exported:
+            value = self.state.variables.get(name)
+            if isinstance(value, str):
+                state.variables[name] = value
+                state.exported.add(name)
+        return state
+
+    def _file(self, words: list[str], *, own: bool) -> bool | None:
+        """Follow a script that stands beside this one."""
+        words = _after_options(words)
+        if not words:
+            return None
+        name = words[0]
+        text = None if unknown_names(name) else self.around.files(name)
+        if text is None:
+            self.unfollowed.append(_shown(name))
+            if not own:
+                self._start(words)
+            return None
+        self._depth += 6
+        try:
+            return self._script(
+                text,
+                self.state if own else self._child(),
+                words[1:] if not own or len(words) > 1 else None,
+                sourced=own,
+            )
+        finally:
+            self._depth -= 6
+
+    def _elsewhere(self, base: str, words: list[str], command: Simple | None) -> bool | None:
+        """Follow what a launcher starts: a shell among its words, a script, or the words alone."""
+        for at, word in enumerate(words[1:], start=1):
+            name = PurePosixPath(word).name
+            if name in _SHELLS and words[at - 1] != "--entrypoint":
+                prefix = (*map(_shown, words[:at]), ";")
+                return self._shell(words[at:], command, prefix)
+            if name in self.state.functions and base in ("time", "env"):
+                return self._call(name, words[at + 1 :])
+            if name.endswith((".py", ".pyz")) or word == "-m":
+                break
+            if name.endswith((".sh", ".bash")) and not words[at - 1].startswith("-"):
+                before, self._prefix = self._prefix, (*self._prefix, *words[:at], ";")
+                try:
+                    return self._file(words[at:], own=False)
+                finally:
+                    self._prefix = before
+        if base in ("ssh", "pdsh", "clush"):
+            return self._remote(base, words, command)
+        self._start(words)
+        return None
+
+    def _remote(self, base: str, words: list[str], command: Simple | None) -> bool | None:
+        at = 1
+        while at < len(words) and words[at].startswith("-"):
+            at += 2 if words[at] in _WITH_VALUES else 1
+        rest = words[at + 1 :] if base == "ssh" else words[at:]
+        if rest:
+            return self._script(" ".join(rest), _ShellVariables(), [])
+        texts = [] if command is None else command.stdin
+        if texts:
+            return self._script(_joined(self._pieces(texts[-1])), _ShellVariables(), [])
+        return None
+
+
+_ALL_UNKNOWN = f"{BEGIN}{END}"
+_WITH_VALUES = ("-p", "-i", "-l", "-o", "-F", "-J", "-L", "-R", "-D", "-W", "-w", "-x", "-u", "-f")
+
+
+_GAPS = re.compile(r"([ \t\n]+)")
+
+
+def _opened(piece: str) -> str:
+    """Return a piece outside of quotes, whose unknown values may be no word, or several."""
+    if BEGIN not in piece:
+        return piece
+    return _UNKNOWN.sub(lambda match: f"{_OPEN}{match[1]}{END}", piece)
+
+
+def _is_open(words: list[str]) -> bool:
+    """Whether one of these words may be none, or several."""
+    return any(_OPEN in word for word in words)
+
+
+def _joined(pieces: list[Piece]) -> str:
+    return "".join(text for text, _ in pieces)
+
+
+def _after_options(words: list[str]) -> list[str]:
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        at += 2 if words[at] in ("-n", "-u", "-c", "-p") and at + 1 < len(words) else 1
+    return words[at:]
+
+
+def _named(text: str) -> tuple[str, dict[str, str]]:
+    """Return a text that is read again, its unknown values under names of their own."""
+    names: dict[str, str] = {}
+
+    def name(match: re.Match[str]) -> str:
+        if re.fullmatch(r"[A-Za-z_]\w*", match[1]):
+            variable = f"__unknown_{match[1]}"
+        else:
+            variable = f"__unknown_{len(names)}_"
+        names[variable] = match[0]
+        return "${" + variable + "}"
+
+    return _UNKNOWN.sub(name, text), names
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+class _Tests:
+    """`[ ... ]` and `[[ ... ]]`: a value, or None where something unknown decides."""
+
+    def __init__(self, run: _Run, words: list[list[Piece]], *, double: bool) -> None:
+        self._run, self._words, self._double, self._at = run, words, double, 0
+        self._plain = [_joined(pieces) for pieces in words]
+
+    def value(self) -> bool | None:
+        """Return the value of the whole test."""
+        if not self._words:
+            return False
+        if not self._double and len(self._plain) > 4:
+            if {"-a", "-o", "(", ")"} & set(self._plain):
+                result = self._either()
+                if self._at < len(self._plain):
+                    return None
+                return result
+            return None
+        result = self._either()
+        if self._at < len(self._words):
+            raise self._run.refuse(f"[ {_shown(' '.join(self._plain)):.60} ] is not followed")
+        return result
+
+    def _sign(self) -> str:
+        return self._plain[self._at] if self._at < len(self._plain) else ""
+
+    def _either(self) -> bool | None:
+        left = self._both()
+        while self._sign() == ("||" if self._double else "-o"):
+            self._at += 1
+            right = self._both()
+            left = True if left or right else None if None in (left, right) else False
+        return left
+
+    def _both(self) -> bool | None:
+        left = self._one()
+        while self._sign() == ("&&" if self._double else "-a"):
+            self._at += 1
+            right = self._one()
+            left = False if False in (left, right) else None if None in (left, right) else True
+        return left
+
+    def _one(self) -> bool | None:
+        left_words = len(self._plain) - self._at
+        sign = self._sign()
+        following = self._plain[self._at + 1] if left_words > 1 else ""
+        binary = left_words >= 3 and following in _COMPARISONS
+        if sign == "!" and left_words > 1 and not binary:
+            self._at += 1
+            value = self._one()
+            return None if value is None else not value
+        if sign == "(" and left_words > 2 and not binary:
+            self._at += 1
+            value = self._either()
+            self._at += 1
+            return value
+        if binary:
+            self._at += 3
+            pattern = self._words[self._at - 1]
+            return self._compared(self._plain[self._at - 3], following, pattern)
+        if re.fullmatch(r"-[a-zA-Z]", sign) and left_words > 1 and following not in ("&&", "||"):
+            self._at += 2
+            return self._unary(sign, following)
+        self._at += 1
+        return self._filled(sign)
+
+    def _filled(self, text: str) -> bool | None:
+        plain = _UNKNOWN.sub("", text)
+        if plain:
+            return True
+        return None if unknown_names(text) else False
+
+    def _unary(self, sign: str, text: str) -> bool | None:
+        if sign in ("-z", "-n"):
+            only = _UNKNOWN.fullmatch(text)
+            if only and self._run._value(only[1]) is None and re.fullmatch(r"\w+", only[1]):
+                return sign == "-z"  # a variable that nothing sets
+            value = self._filled(text)
+            return value if value is None or sign == "-n" else not value
+        if sign == "-v" and re.fullmatch(r"[A-Za-z_]\w*", text):
+            return self._run._value(text) is not None
+        return None
+
+    def _compared(self, left: str, sign: str, right: list[Piece]) -> bool | None:  # noqa: PLR0911 - a case for each form
+        text = _joined(right)
+        if sign in _NUMERIC:
+            a, b = self._run._number(left), self._run._number(text)
+            if a is None or b is None:
+                return None
+            return _NUMERIC[sign](a, b)
+        if unknown_names(left) or unknown_names(text):
+            return None
+        if sign == "=~":
+            simple = re.fullmatch(r"\^?(?:[\w-]|\[[\w-]+\][+*]?){0,20}\$?", text)
+            if simple is None or len(re.findall(r"[+*]", text)) > 1 or len(left) > 400:
+                return None
+            return re.search(text, left, re.A) is not None
+        if sign in ("<", ">"):
+            return None
+        if self._double:
+            try:
+                equal = patterns.matches(right, left)
+            except NoPatternError:
+                return None
+        else:
+            equal = left == text
+        return equal if sign in ("=", "==") else not equal
+
+
+_NUMERIC: dict[str, Callable[[int, int], bool]] = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+}
+_COMPARISONS = frozenset([*_NUMERIC, "=", "==", "!=", "=~", "<", ">"])
+
+
+# --- builtins -------------------------------------------------------------------------------------
+
+_Builtin = Callable[[_Run, list[str], Simple | None], bool | None]
+
+
+def _echo(run: _Run, words: list[str], _: Simple | None) -> bool:
+    at, newline = 1, "\n"
+    while at < len(words) and re.fullmatch(r"-[neE]+", words[at]):
+        newline = "" if "n" in words[at] else newline
+        if "e" in words[at]:
+            run._prints(None)
+            return True
+        at += 1
+    run._prints(" ".join(words[at:]) + newline)
+    return True
+
+
+def _printf(run: _Run, words: list[str], _: Simple | None) -> bool:
+    if len(words) > 2 and words[1] == "-v":
+        run._set(words[2], _unknown(words[2]))
+    elif len(words) == 3 and words[1] in ("%s", "%s\\n"):
+        run._prints(words[2] + ("\n" if words[1].endswith("n") else ""))
+    elif len(words) == 2 and not set(words[1]) & set("%\\"):
+        run._prints(words[1])
+    else:
+        run._prints(None)
+    return True
+
+
+def _cat(run: _Run, words: list[str], command: Simple | None) -> bool | None:
+    if len(words) == 1 and command is not None and command.stdin:
+        run._prints(_joined(run._pieces(command.stdin[-1])))
+        return True
+    run._prints(None)
+    return None
+
+
+def _eval(run: _Run, words: list[str], _: Simple | None) -> bool | None:
+    return run._script(" ".join(words[1:]), run.state)
+
+
+def _source(run: _Run, words: list[str], _: Simple | None) -> bool | None:
+    return run._file(words[1:], own=True)
+
+
+def _exit(run: _Run, words: list[str], _: Simple | None) -> bool:
+    raise _Stop(words[0], failed=len(words) > 1 and words[1] != "0")
+
+
+def _break(run: _Run, words: list[str], _: Simple | None) -> bool:
+    count = int(words[1]) if len(words) > 1 and words[1].isdecimal() and len(words[1]) < 4 else 1
+    raise _Stop(words[0], max(count, 1))
+
+
+def _set(run: _Run, words: list[str], _: Simple | None) -> bool:
+    if "--" in words:
+        run.state.arguments = words[words.index("--") + 1 :]
+    elif len(words) > 1 and not words[1].startswith(("-", "+")):
+        run.state.arguments = words[1:]
+    return True
+
+
+def _shift(run: _Run, words: list[str], _: Simple | None) -> bool:
+    count = run._number(words[1]) if len(words) > 1 else 1
+    if count is None:
+        raise run.refuse("shift by an unknown number is not followed")
+    if _is_open(run.state.arguments):
+        raise run.refuse("shift of arguments that are not known is not followed")
+    if count > len(run.state.arguments):
+        return False
+    del run.state.arguments[: max(count, 0)]
+    return True
+
+
+def _unset(run: _Run, words: list[str], _: Simple | None) -> bool:
+    for name in words[1:]:
+        if not name.startswith("-"):
+            run.state.variables.pop(name, None)
+            if "-f" in words:
+                run.state.functions.pop(name, None)
+    return True
+
+
+def _read(run: _Run, words: list[str], _: Simple | None) -> None:
+    array = "a" in "".join(word for word in words[1:] if word.startswith("-"))
+    for name in words[1:]:
+        if re.fullmatch(r"[A-Za-z_]\w*", name):
+            run._set(name, [_unknown(name)] if array else _unknown(name))
+
+
+def _bracket(run: _Run, words: list[str], _: Simple | None) -> bool | None:
+    inner = words[1:]
+    if words[0] == "[":
+        if not inner or inner[-1] != "]":
+            raise run.refuse("']' of '[' is missing")
+        inner = inner[:-1]
+    return run._test([[(word, True)] for word in inner], double=False)
+
+
+def _let(run: _Run, words: list[str], _: Simple | None) -> bool | None:
+    status: bool | None = True
+    for text in words[1:]:
+        status = run._computed((LiteralText(text, quoted=True),))
+    return status
+
+
+def _true(run: _Run, words: list[str], _: Simple | None) -> bool:
+    return words[0] != "false"
+
+
+def _getopts(run: _Run, words: list[str], _: Simple | None) -> bool:
+    if run.state.arguments:
+        raise run.refuse("getopts is not followed; set the variables with --set NAME=VALUE")
+    return False
+
+
+_BUILTINS: dict[str, _Builtin] = {
+    "echo": _echo,
+    "printf": _printf,
+    "cat": _cat,
+    "eval": _eval,
+    "source": _source,
+    ".": _source,
+    "exit": _exit,
+    "return": _exit,
+    "break": _break,
+    "continue": _break,
+    "set": _set,
+    "shift": _shift,
+    "unset": _unset,
+    "read": _read,
+    "mapfile": _read,
+    "readarray": _read,
+    "[": _bracket,
+    "test": _bracket,
+    "let": _let,
+    "true": _true,
+    "false": _true,
+    ":": _true,
+    "getopts": _getopts,
+}
+
+
+def names_in(texts: Iterator[str]) -> list[str]:
+    """Return the variables that conditions name, in their order."""
+    return list(dict.fromkeys(name for text in texts for name in re.findall(r"\$\{(\w+)\}", text)))

@@ -1,0 +1,134 @@
+"""Least seconds of a step on each number of devices: what their arithmetic takes, well divided.
+
+Of P stages that T x C x D devices share, the fullest has ceil(n / P) of the n layers of a kind, and
+at least its share of all layers.  A rank does one action at a time, so that
+
+    step >= batch / (T C D) · max(Σ_k n_k w_k / P, max_k ceil(n_k / P) w_k)
+
+with w_k the fewest seconds that one device takes for a sample of a layer of kind k, alone or with
+others.  Memory, links, and which nodes devices are of are left out: one number says that no part of
+a cluster with as many devices can be faster than a plan that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.costs.layout_costs import CostTables
+from meshwright.planner.documents.plan import Layout
+from meshwright.planner.documents.tolerances import SLACK
+from meshwright.planner.frameworks.executable import rules_of
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.offload_choices import activations
+from meshwright.planner.search.space import (
+    LARGEST_CONTEXT,
+    LOSSES,
+    Degrees,
+    divisors,
+    most_tensor_parallel,
+    plainest,
+)
+
+Seconds = NDArray[np.float64]
+MOST_SHARED = 8
+"""Ranks of tensor or context parallelism whose measured layers may take less than those of one."""
+LARGEST = 3
+"""Of the sizes that a micro-batch may have, the number of the largest that are asked."""
+
+
+def least_steps_s(request: Request, store: FigureStore | None = None) -> Seconds:
+    """[devices] Return what no plan on as many devices takes less than; inf where there is none."""
+    model, pins, most = request.model, request.pins, request.cluster.devices
+    counts: dict[str, int] = {}
+    for layer in model.layers:
+        counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
+    layers = np.array(list(counts.values()))
+    each_s = _device_seconds(request, store)
+    total_s = float(layers @ each_s)
+    replicas = np.array(_replicas(request))
+    least_s = np.full(most + 1, np.inf)
+    for stages in range(1, min(len(model.chain), most) + 1):
+        if pins.pipeline not in (None, stages) or ("pipeline" in pins.divided and stages == 1):
+            continue
+        fullest_s = max(total_s / stages, float(np.max(-(-layers // stages) * each_s)))
+        devices = stages * replicas
+        kept = devices <= most
+        steps_s = request.job.global_batch * fullest_s / replicas[kept]
+        np.minimum.at(least_s, devices[kept], steps_s * (1 - SLACK))
+    return least_s
+
+
+def _replicas(request: Request) -> list[int]:
+    """Return the numbers of devices that a stage may have: tensor x context x data."""
+    job, pins, most = request.job, request.pins, request.cluster.devices
+    length = request.model.positions or job.seq_len
+    sets: list[Iterable[int]] = [
+        _tensor_degrees(request),
+        (
+            degree
+            for degree in divisors(length)
+            if degree <= LARGEST_CONTEXT or pins.context is not None
+        ),
+        divisors(job.global_batch),
+    ]
+    products = {1}
+    for values, pinned in zip(sets, (pins.tensor, pins.context, pins.data), strict=True):
+        allowed = [value for value in values if pinned in (None, value)]
+        products = {a * b for a in products for b in allowed if a * b <= most}
+    return sorted(products)
+
+
+def _tensor_degrees(request: Request) -> Iterator[int]:
+    """Yield the degrees of tensor parallelism that the framework runs anywhere."""
+    refusal = rules_of(request.framework, of_degrees=True)
+    model, cluster, job = request.model, request.cluster, request.job
+    for tensor in range(1, min(most_tensor_parallel(model), cluster.devices) + 1):
+        degrees = Degrees(tensor=tensor, context=1, expert=1, pipeline=1, data=1)
+        if refusal(model, cluster, job, plainest(request, degrees)) is None:
+            yield tensor
+
+
+def _device_seconds(request: Request, store: FigureStore | None) -> Seconds:
+    """[kind] Return the fewest seconds of a device for a sample of a layer, both ways.
+
+    Products only get slower as they get smaller, so that alone and with the largest micro-batches a
+    device takes least.  What was measured may say otherwise, so that all of it is asked.
+    """
+    job, pins, space = request.job, request.pins, request.space
+    tables = CostTables(request, activations(request.cluster, pins, space=space), store=store)
+    measured = request.profile is not None
+    shared = [1 << at for at in range(MOST_SHARED.bit_length())] if measured else [1]
+    sizes = divisors(job.global_batch)[0 if measured else -LARGEST :]
+    experts = divisors(request.model.expert_count) if request.model.expert_count else [1]
+    places = [
+        Layout(
+            tensor=tensor,
+            context=context,
+            expert=expert,
+            data_replicate=1,
+            data_shard=expert,
+            zero=1 if expert > 1 else 0,
+            micro_batch=size,
+            micro_batches=1,
+            loss=loss,
+            compile=compiled,
+            scales=request.scales,
+            sequence_parallel=request.framework.tensor.sequence_parallel or tensor == 1,
+        )
+        for tensor in shared
+        if tensor <= most_tensor_parallel(request.model)
+        for context in shared
+        if job.seq_len % context == 0
+        for expert in experts
+        for size in sizes
+        for compiled in ("none", "block")
+        for loss in LOSSES
+    ]
+    ranks_s = tables.fastest_s(places, pins.recompute)
+    per_sample = np.array([place.tensor * place.context / place.micro_batch for place in places])
+    least_s: Seconds = (ranks_s * per_sample).min(axis=1)
+    return least_s

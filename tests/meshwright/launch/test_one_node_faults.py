@@ -1,0 +1,173 @@
+"""Faults of a run on one node with two ranks, as the command line meets them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from meshwright.runtime.checkpoint import checkpoint
+from tests.limits import PATIENCE_S
+from tests.meshwright.launch.test_multi_node import ForkingRoom, forks, losses, room, two_ranks
+
+__all__ = ["forks", "room"]
+
+STEPS = 40
+
+
+def options(room: ForkingRoom) -> str:
+    """Return options by which a run is saved after its last step alone."""
+    folder = room.folder
+    every = f"--checkpoint {folder}/saved --checkpoint-every {STEPS}"
+    return f"--elastic --steps {STEPS} -o {folder}/out {every}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["replaced", pytest.param("touched", marks=pytest.mark.matrix)])
+def test_data_that_change_under_a_run_are_refused_at_the_restart(
+    room: ForkingRoom, what: str
+) -> None:
+    """Nothing is saved, so the state that a restart finds is a copy in memory."""
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.05)
+    launcher = room.launched(room.plan(two_ranks(room)), options(room))
+    room.wait_for_step(5, while_running=launcher)
+    if what == "replaced":
+        room.text.write_text("pack my box with five dozen liquor jugs\n" * 20)
+    else:
+        room.text.touch()
+    os.kill(room.ranks()[1], signal.SIGKILL)
+
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    room.wait_until_empty()
+    if what == "touched":
+        assert launcher.returncode == 0, said
+        assert len(losses(room)) == STEPS
+        return
+    assert launcher.returncode == 1
+    assert f"{room.text}: has changed since the run began: it had 8.8K tokens" in said
+    assert len(losses(room)) < STEPS
+
+
+KILLED_AT_ITS_END = """
+import os
+import signal
+from pathlib import Path
+from meshwright.runtime.launch import training_loop as train
+
+run = train.Loop.run
+def run_and_be_killed(self):
+    record = run(self)
+    mark = Path("FOLDER/killed")
+    if self.rank == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return record
+train.Loop.run = run_and_be_killed
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_whose_last_step_is_saved_ends_well_however_often_it_is_started(
+    room: ForkingRoom,
+) -> None:
+    """A rank is killed behind the last save; then the whole command is started again."""
+    pytest.importorskip("torch")
+    room.begins_with = KILLED_AT_ITS_END.replace("FOLDER", str(room.folder))
+    nothing_left = f"has done {STEPS} steps and {STEPS} are asked for: nothing left to do"
+    plan = room.plan(two_ranks(room))
+    for more in ("", "--resume --or-start"):
+        launcher = room.launched(plan, f"{options(room)} {more}")
+
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+
+        assert launcher.returncode == 0, said
+        assert said.count(nothing_left) == 1
+        assert (more == "") == ("rank 1 was killed by SIGKILL" in said)
+        assert len(losses(room)) == STEPS
+    (room.folder / "text.txt").write_text("another text " * 1000)
+    launcher = room.launched(plan, f"{options(room)} --resume --or-start")
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 1
+    assert "corpus_digest" in said
+
+
+LEAVES = """
+import os
+from pathlib import Path
+from meshwright.runtime.launch import training_loop as train
+
+take_step = train.Loop._take_step
+def step(self, batch):
+    mark = Path("FOLDER/left")
+    if self.rank == 0 and self.steps_done == 3 and not mark.exists():
+        mark.touch()
+        os._exit(CODE)
+    return take_step(self, batch)
+train.Loop._take_step = step
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("code", [1, pytest.param(0, marks=pytest.mark.matrix)])
+def test_a_rank_that_leaves_without_a_word_is_named_and_restarted(
+    room: ForkingRoom, code: int
+) -> None:
+    """Rank 1 says that its peer has closed the connection, which is an echo."""
+    pytest.importorskip("torch")
+    room.begins_with = LEAVES.replace("FOLDER", str(room.folder)).replace("CODE", str(code))
+    launcher = room.launched(room.plan(two_ranks(room)), options(room))
+
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert f"rank 0 exited with code {code}" in said
+    assert "rank 1" not in said
+    assert len(losses(room)) == STEPS
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", ["out", pytest.param("out/events.jsonl", marks=pytest.mark.matrix)]
+)
+def test_a_run_whose_records_are_removed_trains_on(room: ForkingRoom, name: str) -> None:
+    """A rank is killed behind that: what a restart needs is written again."""
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.1)
+    launcher = room.launched(room.plan(two_ranks(room)), options(room))
+    room.wait_for_step(5, while_running=launcher)
+    path = room.folder / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    room.wait_for_step(3, while_running=launcher)
+    os.kill(room.ranks()[1], signal.SIGKILL)
+
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert "rank 1 was killed by SIGKILL" in said
+    assert checkpoint.progress(room.folder / "saved" / f"step-{STEPS:06}").step == STEPS
+    assert losses(room)
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_restart_takes_the_newest_whole_checkpoint(room: ForkingRoom) -> None:
+    """An empty folder has the name of a later step when a rank is killed."""
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.05)
+    launcher = room.launched(room.plan(two_ranks(room)), f"{options(room)} --checkpoint-every 4")
+    room.wait_for_step(9, while_running=launcher)
+    (room.folder / "saved" / "step-000030").mkdir()
+    os.kill(room.ranks()[1], signal.SIGKILL)
+
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert said.count("it is kept as damaged-step-000030") == 1
+    assert len(losses(room)) == STEPS
