@@ -90,17 +90,24 @@ def seed_draws(
     if seed is None:
         yield
         return
-    devices = [device] if device.type != "cpu" else []
+    # torch.manual_seed asks every kind of device, with a traceback for each that is not begun.
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
     numbers = PythonNumbers() if python else None
-    with torch.random.fork_rng(devices=devices, device_type="cuda" if devices else "cpu"):
-        torch.manual_seed(unit_seed(seed, name))
+    for generator in generators:
+        generator.manual_seed(unit_seed(seed, name))
+    if numbers is not None:
+        seed_python(unit_seed(seed, name))
+    try:
+        yield
+    finally:
         if numbers is not None:
-            seed_python(unit_seed(seed, name))
-        try:
-            yield
-        finally:
-            if numbers is not None:
-                numbers.put_back()
+            numbers.put_back()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)
