@@ -118,8 +118,8 @@ def resolve_cluster(text: str) -> ClusterSpec:
     (128, [('nvlink', 8), ('network', 128)])
     """
     whole, _, shape = text.rpartition(":")
-    if whole and (counts := re.fullmatch(r"(\d{1,9})x(\d{1,9})", shape)):
-        return _part_of_cluster(resolve_cluster(whole), int(counts[1]), int(counts[2]), text)
+    if whole and (of_part := re.fullmatch(r"(\d{1,9})x(\d{1,9})", shape)):
+        return _part_of_cluster(resolve_cluster(whole), int(of_part[1]), int(of_part[2]), text)
     if text == "local" or text.startswith("local:"):
         from meshwright.planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
 
