@@ -260,7 +260,7 @@ def whatif(study: Study | str | Path | None = None, **flags: Any) -> Result:
 
     >>> import meshwright
     >>> found = meshwright.whatif(
-    ...     model="gpt2-small", clusters=["8xa100-sxm-80gb", "8xh100-sxm-80gb"], tokens=1e9
+    ...     model="gpt2-small", clusters=["8xa100-sxm-80gb", "8xh100-sxm-80gb"], tokens=1e12
     ... )
     >>> found.best.accelerator, len(found.outcomes)
     ('h100-sxm-80gb', 2)

@@ -592,7 +592,8 @@ class Framework(Document):
             for path in entry.fields:
                 if path not in figure_names:
                     raise ValueError(
-                        f"has a basis for '{path:.60}', which is no figure of one; leave it out"
+                        f"has a basis for '{path:.60}', which is no figure of a framework; "
+                        "leave it out"
                     )
                 counts[path] = counts.get(path, 0) + 1
         twice = sorted(path for path, count in counts.items() if count > 1)

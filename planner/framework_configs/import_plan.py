@@ -89,7 +89,11 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
 def _started_by(config: ParsedConfig, started: ParsedConfig, *, says_type: bool) -> ParsedConfig:
     """Return a trainer's settings under those of accelerate's launcher."""
     if started.framework == "megatron":
-        raise DocumentError("--config_file", "starts Megatron in a trainer, which is not followed")
+        raise DocumentError(
+            "--config_file",
+            "starts Megatron in a trainer, which is not followed; "
+            "give the script that runs it alone",
+        )
     if config.zero:
         return replace(config, devices=started.devices, unknown=[*config.unknown, *started.unknown])
     return replace(

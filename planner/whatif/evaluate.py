@@ -464,7 +464,7 @@ def batch_tokens_borne(tokens: float) -> float:
     Source: Zhang et al., How Does Critical Batch Size Scale in Pre-training?, ICLR 2025.
 
     >>> f"{batch_tokens_borne(1e8):,.0f}", f"{batch_tokens_borne(15e12) / 1e6:.1f} M"
-    ('1,000,000', '35.6 M')
+    ('1,000,000', '35.7 M')
     """
     critical = 22.91 * math.pow(tokens, 0.47)
     return min(max(float(TOKENS_PER_STEP), critical), tokens / LEAST_STEPS)

@@ -318,7 +318,8 @@ def script_stage(
         made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
         # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
         unused = made.keep(recorder.unread_names if stage == 0 else (), module)
-        made.checks_shapes = plan.mesh.tensor == 1
+        # Parts of positions or features, and losses in chunks, have other shapes than recorded.
+        made.checks_shapes = plan.mesh.tensor == plan.mesh.context == 1 and plan.loss is None
     made.to(device)
     for parameter in made.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():

@@ -307,7 +307,9 @@ class Loop:
         """Have the state of a copy, of the same model and data."""
         source = f"the copy in memory of step {kept.step}"
         if kept.identity is None:
-            raise LaunchError(f"{source} does not say of what model and data it is")
+            raise LaunchError(
+                f"{source} does not say of what model and data it is; resume a checkpoint"
+            )
         kept.identity.check(self._identity, source=source)
         self.engine.restore(kept.snapshots)
         if wrong := kept.used.wrong(self.engine.next_sample):

@@ -49,7 +49,8 @@ class RankPlace:
     def steps_done(self) -> int:
         """The last step that it has done, 0 before the first.
 
-        >>> [RankPlace(process=1, step=7, part=part, since_s=0.0).done for part in ("step", "save")]
+        >>> at = RankPlace(process=1, step=7, part="step", since_s=0.0)
+        >>> [at.steps_done, RankPlace(process=1, step=7, part="save", since_s=0.0).steps_done]
         [6, 7]
         """
         return self.step if self.part in ("evaluate", "save", "end") else max(0, self.step - 1)

@@ -150,7 +150,7 @@ CASES = {
     "negative sequence": (call("plan", "gpt2", *H100, "--seq-len", "-5"), "seq-len"),
     "zero batch": (call("plan", "gpt2", *H100, "--global-batch", "0"), "global-batch"),
     "indivisible batch": (
-        call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1"),
+        call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1,dp=8"),
         "global batch",
     ),
     "a batch that no framework's layout divides": (

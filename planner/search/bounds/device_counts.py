@@ -49,7 +49,7 @@ def least_steps_s(request: Request, store: FigureStore | None = None) -> Seconds
     layers = np.array(list(counts.values()))
     each_s = _device_seconds(request, store)
     total_s = float(layers @ each_s)
-    replicas = np.array(_replicas(request))
+    replicas = np.array(_replicas(request), dtype=np.int64)  # none, where pins leave no number
     least_s = np.full(most + 1, np.inf)
     for stages in range(1, min(len(model.chain), most) + 1):
         if pins.pipeline not in (None, stages) or ("pipeline" in pins.divided and stages == 1):

@@ -478,6 +478,7 @@ def test_the_page_says_what_the_terminal_says_of_ties_dates_and_a_lone_candidate
             "terms": {"kind": "part", "bought": True},
             "hypothetical": False,
         },
+        "plan": {"fit_probability": 1.0},
         "misses": [],
         "jobs": [],
         "hours": None,

@@ -90,7 +90,10 @@ def test_a_checkpoint_whose_samples_are_not_each_once_is_refused(tmp_path: Path)
         loss=1.0,
         used=SampleDigest.of([0, 1, 2, 3, 4, 5, 5, 7]),
     )
-    model: Any = type("model", (), {"digest": "a", "name": "tiny"})
+    training = type("training", (), {"seed": 0})
+    same = {"digest": "a", "name": "tiny", "source": "text", "seq_len": 16, "training": training}
+    model: Any = type("model", (), same)
+    corpus: Any = type("corpus", (), {**same, "digest": "c"})
 
     with pytest.raises(DocumentError, match="used: says that sample 5 was used twice and sample 6"):
-        done.check(plan=model, model=model, corpus=model, folder=tmp_path)
+        done.check(plan=model, model=model, corpus=corpus, folder=tmp_path)

@@ -31,7 +31,7 @@ class RecordingStore(WeightGradients):
         self.micro_batch = 0
 
     def take_deferred(self) -> Callable[[], None]:
-        make, word = super().taken(), f"{self.stage}W{self.micro_batch}"
+        make, word = super().take_deferred(), f"{self.stage}W{self.micro_batch}"
 
         def recorded() -> None:
             make()
