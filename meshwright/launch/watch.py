@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.report.facts import Fact, Summary, plain_table
-from meshwright.planner.report.redaction import redact
 from meshwright.planner.report.run_page import RunReading, RunTable
 from meshwright.planner.whatif.run_status import IncidentCase, RunView, run_view
 from meshwright.render.text import LEAST_S
@@ -41,6 +42,17 @@ EVERY_S = 2.0
 """Between two looks at a run that lives."""
 MOST_FILES = 64
 """Of what ranks left behind."""
+PATH, HOST, USER = "<path>", "<host>", "<user>"
+_CODE = re.compile(r"(?:/[^\s/'\"():,;]+)+/([\w.-]+\.py)\b")
+_PATH = re.compile(r"(?<![\w<])(?:~|\.{1,2})?(?:/[^\s/'\"(),;:]+)+/?|[A-Za-z]:\\[^\s'\"]+")
+_ADDRESS = re.compile(
+    r"\b\d{1,3}(?:\.\d{1,3}){3}\b"
+    r"|(?<![\w:])(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}(?![\w:])"
+    r"|(?<![\w:])(?:[0-9a-fA-F]{1,4}(?::[0-9a-fA-F]{1,4})*)?::"
+    r"(?:[0-9a-fA-F]{1,4}(?::[0-9a-fA-F]{1,4})*)?(?![\w:])"
+)
+_PORT = re.compile(r"\b[A-Za-z][\w-]*(?:\.[\w-]+)*(?=:\d{2,5}\b)")
+_DOMAIN = re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|internal|lan|com|net|org|io|edu|cloud)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,3 +408,24 @@ def reading_parts(reading: RunReading) -> Iterator[RenderableType]:
         yield shown
     for title, text in reading.texts:
         yield f"\n{title}\n{text}"
+
+
+def redact(text: str, names: Iterable[str] = ()) -> str:
+    r"""Return text without hosts, addresses and paths; of code the file's name stays.
+
+    `names` are further words that must not stand in it.
+
+    >>> redact('rank 1 at node7.cluster.local:29500, File "/home/ann/my/train.py", line 3')
+    'rank 1 at <host>:29500, File "train.py", line 3'
+    >>> redact("10.1.2.3 wrote /data/secret/run-1; see ~/runs/a on fe80::1", ["run"])
+    '<host> wrote <path>; see <path> on <host>'
+    """
+    text = _CODE.sub(lambda match: match[1], text)
+    text = _PATH.sub(PATH, text)
+    text = _ADDRESS.sub(HOST, text)
+    text = _DOMAIN.sub(HOST, text)
+    text = _PORT.sub(lambda match: match[0] if match[0].endswith("py") else HOST, text)
+    for name in sorted({*names, socket.gethostname(), socket.gethostname().split(".")[0]}):
+        if len(name) > 2:
+            text = re.sub(rf"\b{re.escape(name)}\b", HOST, text)
+    return text
