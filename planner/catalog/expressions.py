@@ -28,6 +28,7 @@ from meshwright.planner.catalog import (
     pcie,
     rents,
 )
+from meshwright.planner.catalog.host_capacity import host_capacity
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
 from meshwright.planner.documents.document import (
     is_file,
@@ -282,10 +283,6 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
             f"'{text}' puts {per_node} devices in a node; a node has {most} {name}, others need "
             "a cluster.yaml",
         )
-    usual = next(
-        (n for n in nodes().values() if n.accelerator == name and n.devices_per_node == most), None
-    )
-    whole = usual if per_node == most else None
     return _cluster(
         f"{in_all}x{per_node}x{name}" if in_all > 1 else f"{per_node}x{name}",
         name,
@@ -293,7 +290,7 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
         entry.tiers,
         nodes=in_all,
         devices_per_node=per_node,
-        host_memory_bytes=whole.host_memory_bytes if whole else None,
+        host_memory_bytes=None,
         network=_network(entry, per_node, None),
     )
 
@@ -327,6 +324,9 @@ def _cluster(
     price: Price | None = None,
 ) -> ClusterSpec:
     devices = nodes * devices_per_node
+    host_range = None
+    if host_memory_bytes is None:
+        host_memory_bytes, *host_range = host_capacity(accelerator, entry, devices_per_node)
     joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
     tiers = _clip_tiers(within, devices if joined else devices_per_node)
     if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
@@ -347,6 +347,7 @@ def _cluster(
                 nodes=nodes,
                 devices_per_node=devices_per_node,
                 host_memory_bytes=host_memory_bytes,
+                host_memory_range_bytes=host_range and (host_range[0], host_range[1]),
                 host_link_bytes_per_s=entry.host_link_bytes_per_s,
             ),
         ),

@@ -164,6 +164,9 @@ class DeviceGroup(Part):
     devices_per_node: Devices
     host_memory_bytes: Count | None = None
     """Of one node."""
+    host_memory_range_bytes: tuple[Count, Count] | None = None
+    """What such nodes have, where this one's memory is assumed.  None where it is known, as it is
+    too outside of these."""
     host_link_bytes_per_s: Rate | None = None
     """Of one device, one direction."""
     host_memory_bytes_per_s: Rate | None = None
