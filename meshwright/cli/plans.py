@@ -21,6 +21,7 @@ from meshwright.cli.options import (
     Json,
     LoraOption,
     ModelArgument,
+    Offline,
     OfPlan,
     Output,
     PrecisionOption,
@@ -47,6 +48,7 @@ def plan(
     html: Html = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
     from meshwright.api import commands
@@ -196,6 +198,7 @@ def import_(
     output: Output = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Read another framework's configuration as a plan.
 
@@ -238,6 +241,7 @@ def predict(
     framework: FrameworkOption = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Predict the time and memory of a plan or a layout."""
     from meshwright.api import commands

@@ -1,10 +1,11 @@
 """What a user writes for MODEL and CLUSTER, turned into documents.
 
-MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
-document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
-(`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a cluster
-document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.  A user's
-own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
+MODEL is a name of the catalogue or of the Hugging Face hub, a `config.json` or a folder that has
+one, or a model document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a
+node type (`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a
+cluster document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.
+
+A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.planner.architectures.architecture import architecture_of
+from meshwright.planner.architectures.architecture import architecture_of, language_model
 from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.catalog import (
     AcceleratorEntry,
     NodeEntry,
     accelerator_name,
     accelerators,
+    hub,
     model_config,
     model_name,
+    models,
     node_name,
     nodes,
     pcie,
@@ -50,6 +53,8 @@ simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
+ALONE = "-language-model-alone"
+"""What a model is called of which the towers for images or sound are left out."""
 CLUSTER_FORMS = (
     "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
     "of them joined by +"
@@ -83,12 +88,35 @@ def resolve_model(text: str) -> ModelGraph:
     if _is_path(text):
         return _model_at(_path(text), text)
     try:
-        name = model_name(text)
+        name = _catalogued_model(text)
     except DocumentError as error:
+        if hub.is_hub_name(text):
+            file = hub.config_file(text)
+            return _model_at(file, text, called=text.rpartition("/")[2])
         way = "a config.json, a folder that has one, or file.py:factory"
         begin = " Or give" if error.message.endswith("?") else "; give a name,"
         raise DocumentError("", f"{error.message}{begin} {way}") from error
     return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
+
+
+def _catalogued_model(text: str) -> str:
+    """Return the name in the catalogue that MODEL stands for, also by a variant of one shape.
+
+    The configuration that the hub's cache has of exactly this name goes before a variant's.
+
+    >>> _catalogued_model("Qwen/Qwen2.5-32B-Instruct"), _catalogued_model("google/gemma-3-27b-it")
+    ('qwen2.5-32b', 'gemma-3-27b')
+    """
+    try:
+        return model_name(text)
+    except DocumentError:
+        is_cached = hub.is_hub_name(text) and hub.cached_config(text) is not None
+        shape = hub.plain_name(text).lower()
+        for name, entry in models().items():
+            shapes = {hub.plain_name(known).lower() for known in (name, *entry.aliases)}
+            if shape in shapes and not is_cached:
+                return name
+        raise
 
 
 def locate_model(source: str, document: str | os.PathLike[str]) -> str:
@@ -455,8 +483,11 @@ def _path(text: str) -> Path:
         raise unreadable(error, text) from error
 
 
-def _model_at(path: Path, text: str) -> ModelGraph:
-    """Read a model document, a config.json, or the config.json in a folder."""
+def _model_at(path: Path, text: str, called: str | None = None) -> ModelGraph:
+    """Read a model document, a config.json, or the config.json in a folder.
+
+    The model is `called` so, by default after its file or folder.
+    """
     if is_folder(path):
         path = path / "config.json"
         if not is_file(path):
@@ -470,7 +501,11 @@ def _model_at(path: Path, text: str) -> ModelGraph:
         if not isinstance(data, dict):
             raise DocumentError("", "is no mapping; a model's config.json is one")
         stem = path.parent.resolve().name if path.name == "config.json" else path.stem
-        name = name_of(stem or "model")
+        name = called or stem or "model"
+        text_alone = language_model(data)
+        if text_alone is not None:
+            data, name = dict(text_alone), f"{name}{ALONE}"
+        name = name_of(name)
         return graph_of(architecture_of(data, name=name), name=name, source=text)
     except DocumentError as error:
         raise error.in_file(str(path)) from error
