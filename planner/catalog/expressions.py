@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.planner.architectures.architecture import architecture_of, language_model
@@ -31,6 +32,7 @@ from meshwright.planner.catalog import (
     pcie,
     rents,
 )
+from meshwright.planner.catalog.cluster_settings import ClusterSettings
 from meshwright.planner.catalog.host_capacity import host_capacity
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
 from meshwright.planner.documents.document import (
@@ -39,7 +41,6 @@ from meshwright.planner.documents.document import (
     is_there,
     nearest,
     plain,
-    read,
     read_text,
     unreadable,
 )
@@ -154,9 +155,16 @@ def resolve_cluster(text: str) -> ClusterSpec:
 
         return local.cluster(_ranks(text))
     if _is_path(text):
-        return read(ClusterSpec, _path(text))
-    if "+" in text:
-        return _join_groups(text)
+        return _read_cluster(_path(text))
+    return _join_groups(text) if "+" in text else _of_one_kind(text)
+
+
+def _of_one_kind(text: str) -> ClusterSpec:
+    """Return nodes of one kind, with the settings that stand behind their name."""
+    plain_text, comma, words = text.partition(",")
+    if comma:
+        settings = ClusterSettings.of(words)
+        return settings.applied(_of_one_kind(plain_text)).model_copy(update={"name": text[:200]})
     counts, name = _counts(text)
     if len(counts) <= 1 and _is_node_type(name):
         return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
@@ -170,6 +178,56 @@ def resolve_cluster(text: str) -> ClusterSpec:
             f"For CLUSTER, {CLUSTER_FORMS}, local or a cluster.yaml.",
         ) from error
     return _of_accelerator(accelerator, counts, text)
+
+
+def _read_cluster(path: Path) -> ClusterSpec:
+    """Read a cluster document, in which names of the catalogue may stand for its accelerators."""
+    data = plain(read_text(path))
+    try:
+        if isinstance(data, dict) and isinstance(data.get("groups"), list):
+            named = [
+                _with_accelerator(number, group) for number, group in enumerate(data["groups"])
+            ]
+            data = {**data, "groups": [group for group, _ in named]}
+            entries = [entry for _, entry in named if entry is not None]
+            if "tiers" not in data and len(named) == len(entries) == 1:
+                data["tiers"] = _usual_tiers(entries[0], data["groups"][0])
+        return ClusterSpec.of(data)
+    except DocumentError as error:
+        raise error.in_file(str(path)) from error
+
+
+def _with_accelerator(number: int, group: object) -> tuple[object, AcceleratorEntry | None]:
+    """Return a group of a document with the figures of the accelerator that it names."""
+    if not isinstance(group, dict) or not isinstance(group.get("accelerator"), str):
+        return group, None
+    try:
+        name = accelerator_name(group["accelerator"])
+    except DocumentError as error:
+        raise DocumentError(f"groups[{number}].accelerator", error.message) from error
+    entry = accelerators()[name]
+    usual: dict[str, object] = {"name": name, "nodes": 1}
+    if entry.host_link_bytes_per_s is not None:
+        usual["host_link_bytes_per_s"] = entry.host_link_bytes_per_s
+    count = group.get("devices_per_node")
+    if "host_memory_bytes" not in group and isinstance(count, int) and 0 < count <= MOST_DEVICES:
+        usual["host_memory_bytes"], *span = host_capacity(name, entry, count)
+        usual["host_memory_range_bytes"] = span
+    shown = entry.accelerator(name).model_dump(mode="json", exclude_none=True)
+    return {**usual, **group, "accelerator": shown}, entry
+
+
+def _usual_tiers(entry: AcceleratorEntry, group: dict[str, object]) -> list[object]:
+    """Return the links of nodes as the catalogue has them, for a group of one accelerator."""
+    nodes_in, each = group.get("nodes"), group.get("devices_per_node")
+    if not isinstance(nodes_in, int) or not isinstance(each, int) or not 1 <= each <= MOST_DEVICES:
+        return []
+    within = _clip_tiers(_widen_tiers(entry.tiers or pcie(entry), each), each)
+    between: tuple[LinkTier, ...] = ()
+    if nodes_in > 1:
+        network = {"devices": nodes_in * each, "least_round_s": ROUND_S}
+        between = (_network(entry, each, None).model_copy(update=network),)
+    return [tier.model_dump(mode="json", exclude_none=True) for tier in (*within, *between)]
 
 
 def _part_of_cluster(whole: ClusterSpec, nodes: int, each: int, text: str) -> ClusterSpec:
@@ -217,7 +275,7 @@ def _join_groups(text: str) -> ClusterSpec:
             raise DocumentError(
                 "", f"'{text:.60}' joins '{term:.40}', which is no kind of node; {CLUSTER_FORMS}"
             )
-        parts.append(resolve_cluster(term))
+        parts.append(_joined_part(term))
     devices = sum(part.devices for part in parts)
     networks = [_network_of(term, part.groups[0]) for term, part in zip(terms, parts, strict=True)]
     slowest = min(networks, key=lambda tier: tier.bytes_per_s)
@@ -234,8 +292,28 @@ def _join_groups(text: str) -> ClusterSpec:
     )
 
 
+def _joined_part(term: str) -> ClusterSpec:
+    """Return one kind of node among several, of which a single node has a network too."""
+    plain_term, comma, words = term.partition(",")
+    part = resolve_cluster(plain_term)
+    if not comma:
+        return part
+    settings = ClusterSettings.of(words)
+    if all(tier.name != "network" for tier in part.tiers):
+        settings = replace(settings, network_bytes_per_s=None, oversubscription=None)
+    return settings.applied(part)
+
+
 def _network_of(term: str, group: DeviceGroup) -> LinkTier:
     """Return the tier between nodes of one kind."""
+    plain_term, comma, words = term.partition(",")
+    if comma:
+        usual, given = _network_of(plain_term, group), ClusterSettings.of(words)
+        figures = {
+            "bytes_per_s": given.network_bytes_per_s or usual.bytes_per_s,
+            "oversubscription": given.oversubscription or usual.oversubscription,
+        }
+        return usual.model_copy(update=figures)
     _, name = _counts(term)
     node = nodes()[node_name(name)] if _is_node_type(name) else None
     if node is not None and node.network is not None:
@@ -305,6 +383,21 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
             )
     else:
         in_all, per_node = (1, counts[0]) if len(counts) == 1 else (counts[0], counts[1])
+    several = next(
+        (n for n in nodes().values() if (n.accelerator, n.devices_per_node) == (name, per_node)),
+        None,
+    )
+    if per_node > most and several is not None:
+        return _cluster(
+            f"{in_all}x{per_node}x{name}",
+            name,
+            entry,
+            entry.tiers,
+            nodes=in_all,
+            devices_per_node=per_node,
+            host_memory_bytes=several.host_memory_bytes,
+            network=several.network or _network(entry, per_node, None),
+        )
     if per_node > most:
         raise DocumentError(
             "",
@@ -357,6 +450,8 @@ def _cluster(
         host_memory_bytes, *host_range = host_capacity(accelerator, entry, devices_per_node)
     joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
     tiers = _clip_tiers(within, devices if joined else devices_per_node)
+    if joined and tiers and devices_per_node < tiers[-1].devices < devices:
+        tiers = (*tiers[:-1], _rack(tiers[-1], devices, devices_per_node))
     if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
         reach = tiers[-1].devices if tiers else 1
         raise DocumentError(
@@ -382,6 +477,23 @@ def _cluster(
         tiers=tiers,
         price=price,
     )
+
+
+def _rack(tier: LinkTier, devices: int, devices_per_node: int) -> LinkTier:
+    """Return the links of racks whose hosts are counted: so many devices of each as divide all.
+
+    >>> [resolve_cluster(text).tiers[0].devices for text in ("1024x4xgb200", "36x4xgb200")]
+    [64, 72]
+    """
+    reach = max(
+        reach
+        for reach in range(devices_per_node, tier.devices + 1, devices_per_node)
+        if devices % reach == 0
+    )
+    if reach == tier.devices or 2 * reach < tier.devices:
+        return tier
+    source = f"{tier.source}; assumed: {reach} of {tier.devices} devices of each rack"
+    return tier.model_copy(update={"devices": reach, "source": source})
 
 
 def _clip_tiers(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]:

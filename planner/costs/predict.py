@@ -404,6 +404,7 @@ def placement_prediction(
         compile_s=_compile_s(tables, layout, placements, home),
         fits=fits,
         fit_probability=probability * (1.0 if host is None else room_odds(host)),
+        links=(tables.request.cluster.links_text or None) if tables.profile is None else None,
         host=host,
         overflows=tuple(overflows),
         peak_memory_range_bytes=memory_range(max(peaks), tables.memory_spread),

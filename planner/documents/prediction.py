@@ -117,6 +117,8 @@ class Prediction(Document):
     peak_memory_range_bytes: tuple[Finite, Finite] | None = None
     """Where the peak of the fullest stage should lie, in 80 of 100 runs."""
     stages: tuple[StagePrediction, ...]
+    links: Text | None = None
+    """Rates of the links between devices, where none was measured."""
     host: HostUse | None = None
     """Of the fullest node, where anything is put there."""
     overflows: tuple[Memory, ...] = ()
