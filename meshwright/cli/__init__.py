@@ -111,8 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
                 status = app(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
             finally:
                 hub = sys.modules.get("meshwright.planner.catalog.hub")
-                for config in hub.FETCHED if hub else ():
-                    print_message(str(config))
+                while hub and hub.FETCHED:
+                    print_message(str(hub.FETCHED.pop(0)))
         if status == INTERRUPTED:
             print_message("interrupted")
             _fail(json, "Interrupted", "interrupted", INTERRUPTED)
