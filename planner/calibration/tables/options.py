@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.planner.calibration.tables.cells import EMPTY, Row, word
+from meshwright.planner.documents.framework import RECOMPUTED_MODULES
 from meshwright.planner.documents.plan import Scales
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.requests.setup import Recomputed
@@ -40,7 +41,7 @@ OF_FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "fused-kernels": ("fused-norms",),
     "fused-cross-entropy": ("fused-cross-entropy",),
     "liger": ("fused-norms", "fused-gates"),
-    "balanced-routing": ("balanced-experts",),
+    "balanced-routing": ("balanced-routing",),
     "gptq": ("narrow-frozen",),
 }
 """Options of the framework that a word stands for."""
@@ -64,10 +65,10 @@ RECOMPUTED: Mapping[str, Recomputed] = {
     "recompute-act": "selective",
     "recompute-moe-act": "selective",
     "recompute-mla-up": "selective",
+    "recompute-moe": "selective",
+    "recompute-mlp": "selective",
 }
 """What every block recomputes; modules together are `selective`."""
-CHEAP = frozenset({"recompute-norm", "recompute-act", "recompute-moe-act", "recompute-mla-up"})
-"""Modules that make norms, gated products and projections up from latents again."""
 LOSSES: Mapping[str, ChunkedLoss] = {
     "fused": ChunkedLoss(gradients="precomputed"),
     "chunked": ChunkedLoss(gradients="recomputed"),
@@ -153,8 +154,7 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
     of_framework = [name for each in words for name in OF_FRAMEWORKS.get(each, ())]
     for plugin, names in OF_PLUGINS.items():
         of_framework += names if plugins.startswith(plugin) else ()
-    if CHEAP.intersection(words):
-        of_framework.append("cheap-recompute")
+    of_framework += [each for each in words if each in RECOMPUTED_MODULES]
     choices = [RECOMPUTED[each] for each in words if each in RECOMPUTED]
     counts = {match[1]: int(match[2]) for each in words if (match := FEWER.fullmatch(each))}
     ranks = [int(match[1]) for each in words if (match := RANK.fullmatch(each))]
