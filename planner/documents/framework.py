@@ -353,6 +353,9 @@ class ExpertRule(Part):
     """How uneven natural routers load a layer's experts, from 0, balanced, to 1, where all tokens
     go to the same ones; the busiest rank's load follows from it
     (`meshwright.planner.operators.expert_routing.Routing.busiest_load`)."""
+    fused: Flag = False
+    """Gates of experts are computed in the products that make them, which read and write nothing
+    for them but what the next product reads."""
     counts: Literal["device", "host"] = "device"
     """Where tokens of each expert are counted.  A host that reads the counts waits for all that the
     device has to do before it starts what takes them (Megatron Core, token_dispatcher.py,
@@ -511,6 +514,8 @@ class Seen(Part):
     pretraining: Flag = True
     tuning: Flag = False
     eight_bits: Flag = False
+    releases: dict[Text, Text] = Field(default_factory=dict)
+    """The last release of each product, as runs name them: `nemo: "26.08"`."""
 
 
 class RunsWith(Part):
@@ -776,6 +781,11 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "fused-gates": {"kernels.gate": "fused"},
     "fa3": {"kernels.attention": "fa3"},
     "balanced-routing": {"experts.load_spread": 0.0},
+    "fused-experts": {"experts.fused": True, "experts.counts": "device"},
+    "layer-units": {"sharding.unit": "layer", "sharding.copies": "around_collectives"},
+    "flat-units": {"sharding.unit": "flat", "sharding.copies": "none"},
+    "narrow-activations": {"eight_bit.narrow_states": True},
+    "8-bit-gathers": {"eight_bit.gathered": ("activations", "parameters")},
     # A graph is launched whole: nothing of a step's Python and launches is left but the optimizer's
     # and the data's (torch.cuda.CUDAGraph.replay is one call).
     "graphed-steps": {
@@ -784,6 +794,10 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
+    },
+    # Attention and the router of each layer and pass are replayed, the experts are launched.
+    "graphed-attention": {
+        "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
     },
     # A replay of each layer and pass: a Python call, copies of its inputs, one launch.
     "graphed-layers": {
@@ -833,6 +847,24 @@ def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
         if entry.of in versions and _version(entry.since) <= versions[entry.of]:
             options_of[entry.of] = entry
     return tuple(option for release in options_of.values() for option in release.options)
+
+
+def is_newer(framework: Framework, release: str) -> bool:
+    """Say whether a release is later than those of a framework's measured runs.
+
+    >>> seen = Seen(accelerators=("h100",), parameters=(1e9, 2e9), devices=(8, 16),
+    ...     seq_len=(2048, 4096), releases={"nemo": "26.08"})
+    >>> framework = Framework(name="plain", summary="x", accuracy=Accuracy(seen=seen))
+    >>> [is_newer(framework, f"nemo-{version}") for version in ("25.11", "26.08", "27.01")]
+    [False, False, True]
+    """
+    newest = framework.accuracy.seen.releases if framework.accuracy.seen else {}
+    versions = (_RELEASE.match(part) for part in release.lower().split("/"))
+    return any(
+        match[1] in newest and _version(match[2]) > _version(newest[match[1]])
+        for match in versions
+        if match
+    )
 
 
 _RELEASE = re.compile(r"([a-z_]+)-v?(\d{1,5}(?:[.-]\d{1,5})*)")

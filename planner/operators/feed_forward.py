@@ -574,6 +574,8 @@ def _feed_forward(
     last = elementwise(kernels, product, (gated, up.name), size)
     back = kernels.back(last.moved_bytes, 5 * size)
     last = replace(last, saved=kept, backward_moved_bytes=back)
+    if kernels.fused_experts and name == "expert":
+        last = replace(last, moved_bytes=size, backward_moved_bytes=2 * size, kernels=0)
     return [*operators, replace(last, holds=(whole,))]
 
 

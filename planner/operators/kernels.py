@@ -80,6 +80,8 @@ class KernelSettings:
     """Rows to which the tokens of each expert are filled up in grouped products."""
     expert_spread: float = NATURAL_SPREAD
     """How uneven natural routers load experts; 0: balanced."""
+    fused_experts: bool = False
+    """Gates of experts are part of the products that make them."""
     expert_once: bool = False
     """Tokens are sent once to every node and rank that has some of their experts."""
     expert_narrow: bool = False
@@ -154,6 +156,7 @@ def kernels_of(
         expert_share=framework.experts.grouped_share,
         expert_tile=float(framework.experts.tile_rows),
         expert_spread=framework.experts.load_spread,
+        fused_experts=framework.experts.fused,
         expert_once=framework.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and framework.experts.narrow_sends,
         shared_divided=framework.experts.shared == "divided",
