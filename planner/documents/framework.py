@@ -673,8 +673,10 @@ FEWEST_OTHERS = 2
 """Sources that must support a fitted figure for it to stand without one more."""
 
 
-def resting_on(framework: Framework, source: str, sources: Collection[str]) -> frozenset[str]:
-    """Return the fitted figures that would not stand without the runs of one source.
+def resting_on(
+    framework: Framework, left: Collection[str], sources: Collection[str]
+) -> frozenset[str]:
+    """Return the fitted figures that would not stand without the runs of some sources.
 
     Those that fewer than two other studies of `sources` support, and which runs were measured.
     Their names stand in a basis's `source`; what is derived from code or measured by itself rests
@@ -685,8 +687,8 @@ def resting_on(framework: Framework, source: str, sources: Collection[str]) -> f
         fields = (
             entry.fields if entry.provenance == "fitted" else {"accuracy.seen"} & {*entry.fields}
         )
-        if fields and _names(entry.source, source):
-            others = studies(entry, sources) - {_study(source)}
+        if fields and any(_names(entry.source, source) for source in left):
+            others = studies(entry, sources) - {_study(source) for source in left}
             if len(others) < FEWEST_OTHERS:
                 paths.update(fields)
     return frozenset(paths)
@@ -705,16 +707,17 @@ def _study(source: str) -> frozenset[str]:
     return next((study for study in ONE_STUDY if source in study), frozenset({source}))
 
 
-def without_source(
-    framework: Framework, source: str, sources: Collection[str], usual: Framework
+def without_sources(
+    framework: Framework, left: Collection[str], sources: Collection[str], usual: Framework
 ) -> Framework:
-    """Return a framework as it would stand had nobody seen the runs of one source.
+    """Return a framework as it would stand had nobody seen the runs of the sources that are `left`
+    out.
 
     Fitted figures that rest on it are those of `usual`, of which nothing else is known; what its
     runs alone are known to have had is gone.
     """
-    runs_with = tuple(run for run in framework.accuracy.runs_with if run.source != source)
-    dependents = resting_on(framework, source, sources)
+    runs_with = tuple(run for run in framework.accuracy.runs_with if run.source not in left)
+    dependents = resting_on(framework, left, sources)
     if not dependents and runs_with == framework.accuracy.runs_with:
         return framework
     instead = dict(figures(usual))

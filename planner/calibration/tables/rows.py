@@ -8,7 +8,7 @@ lists them); a row that lacks what no convention can give becomes a `Skipped` wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -37,7 +37,7 @@ from meshwright.planner.documents.framework import (
     usual_of_release,
     with_figures,
     with_options,
-    without_source,
+    without_sources,
 )
 from meshwright.planner.documents.framework_space import EVERYTHING, Facts, condition_of
 from meshwright.planner.documents.model import Architecture, ModelGraph
@@ -50,6 +50,7 @@ from meshwright.planner.schedules import PLAIN
 from meshwright.planner.schedules import pipeline_schedules as looped
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
+NO_KIN: Mapping[str, Collection[str]] = {}
 PARAMETERS_DIFFER = 0.1
 """Relative difference of a stated number of parameters from that of figures that is named."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -129,22 +130,32 @@ def measured_of(row: Row) -> MeasuredRun:
 
 
 def setup_of(
-    row: Row, *, unknown: Collection[str] = (), left_out: Collection[str] = ()
+    row: Row,
+    *,
+    unknown: Collection[str] = (),
+    left_out: Collection[str] = (),
+    kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Setup | Skipped:
     """Return what a row ran, or why it cannot be determined.
 
     `unknown` names frameworks that are left out: what they trained is read as an unknown
-    framework's. `left_out` names all sources of its table: what rests on the row's own is left out.
+    framework's. `left_out` names all sources of its table: what rests on the row's own is left out,
+    and on those that `kin` names for it.
     """
     try:
-        return _setup(row, unknown, left_out)
+        return _setup(row, unknown, left_out, kin)
     except DocumentError as error:
         return Skipped(reason=str(error))
     except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
         return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
 
 
-def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Setup:
+def _setup(
+    row: Row,
+    unknown: Collection[str],
+    left_out: Collection[str],
+    kin: Mapping[str, Collection[str]],
+) -> Setup:
     assumed: list[str] = []
     architecture = architecture_of_row(row, assumed)
     tensor, pipeline, context = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
@@ -186,7 +197,9 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         unknown=unknown,
     )
     if left_out:
-        framework = _without_source(framework.name, row["source"], frozenset(left_out))
+        framework = _without_sources(
+            framework.name, frozenset(kin.get(row["source"], (row["source"],))), frozenset(left_out)
+        )
     if not version:
         name = "" if name and _own_framework(name) else name
         assumed.append(f"framework '{name}' priced as {framework.name}")
@@ -398,9 +411,9 @@ def _own_framework(name: str) -> Framework | None:
 
 
 @lru_cache(maxsize=256)
-def _without_source(name: str, source: str, sources: frozenset[str]) -> Framework:
-    """Return a framework without what rests on one of a table's sources."""
-    return without_source(frameworks()[name], source, sources, frameworks()["unknown"])
+def _without_sources(name: str, left: frozenset[str], sources: frozenset[str]) -> Framework:
+    """Return a framework without what rests on some of a table's sources."""
+    return without_sources(frameworks()[name], left, sources, frameworks()["unknown"])
 
 
 _KNOWN: dict[tuple[int, tuple[str, ...], float | None], tuple[Framework, Framework]] = {}
@@ -532,8 +545,12 @@ def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
 
 
 def measured_setups(
-    rows: list[Row], *, unknown: Collection[str] = (), left_out: Collection[str] = ()
+    rows: list[Row],
+    *,
+    unknown: Collection[str] = (),
+    left_out: Collection[str] = (),
+    kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Iterator[tuple[MeasuredRun, Setup | Skipped]]:
     """Yield what was seen and what was run, row by row."""
     for row in rows:
-        yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out)
+        yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out, kin=kin)
