@@ -529,7 +529,7 @@ def predicted_plan(
     wanted_layout = pinned_layout(request, idle=idle)
     check_micro_batches(layout or "", wanted_layout)
     notes = tuple(without_effect(pins, wanted_layout))
-    if framework != "native":
+    if base_of(framework) != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
             framework_plan,
             framework_prediction,

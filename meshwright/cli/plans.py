@@ -30,6 +30,7 @@ from meshwright.cli.options import (
     SolverOption,
     with_plan_options,
 )
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
     from meshwright.planner.documents.model import is_script
 
-    if plan.framework != "native":
+    if base_of(plan.framework) != "native":
         return f"meshwright export {file}"
     if is_script(plan.model.source):
         return f"meshwright run --plan {file} SCRIPT.py"

@@ -17,7 +17,7 @@ from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import native
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
 from meshwright.planner.documents.document import nearest
-from meshwright.planner.documents.framework import Framework
+from meshwright.planner.documents.framework import Framework, base_of
 from meshwright.planner.documents.framework_space import EVERYTHING, Space
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
@@ -98,7 +98,7 @@ class Request:
                 raise DocumentError(
                     "seq-len", "is given by the shapes of the example batch; leave it out"
                 )
-            if framework != "native":
+            if base_of(framework) != "native":
                 raise DocumentError(
                     "framework", f"is {framework}; a module of your own is trained natively"
                 )
@@ -126,7 +126,7 @@ class Request:
             document_len=document_len,
         )
         framework_ = framework_called(framework)
-        measured = profile if framework_.name == "native" else None
+        measured = profile if base_of(framework_.name) == "native" else None
         return cls(
             model, cluster, job, pins or Pins(), measured, framework_, called, fit_probability
         )
@@ -137,7 +137,7 @@ class Request:
     ) -> Request:
         """Return what a plan answers; layers measured in our runtime are no other framework's."""
         framework_ = framework_called(plan.framework)
-        measured = profile if framework_.name == "native" else None
+        measured = profile if base_of(framework_.name) == "native" else None
         return cls(model, cluster, plan.job, profile=measured, framework=framework_)
 
     @property
