@@ -20,8 +20,11 @@ from meshwright.cli.options import (
     Html,
     Json,
     LoraOption,
+    Masters,
+    MastersOption,
     ModelArgument,
     OfPlan,
+    OptimizerOption,
     Output,
     PrecisionOption,
     ProfileOption,
@@ -234,6 +237,8 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     lora: LoraOption = None,
+    optimizer: OptimizerOption = None,
+    masters: MastersOption = Masters.FP32,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
@@ -264,6 +269,8 @@ def predict(
         global_batch=global_batch,
         precision=usual,
         lora=lora or (),
+        optimizer=optimizer.value if optimizer else "adamw",
+        masters=masters.value,
         profile=profile,
         framework=framework or "native",
     )
@@ -280,6 +287,10 @@ def predict(
             }
         )
     adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
+    if optimizer is not None:
+        adapters += f" --optimizer {optimizer.value}"
+    if masters is not Masters.FP32:
+        adapters += f" --masters {masters.value}"
     then = (
         f"compare {model} --best"
         if is_plan(model)

@@ -160,7 +160,7 @@ class CostTables:
             self._rates.framework,
             job.precision,
             frozen=job.lora is not None,
-            quantised=job.lora is not None and job.lora.quantised,
+            weights=job.lora.weights if job.lora is not None else "full",
         )
         native = request.framework.name == "native"  # others' constants are fitted to their rule
         if native and job.lora is not None and not reach_feed_forward(model, job.lora):

@@ -15,6 +15,7 @@ from meshwright.planner.documents.cluster import EIGHT_BITS
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
+    from meshwright.planner.documents.training import FrozenWeights
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -112,7 +113,7 @@ def kernels_of(
     *,
     flash_attention: bool | None = None,
     frozen: bool = False,
-    quantised: bool = False,
+    weights: FrozenWeights = "full",
 ) -> KernelSettings:
     """Return a framework's kernels in a job; what a job does not say is as the framework has it."""
     rule = framework.kernels
@@ -150,9 +151,19 @@ def kernels_of(
         shared_divided=framework.experts.shared == "divided",
         frozen=rule.adapters if frozen else None,
         adapters_drop=frozen and rule.adapter_dropout,
-        restored_bytes=rule.restored_bytes if quantised else 0.0,
+        restored_bytes=_restored_bytes(rule.restored_bytes, weights),
     )
     return MODULES if settings == MODULES else settings
+
+
+def _restored_bytes(four_bits: float, weights: FrozenWeights) -> float:
+    """Return the traffic per weight of restoring it, by that of 4 bits and what is read, written.
+
+    >>> _restored_bytes(5.0, "nf4"), _restored_bytes(5.0, "int8")
+    (5.0, 6.0)
+    """
+    read = {"full": 0.0, "nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "fp8": 1.0}[weights]
+    return four_bits * (read + 2) / 2.5 if read else 0.0
 
 
 def _peak_logit_bytes(loss: Loss) -> float:

@@ -55,7 +55,6 @@ def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: Cluste
     ("job", "reason"),
     [
         (replace(JOB, precision="nvfp4"), "precision: is nvfp4"),
-        (replace(JOB, lora=Lora(rank=16, quantised=True)), "training.lora.quantised: is true"),
     ],
 )
 def test_what_other_frameworks_train_in_is_refused_by_name(

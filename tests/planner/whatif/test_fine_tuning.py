@@ -108,7 +108,7 @@ def test_no_layout_of_any_tuner_is_faster(
     model, job = resolve_model("llama-3.1-8b"), Job(seq_len=1024, global_batch=8)
     best_s = math.inf
     for name, layout in itertools.product(("transformers", "megatron"), layouts(cluster, job)):
-        own = replace(job, lora=Lora(rank=16, quantised=quantised))
+        own = replace(job, lora=Lora(rank=16, weights="nf4" if quantised else "full"))
         request = Request(model, cluster, own, framework=frameworks()[name])
         if rules_of(request.framework)(model, cluster, own, layout) is not None:
             continue
