@@ -71,6 +71,8 @@ class Types(Part):
     wide_frozen: Flag = False
     """Of a model in 4 bits whose states are not divided, all that is not is cast to fp32: both ends
     and norms, so that blocks hand on fp32."""
+    wide_adapters: Flag = False
+    """Where states are not divided, adapters are trained in fp32, whatever the model is in."""
     full_with_zero: Flag = False
     """Under ZeRO masters and moments are fp32 whatever a single device trains in, and gradients are
     reduced as they are summed."""

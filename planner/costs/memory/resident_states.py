@@ -94,6 +94,8 @@ def fsdp1_states(parameters: float, sharing: StateSharding, *, unit: float | Non
     if sharing.offload == "parameters":
         working = replace(working, host_bytes=master + gradients + moments)
         master = gradients = moments = 0.0
+    elif sharing.offload == "optimizer":
+        working, moments = replace(working, host_bytes=moments), 0.0
     return replace(
         working,
         parameters_bytes=master + copy,
@@ -238,6 +240,14 @@ class ResidentStates:
         self._types = types(weights, matrices=True)
         self._types_of_ends = types("full", matrices=False)
         self._types_unpacked = types("full", matrices=True)
+        self._types_of_adapters = self._types_unpacked
+        if framework.types.wide_adapters:
+            wide = memory.state_types(
+                framework,
+                "fp32",
+                moments=memory.moments_bytes(job.optimizer, 8.0, matrices=True),
+            )
+            self._types_of_adapters = [wide, *self._types_unpacked[1:]]
         self._paged = job.optimizer == "adamw-8bit-paged"
         self.wide = weights == "nf4" and framework.types.wide_frozen
         """Whether what of a frozen model is not in 4 bits is fp32, where nothing is divided."""
@@ -455,7 +465,8 @@ class ResidentStates:
             widest = largest_adapter(self._model, layer.kind, self._job.lora, tensor=layout.tensor)
             states += fsdp1_states(trained, sharing, unit=widest)
         else:
-            states += trained_states(trained, sharing, largest=trained)
+            beside = replace(sharing, types=self._types_of_adapters[sharing.zero])
+            states += trained_states(trained, beside, largest=trained)
         return ResidentParameters(
             parameters=dense + routed + trained,
             optimized=trained / (sharing.shard if sharing.is_sharded else 1),
