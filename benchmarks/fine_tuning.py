@@ -1,4 +1,4 @@
-"""Twelve questions of people who fine-tune, as they ask them, and published runs beside predictions.
+"""Twelve questions of people who fine-tune, and published runs beside predictions.
 
     PYTHONPATH=$PWD python benchmarks/fine_tuning.py [-o docs/results/fine-tuning.md]
 
@@ -106,7 +106,7 @@ QUESTIONS = (
         model="llama-2-70b",
         cluster="1xa100-sxm-80gb",
         options={"lora": ["rank=16,weights=nf4"], "seq_len": 2048},
-        published="Qwen's README: 72B, Q-LoRA, A100, 64.1 GB and 59.5 s for 8 samples of 2,048 tokens",
+        published="Qwen's README: 72B, Q-LoRA, A100, 64.1 GB and 59.5 s for 8 such samples",
     ),
     Question(
         words="32B, all weights, four cards of 48 GB and host memory",
@@ -338,7 +338,8 @@ def page() -> str:
             times.append(abs(off_s))
             lines.append(
                 f"| {run.source}: {run.what} | {peak / GIB:.1f} | {run.memory_bytes / GIB:.1f} | "
-                f"{off_bytes:+.0%} | {prediction.step_time_s:.2f} | {run.step_s:.2f} | {off_s:+.0%} |"
+                f"{off_bytes:+.0%} | {prediction.step_time_s:.2f} | {run.step_s:.2f} | "
+                f"{off_s:+.0%} |"
             )
     lines += [
         "",

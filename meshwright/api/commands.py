@@ -217,7 +217,7 @@ def _with_packed_weights(request: Request) -> Iterator[Request]:
     """
     yield request
     lora, a = request.job.lora, request.model.architecture
-    if "quantized" not in request.pins.allowed or lora is None or lora.quantised:
+    if "quantized" not in request.pins.allowed or lora is None or lora.packs_weights:
         return
     published = "mxfp4" if a is not None and a.family == "gpt_oss" else "nf4"
     packed = lora.model_copy(update={"weights": published})

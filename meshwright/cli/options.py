@@ -34,7 +34,7 @@ class Precision(StrEnum):
     NVFP4 = "nvfp4"
 
 
-class UpdateRule(StrEnum):
+class OptimizerName(StrEnum):
     """What updates weights."""
 
     ADAMW = "adamw"
@@ -47,7 +47,7 @@ class UpdateRule(StrEnum):
     SGD = "sgd"
 
 
-class Masters(StrEnum):
+class MasterCopies(StrEnum):
     """Copies of 16-bit weights that are trained in their place."""
 
     FP32 = "fp32"
@@ -122,11 +122,11 @@ LoraOption = Annotated[
     ),
 ]
 OptimizerOption = Annotated[
-    UpdateRule | None,
+    OptimizerName | None,
     typer.Option("--optimizer", help="What updates weights; adamw has a framework's own moments"),
 ]
 MastersOption = Annotated[
-    Masters,
+    MasterCopies,
     typer.Option("--masters", help="fp32 copies of 16-bit weights, or none: those are trained"),
 ]
 PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -145,7 +145,7 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "precision": (PrecisionOption, None),
     "lora": (LoraOption, None),
     "optimizer": (OptimizerOption, None),
-    "masters": (MastersOption, Masters.FP32),
+    "masters": (MastersOption, MasterCopies.FP32),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[

@@ -20,7 +20,7 @@ from meshwright.cli.options import (
     Html,
     Json,
     LoraOption,
-    Masters,
+    MasterCopies,
     MastersOption,
     ModelArgument,
     OfPlan,
@@ -238,7 +238,7 @@ def predict(
     precision: PrecisionOption = None,
     lora: LoraOption = None,
     optimizer: OptimizerOption = None,
-    masters: MastersOption = Masters.FP32,
+    masters: MastersOption = MasterCopies.FP32,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
@@ -289,7 +289,7 @@ def predict(
     adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
     if optimizer is not None:
         adapters += f" --optimizer {optimizer.value}"
-    if masters is not Masters.FP32:
+    if masters is not MasterCopies.FP32:
         adapters += f" --masters {masters.value}"
     then = (
         f"compare {model} --best"

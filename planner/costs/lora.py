@@ -164,7 +164,7 @@ def packed_matrices(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1
     218103808.0
     """
     a = model.architecture
-    if a is None or not lora.quantised or (lora.weights == "mxfp4" and a.experts is not None):
+    if a is None or not lora.packs_weights or (lora.weights == "mxfp4" and a.experts is not None):
         return 0.0
     each = linears(a, experts=routes(kind))
     return float(sum(linear.inputs * linear.outputs for linear in each)) / tensor

@@ -81,7 +81,7 @@ def _experts(facts: Facts) -> Value:
 
 def _adapters(facts: Facts) -> Value:
     lora = facts.job.lora
-    return "no" if lora is None else "qlora" if lora.quantised else "lora"
+    return "no" if lora is None else "qlora" if lora.packs_weights else "lora"
 
 
 def _attention(facts: Facts) -> Value:

@@ -75,7 +75,7 @@ class Lora(Part):
     """How frozen matrices of the blocks are stored; written only where they are packed."""
 
     @property
-    def quantised(self) -> bool:
+    def packs_weights(self) -> bool:
         """Whether frozen weights are packed in fewer bits than they are computed in."""
         return self.weights != "full"
 
@@ -88,7 +88,7 @@ class Lora(Part):
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = written(self)
-        if not self.quantised:
+        if not self.packs_weights:
             fields.pop("weights", None)
         return fields
 

@@ -127,7 +127,7 @@ def job_text(job: Job) -> str:
     samples = "1 sample" if job.global_batch == 1 else f"{job.global_batch:,} samples"
     packed = f", documents of {job.document_len:,}" if job.document_len else ""
     adapters = ", adapters alone" if job.lora else ""
-    if job.lora is not None and job.lora.quantised:
+    if job.lora is not None and job.lora.packs_weights:
         adapters = f", adapters alone beside {job.lora.weights} weights"
     updates = "" if job.optimizer == "adamw" else f", {job.optimizer}"
     updates += ", no fp32 masters" if job.master_weights == "none" else ""

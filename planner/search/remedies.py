@@ -130,7 +130,7 @@ def _smaller_states(request: Request, fitting: Fitting) -> Iterator[str]:
         return
     if job.lora is not None:
         packed = job.lora.model_copy(update={"weights": "nf4"})
-        nf4 = "nf4" in space.packed_weights and not job.lora.quantised
+        nf4 = "nf4" in space.packed_weights and not job.lora.packs_weights
         if nf4 and fitting(replace(request, job=replace(job, lora=packed))):
             yield "with --lora weights=nf4"
         return

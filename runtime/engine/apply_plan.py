@@ -310,10 +310,11 @@ def _adapters(staged: Staged) -> None:
     plan, layers = staged.plan, staged.layers
     assert plan.training.lora is not None
     frozen = activation_type(plan.precision)
-    if plan.training.lora.quantised:
+    if plan.training.lora.packs_weights:
         for name, layer in layers.items():
             if staged.is_block(name):
-                expect_packing(layer, plan.training.lora.weights, frozen)
+                packed = experts.modules_of(layer).values()
+                expect_packing(layer, packed, plan.training.lora.weights, frozen)
     staged.adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     if staged.stage == 0:
         next(iter(layers.values())).register_forward_hook(lora.wants_gradient)
@@ -416,7 +417,7 @@ def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Paramete
     assert isinstance(of, LanguageRules)
     layer = staged.module.part(item.layer)
     adapters = staged.plan.training.lora
-    packs = adapters is not None and adapters.quantised  # by the whole rows
+    packs = adapters is not None and adapters.packs_weights  # by the whole rows
     only_shards = staged.wrapped and staged.place.sharded and of.weights is not None and not packs
     materialize(
         item.layer,

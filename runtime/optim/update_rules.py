@@ -106,7 +106,7 @@ def _is_of_muon(slot: Slot) -> bool:
     return slot.parameter.ndim == 2 and not any(end in slot.name for end in ends)
 
 
-class _Rule(NamedTuple):
+class _UpdateRule(NamedTuple):
     """A factory of optimizers, and what it needs."""
 
     factory: Factory
@@ -117,7 +117,7 @@ class _Rule(NamedTuple):
 
 def _rule(
     optimizer: Optimizer, training: Training, device: torch.device, offload: Offload
-) -> _Rule:
+) -> _UpdateRule:
     betas = training.beta1, training.beta2
     eps = training.epsilon
     rate: dict[str, Any] = {"lr": training.learning_rate}
@@ -131,10 +131,10 @@ def _rule(
         "muon": (functools.partial(torch.optim.Muon, **muon, **rate), False, True),
     }
     if optimizer in rules:
-        return _Rule(*rules[optimizer])
+        return _UpdateRule(*rules[optimizer])
     if optimizer == "adamw-8bit":
         low_bit = _torchao().AdamW8bit
-        return _Rule(functools.partial(low_bit, betas=betas, eps=eps, **rate), True, True)
+        return _UpdateRule(functools.partial(low_bit, betas=betas, eps=eps, **rate), True, True)
     raise LaunchError(
         f"training.optimizer: is {optimizer}, whose pages are bitsandbytes' own; use adamw-8bit, "
         "or adamw with offload optimizer"

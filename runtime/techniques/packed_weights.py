@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -269,14 +269,13 @@ def _is_transposed(module: object) -> bool:
     return bool(getattr(module, "is_transposed", False))
 
 
-def expect_packing(layer: nn.Module, weights: FrozenWeights, dtype: torch.dtype) -> None:
+def expect_packing(
+    layer: nn.Module, experts: Collection[nn.Module], weights: FrozenWeights, dtype: torch.dtype
+) -> None:
     """Let the Linears and experts of a block be ones that are packed by `pack_values`.
 
     MXFP4 is of experts alone where there are any, as gpt-oss is published.
     """
-    from meshwright.runtime.parallel.expert_parallel import modules_of  # noqa: PLC0415 - a circle
-
-    experts = list(modules_of(layer).values())
     linears = [module for module in layer.modules() if type(module) is nn.Linear]
     for linear in linears if not (experts and weights == "mxfp4") else ():
         _expect(linear, PackedLinear, weights, dtype)

@@ -448,7 +448,7 @@ class ResidentStates:
             sharing = replace(sharing, types=self._types_of_ends[sharing.zero])
         trained = adapter_parameters(self._model, layer.kind, self._job.lora, tensor=layout.tensor)
         apart = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
-        packed, packed_routed = self._packed(layer, layout, dense, routed)
+        packed, packed_routed = self._packed_parameters(layer, layout, dense, routed)
         plain = replace(sharing, types=self._types_unpacked[sharing.zero])
         plain_apart = replace(apart, types=plain.types)
         frozen_states, trained_states = memory.frozen_states, memory.states
@@ -480,7 +480,7 @@ class ResidentStates:
             else None,
         )
 
-    def _packed(
+    def _packed_parameters(
         self, layer: Layer, layout: Layout, dense: float, routed: float
     ) -> tuple[float, float]:
         """Return how many of a layer's dense and of its routed parameters on a rank are packed.
@@ -490,7 +490,7 @@ class ResidentStates:
         from meshwright.planner.costs.lora import packed_matrices  # noqa: PLC0415
 
         lora = self._job.lora
-        if lora is None or not lora.quantised or layer.kind in self.end_kinds:
+        if lora is None or not lora.packs_weights or layer.kind in self.end_kinds:
             return 0.0, 0.0
         matrices = packed_matrices(self._model, layer.kind, lora, tensor=layout.tensor)
         return min(dense, matrices), routed

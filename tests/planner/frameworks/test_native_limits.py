@@ -10,7 +10,6 @@ from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.framework_space import EVERYTHING
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.training import Lora
 from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.frameworks.native_limits import caveat, limit, obstacle, refusal
 

@@ -34,7 +34,7 @@ def test_4_bits_fit_where_16_do_not() -> None:
     quantised = fastest_fine_tuner(Request(model, four, JOB), quantised=True)
     assert quantised.prediction.fits
     assert quantised.plan.training.lora is not None
-    assert quantised.plan.training.lora.quantised
+    assert quantised.plan.training.lora.packs_weights
     peak = quantised.prediction.stages[0].peak_memory_bytes
     # 13.0e9 weights at 0.53 bytes are 6.9 GB of it.
     assert 6.9e9 < peak <= four.groups[0].accelerator.memory_bytes
