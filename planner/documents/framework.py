@@ -181,6 +181,8 @@ class Kernels(Part):
     restored_bytes: Amount = 5.0
     """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
     written, at half of the bandwidth of a plain copy."""
+    restored_indices: Amount = 0.0
+    """Bytes of indices for each weight that is restored from 4 bits, of some weights at a time."""
     tuned: Flag = True
     """Products are tuned to their shapes, and reach the device's rate of those; else that of
     torch's own choice, or of the device's measured curve."""

@@ -85,6 +85,8 @@ class KernelSettings:
     """Adapters' inputs are dropped at random, so that each keeps its own copy and a mask."""
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
+    restored_indices: float = 0.0
+    """Bytes of indices for each weight while it is restored."""
     compiled: bool = False
     """A block is one compiled graph, which keeps what its backward needs and nothing else."""
 
@@ -111,7 +113,7 @@ def compiled_kernels(kernels: KernelSettings) -> KernelSettings:
     """Return the kernels of a block that is compiled: what lies between products is fused."""
     # In a graph codes are read and weights written, and nothing between them.
     restored = min(kernels.restored_bytes, FUSED_RESTORED_BYTES)
-    kernels = replace(kernels, restored_bytes=restored)
+    kernels = replace(kernels, restored_bytes=restored, restored_indices=0.0)
     return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
 
 
@@ -160,6 +162,7 @@ def kernels_of(
         frozen=rule.adapters if frozen else None,
         adapters_drop=frozen and rule.adapter_dropout,
         restored_bytes=_restored_bytes(rule.restored_bytes, weights),
+        restored_indices=rule.restored_indices if weights in ("nf4", "mxfp4") else 0.0,
     )
     return MODULES if settings == MODULES else settings
 

@@ -249,6 +249,11 @@ class ResidentStates:
             )
             self._types_of_adapters = [wide, *self._types_unpacked[1:]]
         self._paged = job.optimizer == "adamw-8bit-paged"
+        self._gathers_matrices = framework.name == "native" and job.optimizer in (
+            "adafactor",
+            "muon",
+        )
+        """Each matrix is updated whole by one rank, which keeps a copy of it."""
         self.wide = weights == "nf4" and framework.types.wide_frozen
         """Whether what of a frozen model is not in 4 bits is fp32, where nothing is divided."""
         if self.wide:
@@ -338,6 +343,14 @@ class ResidentStates:
         if whole:  # each at its owner, beside the part that it has of it
             owners = sharing.shard if sharing.is_sharded else layout.tensor
             states = replace(states, optimizer_bytes=states.optimizer_bytes + whole / owners)
+        elif self._gathers_matrices and (sharing.is_sharded or layout.tensor > 1):
+            owners = sharing.shard if sharing.is_sharded else 1
+            held = sharing.types.stored_bytes * dense / owners
+            states = replace(
+                states,
+                optimizer_bytes=states.optimizer_bytes + held,
+                flat_bytes=states.flat_bytes + sharing.types.gradient * dense / owners,
+            )
         optimized = dense / (sharing.shard if sharing.is_sharded else 1)
         apart: ExpertShard | None = None
         if routed:

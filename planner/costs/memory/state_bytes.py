@@ -147,6 +147,7 @@ def state_types(
                 "gradient": types.working,
                 "fp16_gradient": types.working,
                 "moments": 2 * types.working,
+                "wire": min(types.wire, types.working) if zero == 0 else types.wire,
                 "fresh_gradients": 0,
             }
         )

@@ -8,17 +8,23 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.training import FrozenWeights, Lora
+from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.launch.training_loop import token_engine
 from meshwright.runtime.techniques.packed_weights import PackedLinear, pack, restore
 from tests.parts import some_and_others
+from tests.planner.costs.test_predict_peaks import cluster
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import train_all
+from tests.runtime.techniques.test_frozen_memory import held_bytes, wide
+from tests.runtime.techniques.test_frozen_memory import plan as memory_plan
 
 CPU = torch.device("cpu")
+ENDS = EMBEDDING, HEAD
 # bitsandbytes, functional.py, get_4bit_type("nf4"): its table, by which 4 bits are read.
 BITSANDBYTES_NF4 = [
     -1.0,
@@ -175,3 +181,25 @@ def test_losses_are_those_of_a_plain_model_with_the_restored_weights() -> None:
     assert len(linears) == 4 * model.architecture.layers
     assert packed.evaluate(batch).loss != pytest.approx(plain, rel=1e-4)
     assert packed.evaluate(batch).loss == pytest.approx(whole.evaluate(batch).loss, rel=1e-6)
+
+
+@pytest.mark.ranks
+def test_packed_weights_are_there_once_and_restored_ones_while_they_multiply() -> None:
+    """The live-memory watch beside the prediction, of a model whose weights outweigh all else."""
+    model = wide()
+    lora = Lora(rank=2, targets=("query", "value"))
+    plans = [
+        memory_plan(
+            model, lora.model_copy(update={"weights": weights}), precision="bf16", recompute=again
+        )
+        for weights, again in (("nf4", "none"), ("mxfp4", "full"), ("fp8", "none"))
+    ]
+
+    (held,) = on_ranks(1, held_bytes, plans, model)
+
+    blocks = sum(layer.parameters for name, layer in model.chain if name not in ENDS)
+    for made, found, each in zip(plans, held, (0.5, 0.5, 1.0), strict=True):
+        ends = sum(layer.parameters for _, layer in model.chain) - blocks
+        assert found.frozen == pytest.approx(each * blocks + 2 * ends, rel=0.01)
+        [stage] = predict(made, model, cluster()).stages
+        assert stage.peak_memory_bytes == pytest.approx(found.peak, rel=0.02)
