@@ -20,8 +20,11 @@ from meshwright.cli.options import (
     Html,
     Json,
     LoraOption,
+    MasterCopies,
+    MastersOption,
     ModelArgument,
     OfPlan,
+    OptimizerOption,
     Output,
     PrecisionOption,
     ProfileOption,
@@ -235,6 +238,8 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     lora: LoraOption = None,
+    optimizer: OptimizerOption = None,
+    masters: MastersOption = MasterCopies.FP32,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
@@ -265,6 +270,8 @@ def predict(
         global_batch=global_batch,
         precision=usual,
         lora=lora or (),
+        optimizer=optimizer.value if optimizer else "adamw",
+        masters=masters.value,
         profile=profile,
         framework=framework or "native",
     )
@@ -281,6 +288,10 @@ def predict(
             }
         )
     adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
+    if optimizer is not None:
+        adapters += f" --optimizer {optimizer.value}"
+    if masters is not MasterCopies.FP32:
+        adapters += f" --masters {masters.value}"
     then = (
         f"compare {model} --best"
         if is_plan(model)
