@@ -37,8 +37,9 @@ function durations(outcome) {
     for (let k = 0; k < DRAWS; k++) found[k] = step[k] / outcome.tokensPerS.value;
     return found;
   }
-  const goodput = multipliers(outcome.goodput, "goodput"), hours = outcome.hours.value;
-  for (let k = 0; k < DRAWS; k++) found[k] = hours * step[k] / goodput[k];
+  const goodput = multipliers(outcome.goodput, "goodput"), begun = outcome.startHours.value;
+  const starts = multipliers(outcome.startHours, "start"), hours = outcome.hours.value - begun;
+  for (let k = 0; k < DRAWS; k++) found[k] = hours * step[k] / goodput[k] + begun * starts[k];
   return found;
 }
 

@@ -63,7 +63,11 @@ def _duration(outcome: CandidateOutcome) -> Draws | None:
         return None
     if outcome.hours is None:
         return _step(outcome) / outcome.tokens_per_s.value
-    return outcome.hours.value * _step(outcome) / _goodput(outcome)
+    start = outcome.start_hours
+    if start is None:
+        return outcome.hours.value * _step(outcome) / _goodput(outcome)
+    training = (outcome.hours.value - start.value) * _step(outcome) / _goodput(outcome)
+    return training + _draws_of(start, "start")
 
 
 def _time(outcome: CandidateOutcome) -> Draws | None:

@@ -457,6 +457,10 @@ class Assumptions(Part):
         Quantity, 60, 14, 180, "delivery times differ by product and month"
     )
     """Until bought devices can be used."""
+    start_hours: Quantity = _assumed_quantity(
+        Quantity, 0.5, 0.1, 3.0, "nodes boot, images, weights and data are fetched, a run is tried"
+    )
+    """Of a run, on all its devices and paid, before it trains."""
     electricity_usd_per_kwh: Quantity | None = None
     power_usage_effectiveness: OverheadQuantity | None = None
     node_power_over_tdp: Quantity | None = None

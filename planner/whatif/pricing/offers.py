@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from meshwright.planner.catalog import Market, Rent, accelerators, rents
 from meshwright.planner.whatif.formatting import price_ages
@@ -64,24 +64,32 @@ class Rented:
     """The quotes that it rests on: prices of the same quotes move together."""
     term_months: float | None = None
     prepaid: float = 0.0
+    markets: tuple[Market, ...] = ()
+    """Of its quotes."""
+    elsewhere: float | None = None
+    """What the other market asks, where it rents all of the cluster."""
 
 
 def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rented:
     """Return a device's rent from the offers that can make a cluster, and what they are."""
-    spans, words, terms, causes = [], [], [], set()
+    spans, words, terms, causes, markets = [], [], [], set(), set()
+    elsewhere: list[float | None] = []
     for group in cluster.groups:
         name = group.accelerator.name
         several = cluster.devices > group.devices_per_node
         asked = [rent for rent in rents if _matches(rent, name, rental)]
         quotes, left = quotes_of(asked, rental.commitment, group, several=several)
         kind = rental.commitment.replace("_", "-")
-        if not quotes:
+        if not any(rental.market in (None, quote.offer.market) for quote in quotes):
             why = f": {'; '.join(dict.fromkeys(map(_left_words, left)))}" if left else ""
             return Rented(usd_per_device_hour=None, how=f"no price known, {kind} {name}{why}")
-        taken, others = _one_market(quotes)
+        taken, others = _one_market(quotes, rental.market)
         price = aged(range_of(_prices(taken)), _age_years(taken))
         spans.append(price.times(group.devices / cluster.devices))
         causes |= {_quote_text(quote.offer, kind) for quote in taken}
+        markets |= {quote.offer.market for quote in taken}
+        other = statistics.median(_prices(others)) if others else None
+        elsewhere.append(None if other is None else other * group.devices / cluster.devices)
         terms.append(max(taken, key=lambda quote: quote.offer.term_months or 0.0).offer)
         words.append(
             _words(taken, kind, name, rental)
@@ -94,19 +102,42 @@ def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rent
         cause="; ".join(sorted(causes)),
         term_months=max((offer.term_months or 0.0 for offer in terms), default=0.0) or None,
         prepaid=max(offer.prepaid for offer in terms),
+        markets=tuple(sorted(markets)),
+        elsewhere=None if None in elsewhere else sum(filter(None, elsewhere)),
     )
+
+
+def common_market(
+    asked: Sequence[tuple[Rental, ClusterSpec]], rents: Sequence[Rent]
+) -> Market | None:
+    """Return the market in which every cluster has a rent that has one in any; None if none does.
+
+    Of two such markets it is the cheaper one, by the geometric mean over the clusters.
+    """
+    priced = [(rental, c) for rental, c in asked if rent_of(rental, c, rents).usd_per_device_hour]
+    means: dict[Market, float] = {}
+    for market in get_args(Market):
+        in_market = [
+            rent_of(rental.model_copy(update={"market": market}), cluster, rents)
+            for rental, cluster in priced
+        ]
+        prices = [r.usd_per_device_hour.value for r in in_market if r.usd_per_device_hour]
+        if priced and len(prices) == len(priced) and min(prices) > 0:
+            means[market] = statistics.geometric_mean(prices)
+    return min(means, key=means.__getitem__, default=None)
 
 
 def _quote_text(offer: Rent, kind: str) -> str:
     return f"{kind} {offer.provider} {offer.instance} {offer.region} {offer.accelerator}"
 
 
-def _one_market(quotes: Sequence[Quote]) -> tuple[list[Quote], list[Quote]]:
-    """Return the quotes of the market whose median is lower, and those of the other."""
+def _one_market(quotes: Sequence[Quote], market: Market | None) -> tuple[list[Quote], list[Quote]]:
+    """Return the quotes of a market, or of the one whose median is lower, and the others."""
     markets: dict[Market, list[Quote]] = {}
     for quote in quotes:
         markets.setdefault(quote.offer.market, []).append(quote)
-    taken = min(markets.values(), key=lambda of: statistics.median(_prices(of)))
+    cheaper = min(markets.values(), key=lambda of: statistics.median(_prices(of)))
+    taken = cheaper if market is None else markets[market]
     return taken, [quote for quote in quotes if quote.offer.market != taken[0].offer.market]
 
 
@@ -142,7 +173,6 @@ def aged(price: UncertainValue, years: float) -> UncertainValue:
 def _matches(rent: Rent, accelerator: str, rental: Rental) -> bool:
     return (
         rent.accelerator == accelerator
-        and rental.market in (None, rent.market)
         and rental.provider in (None, rent.provider)
         and rental.region in (None, rent.region)
     )
