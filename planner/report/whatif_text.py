@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshwright.planner.documents.units import bytes_text, count_text, seconds_text
 from meshwright.planner.report.facts import MOST_LINES, Fact, Summary, plain_table
-from meshwright.planner.whatif.conclusions import verdicts
+from meshwright.planner.whatif.conclusions import leading_texts, verdicts
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts, slack_days
 from meshwright.planner.whatif.formatting import (
     days_text,
@@ -40,13 +40,14 @@ SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
-    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:MOST_ASKED]
+    headlines = len(leading_texts(result)) + max(1, len(result.ranks))
+    asked = asked_texts(result)[:MOST_ASKED]
     facts = [
         Fact(
             label="answer",
             text=sentence,
-            lines=6 if place <= headlines else 3,
-            detail=place > headlines,
+            lines=6 if place < headlines else 3,
+            detail=place >= headlines,
         )
         for place, sentence in enumerate(verdicts(result))
     ]

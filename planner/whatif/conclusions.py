@@ -43,7 +43,7 @@ def verdicts(result: Result) -> list[str]:
         sentences = [_brief(result, model, ranks) for model, ranks in result.ranks.items()]
         sentences += [*_largest(result), *_crossover(result)]
     return [
-        *_two_markets(result),
+        *leading_texts(result),
         *sentences,
         *_unmeasured_texts(result),
         *result.sizes,
@@ -52,6 +52,13 @@ def verdicts(result: Result) -> list[str]:
         *_old_prices(result, datetime.date.today()),
         *_mixed_texts(result),
     ]
+
+
+def leading_texts(result: Result) -> list[str]:
+    """Return what stands before the verdict: that prices, or who was asked, decide it."""
+    if result.interrupted:
+        return []
+    return [*_two_markets(result), *_turns_with_prices(result)]
 
 
 def _two_markets(result: Result) -> Iterator[str]:
@@ -91,6 +98,36 @@ def _cheaper_elsewhere(result: Result, best: CandidateOutcome, market: str) -> I
             f"elsewhere {name} costs {usd_hour:.2f} USD per device-hour, {usd:,.0f} USD in all, "
             f"less than the first here."
         )
+
+
+def _turns_with_prices(result: Result) -> Iterator[str]:
+    """Say first at which price of the first another costs less, where prices move so far."""
+    if result.study.goal.by != "cost" or len(result.ranks) > 1:
+        return
+    for ranks in result.ranks.values():
+        best = ranks[0].outcome if ranks else None
+        if best is None or best.misses or best.usd is None or best.usd_per_device_hour is None:
+            continue
+        priced = result.candidates[best.candidate].priced
+        price = best.usd_per_device_hour
+        rented = best.usd.value - best.data_usd.value
+        rivals = [
+            (rank.outcome.usd.value, rank.outcome.candidate)
+            for rank in ranks[1:]
+            if rank.outcome.usd is not None
+            and not (rank.outcome.misses or rank.outcome.hypothetical)
+            and sure(result.study, rank.outcome) == sure(result.study, best)
+            and rank.outcome.price_cause != best.price_cause
+        ]
+        if not (priced.markets and rivals and rented):
+            continue
+        usd, rival = min(rivals)
+        turns_at = price.value * (usd - best.data_usd.value) / rented
+        if turns_at < price.high:
+            yield (
+                f"Prices decide: above {turns_at:.2f} USD per device-hour of {best.candidate}, now "
+                f"{price.value:.2f} ({price.low:.2f}-{price.high:.2f}), {rival} costs less."
+            )
 
 
 def _unmeasured_texts(result: Result) -> Iterator[str]:

@@ -112,7 +112,11 @@ def _fixed_hours(outcome: CandidateOutcome, duration: Draws) -> Draws | float:
 def _price_normals(outcome: CandidateOutcome) -> Draws:
     """Return a price's deviations: its quotes', and those of owning, which purchases share."""
     weight = outcome.price_quote_weight
-    quote = normals(f"price {outcome.price_cause or outcome.price}")
+    causes = (outcome.price_cause or outcome.price).split("\n")
+    quote = normals(f"price {causes[0]}")
+    if len(causes) > 1:  # a median over providers moves with each of them
+        each = np.stack([normals(f"price {cause}") for cause in causes])
+        quote = each.sum(axis=0) / math.sqrt(len(causes))
     if weight == 1:
         return quote
     return weight * quote + math.sqrt(1 - weight * weight) * normals("owning")

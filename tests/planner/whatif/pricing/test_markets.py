@@ -11,7 +11,7 @@ from meshwright.planner.catalog import Rent
 from meshwright.planner.whatif.candidates import candidates_of
 from meshwright.planner.whatif.conclusions import verdicts
 from meshwright.planner.whatif.evaluate import candidate_of_size
-from meshwright.planner.whatif.uncertain_value import exact
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_conclusions import outcome, result
 from tests.planner.whatif.test_study import study
 
@@ -90,3 +90,20 @@ def test_what_would_be_cheaper_elsewhere_is_the_first_sentence() -> None:
     first = verdicts(replace(result(asked, each), candidates=both))[0]
     assert first.startswith("Who is asked decides: candidates are priced at hyperscalers")
     assert f"elsewhere {B} costs 3.00 USD per device-hour, 5,100 USD in all" in first
+
+
+def test_a_verdict_that_turns_within_what_prices_move_says_so_first() -> None:
+    """By hand: 800 device hours; at 4.20 the first costs 3,360 USD, as the second does."""
+    offers = [{"cluster": B, "rent": {"provider": "aws"}}, {"cluster": A, "rent": {}}]
+    asked = study(offers=offers)
+    old = rent("aws", "a100-sxm-80gb", 4.0)
+    first, second = candidates_of(asked, [old, DEAR[0]])
+    near = UncertainValue(value=4.0, low=3.0, high=5.0)
+    both = {c.name: c for c in (first, second)}
+    for high, turns in ((5.0, True), (4.1, False)):
+        each = [
+            outcome(first, "gpt2", 100.0, 3200.0, usd_per_device_hour=replace(near, high=high)),
+            outcome(second, "gpt2", 60.0, 3360.0, price_cause="b"),
+        ]
+        said = verdicts(replace(result(asked, each), candidates=both))[0]
+        assert said.startswith(f"Prices decide: above 4.20 USD per device-hour of {B}") is turns
