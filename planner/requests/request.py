@@ -235,9 +235,18 @@ def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> 
     if on_cpu:
         return CPU_SAMPLES * devices
     if tunes:
-        samples = max(FEWEST_TUNING_SAMPLES, TUNING_SAMPLES * devices)
-        return max(1, min(samples, MOST_TUNING_SAMPLES) // devices) * devices
+        return tuning_batch(devices)
     return -(-max(1, TOKENS_PER_STEP // seq_len) // devices) * devices
+
+
+def tuning_batch(devices: int) -> int:
+    """Return the samples of a step of a fine-tuning that does not say: 16 to 128, or one a device.
+
+    >>> tuning_batch(2), tuning_batch(8), tuning_batch(512)
+    (16, 64, 512)
+    """
+    samples = max(FEWEST_TUNING_SAMPLES, TUNING_SAMPLES * devices)
+    return max(1, min(samples, MOST_TUNING_SAMPLES) // devices) * devices
 
 
 def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
