@@ -23,6 +23,7 @@ from meshwright.cli.options import (
     MasterCopies,
     MastersOption,
     ModelArgument,
+    Offline,
     OfPlan,
     OptimizerOption,
     Output,
@@ -51,6 +52,7 @@ def plan(
     html: Html = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
     from meshwright.api import commands
@@ -200,6 +202,7 @@ def import_(
     output: Output = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Read another framework's configuration as a plan.
 
@@ -244,6 +247,7 @@ def predict(
     framework: FrameworkOption = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Predict the time and memory of a plan or a layout."""
     from meshwright.api import commands
