@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -34,6 +34,7 @@ from meshwright.planner.errors import BatchError, LaunchError
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
+from meshwright.runtime.core.auxiliary_loss import BuffersBefore
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
@@ -52,9 +53,9 @@ from meshwright.runtime.engine.setup import (
 from meshwright.runtime.engine.step_passes import StepPasses
 from meshwright.runtime.engine.user_code import refuse_while_imported
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.engine.user_stage import hook_counts, refuse_hooks
 from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
+from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
 from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers
 from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
@@ -174,7 +175,7 @@ class Engine:
         )
         self._begin(
             model,
-            loss=loss,
+            loss=model.loss,
             example=batch,
             clip_norm=clip_norm,
             gather=gather,
@@ -262,17 +263,15 @@ class Engine:
             if is_users_module
             else None,
             sums=model.sums,
+            before=BuffersBefore(parts[0].module, model.put_back)
+            if isinstance(model, OwnModel) and model.put_back
+            else None,
             compares=is_users_module,
             device=device,
         )
-        self._frozen = [
-            (name, parameter)
-            for part in parts
-            for name, parameter in part.module.named_parameters()
-            if not parameter.requires_grad
-        ]
-        self._hooks = hook_counts(self._parameters())
-        """Our own, of gradients."""
+        self._watch = (
+            ParameterWatch((model.module, *modules), slots) if isinstance(model, OwnModel) else None
+        )
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
@@ -638,24 +637,13 @@ class Engine:
             )
         if self._begun_s is None:
             self._begun_s = time.perf_counter()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise LaunchError(
-                    f"{name}: was frozen when the Engine was made, which gave it no optimizer; "
-                    "build it with requires_grad and a group of its own whose lr and weight_decay "
-                    "are 0 until then (groups=), or save, and load into an Engine whose build() "
-                    "does not freeze it"
-                )
-        refuse_hooks(self._parameters(), self._hooks)
+        if self._watch is not None and self._watch.has_moved():
+            self._optimizers.follow()
         self._optimizers.show()
         self._rescale()
         with self._loss_context():
             self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
         self.next_sample += self.plan.global_batch
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters that are trained, by name."""
-        return ((slot.name, slot.parameter) for slot in self._optimizers.slots)
 
     def _rescale(self) -> None:
         """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""

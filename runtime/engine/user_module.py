@@ -22,7 +22,8 @@ from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import Place, place_of
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.engine.default_plan import script_plan
-from meshwright.runtime.engine.loss_check import check_loss
+from meshwright.runtime.engine.losses.loss_check import check_loss
+from meshwright.runtime.engine.losses.named_loss import check_chunks, token_loss
 from meshwright.runtime.engine.module_graph import (
     SAMPLES,
     changes_by_samples,
@@ -30,10 +31,10 @@ from meshwright.runtime.engine.module_graph import (
     check_module,
     check_replay,
     few_samples,
+    is_recomputed,
     refuse_changing,
     runs_again,
 )
-from meshwright.runtime.engine.named_loss import check_chunks, token_loss
 from meshwright.runtime.engine.setup import built
 from meshwright.runtime.engine.user_stage import (
     adapt,
@@ -41,7 +42,6 @@ from meshwright.runtime.engine.user_stage import (
     frozen_and_buffers,
     holders_of,
     modules_of,
-    refuse_hooks,
     refuse_plan,
     refuse_shared_memory,
     refuse_sparse,
@@ -49,6 +49,7 @@ from meshwright.runtime.engine.user_stage import (
     script_stage,
 )
 from meshwright.runtime.optim.gradients import Slot, copies_of
+from meshwright.runtime.optim.parameter_watch import refuse_hooks
 from meshwright.runtime.optim.sharded_optimizer import (
     Factory,
     GroupOf,
@@ -124,8 +125,9 @@ class OwnModel:
             recorder = Recorder.of_units(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
-        self._refuse_changing(plan, module, plain, few, loss)
-        check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
+        self.put_back = self._refuse_changing(plan, module, plain, few, loss)
+        """Buffers that are as before when the next forward of a step begins."""
+        loss = check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
         """Which dim of what a node draws has positions."""
         self._check_divisions(plan, module, plain, few, loss)
@@ -149,8 +151,12 @@ class OwnModel:
 
     def _refuse_changing(
         self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
-    ) -> None:
-        """Refuse a module that forwards change, where a plan would make something else of it."""
+    ) -> frozenset[str]:
+        """Return the buffers that are as before when the next forward of a step begins.
+
+        Each forward of a step then makes them anew of the same: a codebook of the batch's sums.
+        Raises RecordError where a plan would make something else of what forwards change.
+        """
         twice = self.sums or isinstance(loss, whole_batch)
         ranks = plan.mesh.data_shard * plan.mesh.data_replicate
         changing: frozenset[str] = frozenset()
@@ -158,12 +164,20 @@ class OwnModel:
             changing = check_replay(module, recorder, few)
         elif runs_again(plan, twice=twice) or ranks > 1:
             changing = changing_names(module, recorder, few)
+        again = runs_again(plan, twice=False)
+        if changing <= dict(module.named_buffers()).keys() and plan.mesh.pipeline == 1:
+            alone = ranks == plan.micro_batches == 1
+            if not is_recomputed(plan) and (
+                alone or not changes_by_samples(module, recorder, few, changing, sums=self.sums)
+            ):
+                return changing if twice or again else frozenset()
         refuse_changing(
             plan,
             changing,
             twice=twice,
             by_samples=lambda: changes_by_samples(module, recorder, few, changing),
         )
+        return frozenset()
 
     def _check_divisions(
         self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any

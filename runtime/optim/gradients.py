@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from meshwright.planner.errors import LaunchError
+from meshwright.planner.errors import LaunchError, MeshwrightError
 from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
@@ -66,15 +66,34 @@ class StepMeasurement:
     factor: Tensor
     """What gradients must be multiplied with to be those of the mean loss; 0 if nothing counts."""
     checks: Tensor
-    """[5] How many gradients are zeros that ranks put in place of none; how many ranks saw a
-    forward change a copy of a parameter; the sums of the words of replicas (see Agreement), where
-    they are compared in this step; and who asks that this step is the last one (see `ending`)."""
+    """[5] How many gradients are zeros that ranks put in place of none; how many ranks had a
+    forward that failed, or that changed a copy of a parameter; the sums of the words of replicas
+    (see Agreement), where they are compared in this step; and who asks that this step is the last
+    one (see `ending`)."""
 
     @property
     def report(self) -> Tensor:
         """[mean loss, gradient norm, count, by how much digests of replicas differ, `ending`]."""
         drift, ending = self.checks[2:4].abs().sum(), self.checks[4]
         return torch.stack((self.total / self.count, self.norm.double(), self.count, drift, ending))
+
+
+def refuse_failed(failed: Exception | None, place: Place) -> None:
+    """Raise what failed on a rank, on all of them; each calls it with what failed there, if any."""
+    text = "" if failed is None else _error_text(failed)
+    every = all_gather_json(text) if place.mesh is not None else [text]
+    rank = next((rank for rank, text in enumerate(every) if text), None)
+    if failed is not None:
+        raise failed
+    if rank is not None:
+        raise LaunchError(
+            f"rank {rank} failed in this step, and no rank has updated: {every[rank]}"
+        )
+
+
+def _error_text(error: Exception) -> str:
+    kind = "" if isinstance(error, MeshwrightError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
 
 
 class Gradients:
@@ -110,6 +129,9 @@ class Gradients:
         """Of what all ranks train, in order."""
         self.participation: Participation | None = None
         """Of parameters that FSDP reduces, which all have a gradient then."""
+        self.failure: Callable[[], Exception | None] = lambda: None
+        """Takes what went wrong in this step's forwards here, which all ranks are to know."""
+        self._failed: Exception | None = None
         self.tracks_unused = False
         """Whether each step notes what took no part in it."""
         self.unused: Mapping[str, tuple[int, ...]] = {}
@@ -236,6 +258,7 @@ class Gradients:
         """
         lacking, changed, *words, _ = measured.checks.tolist()
         if changed:
+            refuse_failed(self._failed, self.place)
             self._refuse_changed()
         if any(words) and self.agreement is not None:
             self.agreement.refuse_drift()
@@ -281,7 +304,9 @@ class Gradients:
         checks = torch.zeros(5, dtype=totals.dtype, device=totals.device)
         if self._lacking:
             checks[0] = float(len(self._lacking))
-        if self.participation is not None and self.participation.changed:
+        self._failed = self.failure()
+        changed = self.participation is not None and self.participation.changed
+        if changed or self._failed is not None:
             checks[1] = 1.0
         if self.agreement is not None and self.agreement.due(int(self.steps) + 1):
             checks[2:4] = self.agreement.words(totals.device)

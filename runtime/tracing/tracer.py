@@ -82,7 +82,7 @@ class Recorder:
         self.refused: str | None = None
         """Why a module that `of_units` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
-        self._dtype, self._ours = dtype, ours
+        self._dtype, self._ours, self._whole = dtype, ours, whole
         self._modes = {name: part.training for name, part in module.named_modules()}
         self.opened = frozenset() if whole else _opened_paths(module, units)
         # In a rehearsal tensors have no data already, and modes do not mix.
@@ -293,7 +293,8 @@ class Recorder:
         with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()
-            notes, before = Notes(module, self.opened, given), PythonNumbers()
+            notes = Notes(module, self.opened, given, replays=not self._whole)
+            before = PythonNumbers()
             with notes.listening():
                 args, kwargs = arguments(self.inputs(given))
                 result = module(*args, **kwargs)
