@@ -310,8 +310,14 @@ class RecordedStage(nn.Module):
         return self
 
     @functools.cached_property
+    def _opened(self) -> list[tuple[str, nn.Module]]:
+        """The user's modules whose forward is taken apart, by path."""
+        parts = dict(self._users[0].named_modules())
+        return [(name, parts[name]) for name in self._recorder.opened if name in parts]
+
+    @functools.cached_property
     def _users_modes(self) -> TrainingModes:
-        return TrainingModes(self._users[0])
+        return TrainingModes(self._users[0], self._recorder.modes)
 
     def select(self, number: int) -> None:
         """Run this one of the micro-batches that a pipeline has at hand next."""
@@ -485,11 +491,11 @@ class RecordedStage(nn.Module):
         Raises RecordError where it is of another shape or type than when it was recorded, or the
         module is in another mode.
         """
-        for name in self._recorder.opened:
+        for name, part in self._opened:
             mode = self._recorder.training_of(name, training=self.training)
-            if self._users[0].get_submodule(name).training != mode:
+            if part.training != mode:
                 raise RecordError(
-                    f"{name or type(self._users[0]).__name__}: is in "
+                    f"{name or type(part).__name__}: is in "
                     f"{'eval' if mode else 'train'} mode, and was recorded in "
                     f"{'train' if mode else 'eval'} mode; set it before the Engine is made, or use "
                     "a plan without pipeline"

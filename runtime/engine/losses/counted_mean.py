@@ -21,7 +21,7 @@ from meshwright.runtime.engine.module_graph import Loss
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class BatchCount:
     """How much of a batch a mean is over, by one of its tensors."""
 
     at: int
@@ -38,7 +38,7 @@ class Count:
         return leaf.sum() if self.ignored is None else (leaf != self.ignored).sum()
 
 
-def counts_of(batch: Any, numbers: Collection[int]) -> Iterator[Count]:
+def counts_of(batch: Any, numbers: Collection[int]) -> Iterator[BatchCount]:
     """Yield what a mean may be over: elements unlike one of some numbers, or weights."""
     for at, (_, leaf) in enumerate(tree_flatten_with_path(batch)[0]):
         if not isinstance(leaf, Tensor) or not leaf.ndim:
@@ -46,8 +46,8 @@ def counts_of(batch: Any, numbers: Collection[int]) -> Iterator[Count]:
         shifts = (False, True) if leaf.ndim > 1 and leaf.shape[1] > 1 else (False,)
         for shifted in shifts:
             if not leaf.is_floating_point() and leaf.dtype != torch.bool:
-                yield from (Count(at, number, shifted) for number in sorted(numbers))
-            yield Count(at, None, shifted)
+                yield from (BatchCount(at, number, shifted) for number in sorted(numbers))
+            yield BatchCount(at, None, shifted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CountedMean:
     """A loss that returns a mean, as one that returns a sum and a count."""
 
     loss: Loss
-    count: Count
+    count: BatchCount
 
     def __call__(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         """Return what the mean is of, and over how much."""

@@ -42,7 +42,7 @@ from meshwright.runtime.core.side_effects import (
     restore_side_effects,
     seed_all,
 )
-from meshwright.runtime.engine.losses.counted_mean import Count, CountedMean, counts_of
+from meshwright.runtime.engine.losses.counted_mean import BatchCount, CountedMean, counts_of
 from meshwright.runtime.engine.module_graph import SAMPLES, Loss, few_samples
 from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Value
 from meshwright.runtime.tracing.tracer import Recorder, arguments, has_data, own_tensors
@@ -234,7 +234,7 @@ class _LossTrial:
                 return _UnequalParts(f"batch{keystr(path)}", ignored, difference)
         return None
 
-    def count(self) -> Count | None:
+    def count(self) -> BatchCount | None:
         """Return over what the loss is a mean, if it is one over something that a batch tells."""
         if self._tried is None:
             return None
@@ -493,7 +493,7 @@ def _is_integer(leaf: Tensor) -> bool:
     return not leaf.is_floating_point() and leaf.dtype != torch.bool
 
 
-def _explains(count: Count, means: Sequence[tuple[Any, Sequence[tuple[Any, float]]]]) -> bool:
+def _explains(count: BatchCount, means: Sequence[tuple[Any, Sequence[tuple[Any, float]]]]) -> bool:
     """Tell whether means of batches are those of their parts, each of them so often counted."""
     varies = False
     for (batch, whole), parts in means:
