@@ -123,6 +123,7 @@ class Engine:
         compare_every: int = COMPARED_EVERY,
         track_unused: bool = False,
         by_micro_batch: bool = False,
+        local: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -151,6 +152,9 @@ class Engine:
         A module that makes something else of a sample beside other samples is refused where the
         plan cuts the batch, unless `by_micro_batch` says that its micro-batches are meant.
 
+        With `local` each rank has batches of its own, of any structure and size (graphs, bags,
+        lists of images, time first), and the loss returns a sum and a count; `batch` is such a one.
+
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
         """
@@ -171,8 +175,10 @@ class Engine:
             units=units,
             tensor=tensor,
             by_micro_batch=by_micro_batch,
+            local=local,
             device=device,
         )
+        self._local = local
         self._begin(
             model,
             loss=model.loss,
@@ -200,6 +206,7 @@ class Engine:
         a group.  Batches are what LanguageModel.batch takes.
         """
         engine = cls.__new__(cls)
+        engine._local = False
         engine._begin(
             model,
             loss=model.loss,
@@ -409,9 +416,26 @@ class Engine:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def step(self, batch: Any) -> StepResult:
-        """Train on this rank's slice of a global batch."""
-        self._forward_backward(batch)
+    def train(self, mode: bool = True) -> Engine:
+        """Set train mode, by the module's own `train`; an Engine begins in it.
+
+        Steps run in the mode that is set, `evaluate` in eval mode, and the mode is as before
+        behind it.  A module whose `train` reads what the loop changes is told so here.
+        """
+        self._passes.set_mode(training=mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set eval mode, by the module's own `eval`."""
+        return self.train(mode=False)
+
+    def step(self, batch: Any, *, local: bool = False) -> StepResult:
+        """Train on this rank's slice of a global batch, or with `local` on a batch of its own.
+
+        One of its own has any structure and size, and the loss returns a sum and a count.  Where a
+        plan has several micro-batches it is a list of as many.
+        """
+        self._forward_backward(batch, local=local)
         if self._late is not None:
             metrics = self._passes.metrics()
             loss, norm, ending = self._late.update(self._passes.totals.values.clone())
@@ -419,11 +443,11 @@ class Engine:
         grads, measured = self._made_whole(self.clip_norm)
         return self._update(grads, measured)
 
-    def forward_backward(self, batch: Any) -> StepResult:
+    def forward_backward(self, batch: Any, *, local: bool = False) -> StepResult:
         """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
         self._refuse_late("forward_backward")
         before = self._passes.totals.values.clone()
-        self._forward_backward(batch)
+        self._forward_backward(batch, local=local)
         self._optimizers.hide()
         totals = self._passes.of_all(self._passes.totals.values - before).tolist()
         return StepResult(_mean(*totals), totals[1])
@@ -462,7 +486,7 @@ class Engine:
         self._passes.totals.clear()
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> StepResult:
+    def evaluate(self, batch: Any, *, local: bool = False) -> StepResult:
         """Return loss and metrics of a slice in eval mode, and learn nothing.
 
         A slice has any number of samples, none included; the mean is that over all samples of all
@@ -473,7 +497,11 @@ class Engine:
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
             with self._loss_context():
-                passes.evaluate(passes.cut_any(self._model.batch(batch), step=self.steps))
+                passes.evaluate(
+                    passes.take_local(batch, step=self.steps, drawing=False)
+                    if local or self._local
+                    else passes.cut_any(self._model.batch(batch), step=self.steps)
+                )
             for part in self._parts:
                 for load in part.loads.values():
                     load.take_counts()  # a step reports its own
@@ -483,14 +511,18 @@ class Engine:
             passes.totals = kept
 
     @torch.no_grad()
-    def outputs(self, batch: Any, *, training: bool = False) -> Any:
+    def outputs(self, batch: Any, *, training: bool = False, local: bool = False) -> Any:
         """Return what the module makes of a slice of any size, without gradients, in eval mode.
 
         With `training` it is in train mode, and dropout draws as in the next step.  Its leaves have
         the samples of the slice.  Through a pipeline the ranks of the last stage send them to the
-        others.  All ranks call it together.
+        others.  All ranks call it together.  Of a `local` batch each rank gets what the module
+        makes of its own.
         """
         self._rescale()
+        if local or self._local:
+            micros = self._passes.take_local(batch, step=self.steps, drawing=training)
+            return self._passes.outputs(micros, training=training)
         given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
         micros = self._passes.cut_any(given, step=self.steps, drawing=training)
         return self._passes.outputs(micros, training=training)
@@ -629,7 +661,7 @@ class Engine:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _forward_backward(self, batch: Any) -> None:
+    def _forward_backward(self, batch: Any, *, local: bool = False) -> None:
         if self._whole is not None:
             raise LaunchError(
                 "gradients() was called, and they are scaled; call optimizer_step() or zero_grad() "
@@ -642,7 +674,11 @@ class Engine:
         self._optimizers.show()
         self._rescale()
         with self._loss_context():
-            self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
+            self._passes.train(
+                self._passes.take_local(batch, step=self.steps)
+                if local or self._local
+                else self._passes.cut(self._model.batch(batch), step=self.steps)
+            )
         self.next_sample += self.plan.global_batch
 
     def _rescale(self) -> None:

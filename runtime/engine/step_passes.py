@@ -169,6 +169,30 @@ class StepPasses:
             batches.cut_by(batch, self._plan.micro_batch), step=step, drawing=drawing
         )
 
+    def take_local(self, batch: Any, *, step: int, drawing: bool = True) -> list[MicroBatch]:
+        """Return this rank's own batch, or as many as the plan has micro-batches, as they are.
+
+        Raises BatchError where the plan cuts a module or positions, or the loss needs all batches.
+        """
+        plan, count = self._plan, self._plan.micro_batches_of(self._place.data_rank)
+        divided = plan.mesh.pipeline * plan.mesh.context > 1
+        if divided or isinstance(self._loss, whole_batch):
+            what = "a plan with pipeline or context" if divided else "whole_batch(loss)"
+            raise BatchError(
+                f"batch: is a rank's own (local=True), which does not go with {what}; give "
+                "[sample, ...] tensors, or use another plan"
+            )
+        if count > 1 and not (isinstance(batch, list | tuple) and len(batch) == count):
+            raise BatchError(
+                f"batch: is a rank's own (local=True), and this plan has {count} micro-batches; "
+                f"give a list of {count} batches"
+            )
+        self._counts = None
+        batches.register_records(batch)
+        return self._micros(
+            [batch] if count == 1 else batch, step=step, drawing=drawing, local=True
+        )
+
     def _renew(self, batch: Any) -> None:
         """Take what the training loop changed in its module, and record anew what is no tensor."""
         for part in self._parts if self._plan.mesh.pipeline > 1 else ():
@@ -185,7 +209,9 @@ class StepPasses:
                 "change as tensors without dims in the batch, or use schedule 1f1b"
             )
 
-    def _micros(self, cut: Sequence[Any], *, step: int, drawing: bool) -> list[MicroBatch]:
+    def _micros(
+        self, cut: Sequence[Any], *, step: int, drawing: bool, local: bool = False
+    ) -> list[MicroBatch]:
         size = self._plan.micro_batch
         first = self._plan.samples_of(self._place.data_rank).start
         seed = self._plan.training.seed
@@ -195,6 +221,7 @@ class StepPasses:
                 batches.on_device(micro_batch, self._device),
                 step_seed(seed, step, first + at * size) if drawing else None,
                 step_seed(seed, step, 0) if coins else None,
+                local,
             )
             for at, micro_batch in enumerate(cut)
         ]
@@ -284,7 +311,7 @@ class StepPasses:
                 self.pipeline_of(micros).run_all(micros)
             else:
                 self._one_after_another(micros)
-        if not self._learns:
+        if not self._learns and all(part.module.failure is None for part in self._parts):
             raise BatchError(
                 "loss: has no gradient in any micro-batch of this rank: it depends on nothing that "
                 "is trained. Make it of the module's outputs, without detach(), no_grad() or item()"
@@ -311,15 +338,19 @@ class StepPasses:
 
     @contextlib.contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
-        """Run stages in one mode, and put them back into train mode."""
-        modules = [part.module for part in self._parts]
+        """Run stages in one mode, and put them back into that before."""
+        before = [(part.module, part.module.training) for part in self._parts]
         try:
-            for module in modules:
-                module.train(training)
+            self.set_mode(training=training)
             yield
         finally:
-            for module in modules:
-                module.train()
+            for module, mode in before:
+                module.train(mode)
+
+    def set_mode(self, *, training: bool) -> None:
+        """Set the mode of this rank's stages, by the module's own `train` and `eval`."""
+        for part in self._parts:
+            part.module.train(training)
 
     def outputs(self, micros: Sequence[MicroBatch], *, training: bool) -> Any:
         """Return what the module makes of `cut_any`, on every rank, without gradients."""
@@ -330,6 +361,8 @@ class StepPasses:
             with running(inner):
                 outputs = self._outputs(micros)
         self._refuse_failed()
+        if any(micro.local for micro in micros):
+            return outputs[0] if len(outputs) == 1 else outputs
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
@@ -454,6 +487,8 @@ class StepPasses:
         if self._statistics is not None:
             self._statistics.forget()
         for output, micro in zip(outputs, micros, strict=False):
+            if micro.local:
+                continue
             batches.check_samples(output, micro.batch)
         return outputs
 
@@ -507,7 +542,7 @@ class StepPasses:
             return self._start_of(surrogate(outputs, self._by_output[id(micro)]))
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
-        samples = batches.samples_in(micro.batch)
+        samples = None if micro.local else batches.samples_in(micro.batch)
         loss_sum = loss_sum_of(self._loss(outputs, micro.batch), samples)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
             (self.totals if self._surveyed is None else self._surveyed).add(loss_sum)

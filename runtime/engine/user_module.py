@@ -98,10 +98,13 @@ class OwnModel:
         units: Sequence[str] | None,
         tensor: Styles | None,
         by_micro_batch: bool = False,
+        local: bool = False,
         device: torch.device,
         place: Place | None = None,
     ) -> None:
         """See Engine; `wanted` is a plan, or fields of a layout, of which a plan is made.
+
+        With `local` the example is one rank's batch, of any structure, and runs whole.
 
         `place` is this rank's if it is not that of all ranks in the plan.
         """
@@ -109,13 +112,16 @@ class OwnModel:
         refuse_hooks(module.named_parameters())
         refuse_sparse(module)
         refuse_shared_memory(module)
-        few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
+        batches.register_records(batch)
+        few = batch if local else few_samples(batch, SAMPLES)
+        asked = inner_loss.times_asked()
         recorder = Recorder.of_units(module, few, inputs, units=units)
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
-        if isinstance(wanted, Plan) and not self._sees_less(wanted):
+        if isinstance(wanted, Plan) and not (local or self._sees_less(wanted)):
             check_module(wanted, recorder)  # others were planned without positions
-        plan = _plan_for(build, wanted, recorder, type(module), batch, device)
+        samples = None if local else batches.samples_in(batch)
+        plan = _plan_for(build, wanted, recorder, type(module), samples, device)
         dtype = activation_type(plan.precision)
         refuse_plan(plan, module, loss, by_plan=self.by_plan)
         if plan.training.lora is not None:
@@ -125,9 +131,10 @@ class OwnModel:
             recorder = Recorder.of_units(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
-        self.put_back = self._refuse_changing(plan, module, plain, few, loss)
+        self.put_back = self._refuse_changing(plan, module, plain, few, loss, local=local)
         """Buffers that are as before when the next forward of a step begins."""
-        loss = check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
+        if not local:
+            loss = check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
         """Which dim of what a node draws has positions."""
         self._check_divisions(plan, module, plain, few, loss)
@@ -140,6 +147,8 @@ class OwnModel:
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
         self._device = device
+        self._calls_differ = local and units is None
+        """Ranks may call units in other numbers: for each image of a list."""
         self._styles = styles_by_name(plan, module, recorder, tensor, self._trial_batch(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
@@ -150,7 +159,14 @@ class OwnModel:
         self._groups = parameter_groups(module.named_parameters(), optimizer, groups)
 
     def _refuse_changing(
-        self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
+        self,
+        plan: Plan,
+        module: nn.Module,
+        recorder: Recorder,
+        few: Any,
+        loss: Any,
+        *,
+        local: bool = False,
     ) -> frozenset[str]:
         """Return the buffers that are as before when the next forward of a step begins.
 
@@ -165,17 +181,21 @@ class OwnModel:
         elif runs_again(plan, twice=twice) or ranks > 1:
             changing = changing_names(module, recorder, few)
         again = runs_again(plan, twice=False)
-        if changing <= dict(module.named_buffers()).keys() and plan.mesh.pipeline == 1:
+        buffers = dict(module.named_buffers()).keys()
+        if changing and changing <= buffers and plan.mesh.pipeline == 1:
             alone = ranks == plan.micro_batches == 1
             if not is_recomputed(plan) and (
-                alone or not changes_by_samples(module, recorder, few, changing, sums=self.sums)
+                alone
+                or not (
+                    local or changes_by_samples(module, recorder, few, changing, sums=self.sums)
+                )
             ):
                 return changing if twice or again else frozenset()
         refuse_changing(
             plan,
             changing,
             twice=twice,
-            by_samples=lambda: changes_by_samples(module, recorder, few, changing),
+            by_samples=lambda: local or changes_by_samples(module, recorder, few, changing),
         )
         return frozenset()
 
@@ -238,6 +258,7 @@ class OwnModel:
                 participation=self.participation,
                 loss=self.loss if isinstance(self.loss, token_loss) else None,
                 compiler=compiler,
+                whole=self._calls_differ,
             )
             for stage, stage_names in zip(
                 numbers,
@@ -323,7 +344,7 @@ def _plan_for(
     wanted: Plan | Mapping[str, Any],
     recorder: Recorder,
     kind: type[nn.Module],
-    batch: Any,
+    samples: int | None,
     device: torch.device,
 ) -> Plan:
     """Return the plan itself, or that of a layout for what was recorded."""
@@ -336,7 +357,7 @@ def _plan_for(
             wanted,
             name=kind.__name__ if name == "<lambda>" else name,
             ranks=dist.get_world_size() if dist.is_initialized() else 1,
-            global_batch=batches.samples_in(batch),
+            global_batch=samples,
             device=device.type,
         )
     except ValidationError as error:

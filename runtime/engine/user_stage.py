@@ -279,8 +279,12 @@ def script_stage(
     participation: Participation,
     loss: token_loss | None,
     compiler: Compiler | None = None,
+    whole: bool = False,
 ) -> Staged:
-    """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
+    """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan.
+
+    `whole` says that ranks may call units in other numbers.
+    """
     unused: Sequence[nn.Parameter] = ()
     if plan.mesh.pipeline == 1:
         made: RecordedStage = ModuleStage(module, recorder)
@@ -296,7 +300,7 @@ def script_stage(
             # Other memory lies between, and fused updates run through all of it.
             parameter.data = parameter.data.contiguous()
     wraps = wraps_stages(plan, place)
-    if wraps and recorder.refused is not None:
+    if wraps and (whole or recorder.refused is not None):
         # What runs between units is not known, and ranks may run other units: gathered whole.
         made.units = {}
     return apply_plan(

@@ -7,6 +7,7 @@ that parameters lie on different meshes; `unsharded` puts the parts together aga
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from meshwright.planner.errors import LaunchError, MeshwrightError
+from meshwright.planner.errors import BatchError, LaunchError, RecordError
 from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
@@ -79,21 +80,26 @@ class StepMeasurement:
 
 
 def refuse_failed(failed: Exception | None, place: Place) -> None:
-    """Raise what failed on a rank, on all of them; each calls it with what failed there, if any."""
-    text = "" if failed is None else _error_text(failed)
-    every = all_gather_json(text) if place.mesh is not None else [text]
-    rank = next((rank for rank, text in enumerate(every) if text), None)
+    """Raise what failed on a rank, on all of them; each calls it with what failed there, if any.
+
+    Other ranks have the same words, and the traceback of that rank behind them.
+    """
+    here = None
+    if failed is not None:
+        here = [type(failed).__name__, str(failed), "".join(traceback.format_exception(failed))]
+    every = all_gather_json(here) if place.mesh is not None else [here]
     if failed is not None:
         raise failed
-    if rank is not None:
-        raise LaunchError(
-            f"rank {rank} failed in this step, and no rank has updated: {every[rank]}"
-        )
+    for rank, there in enumerate(every):
+        if there is not None:
+            kind, text, trace = there
+            error = _SAME_ON_ALL_RANKS.get(kind, LaunchError)
+            failure = error(text if kind in _SAME_ON_ALL_RANKS else f"rank {rank}: {kind}: {text}")
+            raise failure from RuntimeError(f"on rank {rank}, before an update:\n{trace}")
 
 
-def _error_text(error: Exception) -> str:
-    kind = "" if isinstance(error, MeshwrightError) else f"{type(error).__name__}: "
-    return f"{kind}{error}"
+_SAME_ON_ALL_RANKS = {error.__name__: error for error in (BatchError, LaunchError, RecordError)}
+"""Errors that say what to do, whichever rank has them."""
 
 
 class Gradients:

@@ -60,6 +60,8 @@ class MicroBatch:
     """Of what is drawn (see `step_seed`); None draws from torch's own generator."""
     coin_seed: int | None = None
     """Of Python's and numpy's numbers between units, alike on all ranks; None leaves them."""
+    local: bool = False
+    """It is a rank's own, of any structure: its loss says how much counts."""
 
 
 def step_seed(seed: int, step: int, first_sample: int) -> int:
