@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,13 @@ BackwardPrefetch = Literal["before", "behind"]
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
-SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap", "modules"]
+RecomputeModule = Literal[
+    "core-attn", "layernorm", "mla-up-proj", "mlp", "moe", "moe-act", "shared-experts"
+]
+"""Parts of a block that Megatron Core recomputes one by one (transformer_config.py,
+recompute_modules): norms, projections up from latents and activations of experts are made again
+without their outputs being kept; the others are checkpoints of their own."""
 Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
@@ -270,8 +276,9 @@ class RecomputeRule(Part):
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
     every second product's; all outputs but products', attention's and those of collectives that
-    shrink; all of every second block; or what is `cheap` to make again: norms, gated products and
-    the projections up from latents."""
+    shrink; all of every second block; what is `cheap` to make again: norms, gated products and the
+    projections up from latents; or `modules`."""
+    modules: tuple[RecomputeModule, ...] = ()
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
     reentrant: Flag = False
@@ -723,6 +730,10 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     # one takes 35 µs on an idle CPU and 46 to 63 µs while it checks (measured 2026-11-23).
     "checked-collectives": {"host.checked_s": 0.2e-3},
     "cheap-recompute": {"recompute.selective": "cheap"},
+    **{
+        f"recompute-{module}": {"recompute.selective": "modules", "recompute.modules": (module,)}
+        for module in get_args(RecomputeModule)
+    },
     "narrow-frozen": {"types.wide_frozen": False},
     "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
@@ -828,11 +839,17 @@ def with_options(framework: Framework, options: Sequence[str]) -> Framework:
                 f"native has kernels of its own, so no '{option}'; "
                 "leave it out, or name another --framework",
             )
-        changed = with_figures(framework, OPTIONS[option])
+        values = dict(OPTIONS[option])
+        if "recompute.modules" in values:  # each adds its own to those before
+            modules = (*framework.recompute.modules, option.removeprefix("recompute-"))
+            values["recompute.modules"] = tuple(dict.fromkeys(modules))
+        changed = with_figures(framework, values)
         if changed != framework:
             framework = changed.model_copy(update={"name": f"{framework.name}+{option}"})
     space = framework.space
-    if space is None or not space.selective_core or framework.kernels.flash_attention:
+    writes_core = space is not None and space.selective_core
+    has_core = writes_core and not framework.kernels.flash_attention
+    if space is None or not (has_core or framework.recompute.modules):
         return framework
     choices = tuple(dict.fromkeys(("none", "selective", *space.recompute)))
     return framework.model_copy(update={"space": space.model_copy(update={"recompute": choices})})

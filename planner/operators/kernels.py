@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.planner.documents.cluster import EIGHT_BITS
 
 if TYPE_CHECKING:
-    from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
+    from meshwright.planner.documents.framework import (
+        Framework,
+        Loss,
+        RecomputeModule,
+        SelectiveRecompute,
+    )
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -63,6 +68,7 @@ class KernelSettings:
     balanced: bool = True
     """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
+    modules: tuple[RecomputeModule, ...] = ()
     early_stop: bool = True
     expert_moves: float = 0.0
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
@@ -140,6 +146,7 @@ def kernels_of(
         context=framework.context.kind,
         balanced=framework.context.balanced,
         selective=framework.recompute.selective,
+        modules=framework.recompute.modules,
         early_stop=framework.recompute.early_stop,
         expert_moves=framework.experts.moves,
         expert_share=framework.experts.grouped_share,

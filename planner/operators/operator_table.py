@@ -23,7 +23,7 @@ from meshwright.planner.operators.kernels import MODULES, KernelSettings
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import Collective, Precision
-    from meshwright.planner.documents.framework import SelectiveRecompute
+    from meshwright.planner.documents.framework import RecomputeModule, SelectiveRecompute
     from meshwright.planner.documents.plan import Dispatch, Scales
     from meshwright.planner.documents.profile import ChunkedLoss, Recompute
     from meshwright.planner.operators.expert_routing import Routing
@@ -48,6 +48,11 @@ CHEAP_ENDS = ("_norm", "_latent", "_product")
 """Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
 moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
 ones under these names."""
+
+_WITHOUT_OUTPUT = ("layernorm", "mla-up-proj", "moe-act")
+"""Modules whose outputs are not kept (Megatron Core, CheckpointWithoutOutput)."""
+_BEHIND_MLP = ("residual", "post_norm")
+"""Ends of the names of a block's operators behind its MLP."""
 
 BACKWARD_OF: dict[str, Collective] = {
     "all_gather": "reduce_scatter",
@@ -316,6 +321,8 @@ class OperatorTable:
     """How many trailing operators are not the layer's own and never recomputed: the loss."""
     selective: SelectiveRecompute = "outputs"
     """What selective recompute drops: see `planner.documents.framework.RecomputeRule`."""
+    modules: tuple[RecomputeModule, ...] = ()
+    """Those that selective recompute of `modules` makes again."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False
@@ -370,6 +377,8 @@ class OperatorTable:
                     return tuple(op for op in self._inside if op.in_core)
                 if self.selective == "cheap":
                     return self._cheap
+                if self.selective == "modules":
+                    return self._of_modules
                 again = self._inside[: self._needed_again]
                 kept = self._kept_outputs
                 return tuple(op for op in again if op.name not in kept)
@@ -387,6 +396,8 @@ class OperatorTable:
                     outputs = _outputs(self._cheap)
                     needed = {name for op in self._cheap for name in op.saved or op.inputs}
                     names = (_saved_tensors(self.operators) | needed) - outputs
+                elif recompute == "selective" and self.selective == "modules":
+                    names = self._stored_beside_modules
                 elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
                     names = _saved_tensors(self.operators) - (_outputs(core[:-1]))
@@ -517,6 +528,54 @@ class OperatorTable:
             if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
         }
         return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
+
+    @cached_property
+    def _of_modules(self) -> tuple[Operator, ...]:
+        """Operators of the modules that are recomputed."""
+        return tuple(op for op in self._inside if self._module_of(op) is not None)
+
+    def _module_of(self, op: Operator) -> RecomputeModule | None:
+        """Return the recomputed module that an operator belongs to."""
+        first, _, last = op.name.partition("_")
+        places = {name: at for at, name in enumerate(self._names)}
+        behind_norm = places[op.name] > max(
+            (at for name, at in places.items() if name.startswith("mlp_norm")), default=len(places)
+        )
+        is_of: dict[RecomputeModule, bool] = {
+            "core-attn": op.in_core,
+            "layernorm": op.name.startswith(("attention_norm", "mlp_norm")),
+            "mla-up-proj": "kv_up" in places and (op.name in CHEAP or op.name.endswith("_latent")),
+            "mlp": behind_norm and "router" not in places and last not in _BEHIND_MLP,
+            "moe": behind_norm and "router" in places and last not in _BEHIND_MLP,
+            "moe-act": first == "expert"
+            and op.kind == "memory"
+            and last not in ("gather", "scatter"),
+            "shared-experts": first == "shared" and last != "sum",
+        }
+        return next((module for module in self.modules if is_of[module]), None)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(op.name for op in self._inside)
+
+    @property
+    def _stored_beside_modules(self) -> set[str]:
+        """Names of the tensors stored beside recomputed modules, whose inputs are among them.
+
+        A module that is a checkpoint of its own keeps what others read of it.
+        """
+        again = self._of_modules
+        others = [op for op in self.operators if op not in again]
+        made = _outputs(again)
+        needed = {name for op in again for name in (*op.inputs, *op.saved)} - made
+        passed = {
+            name
+            for op in again
+            if self._module_of(op) not in _WITHOUT_OUTPUT
+            for name in op.outputs
+            if any(name in (*other.inputs, *other.saved) for other in others)
+        }
+        return (_saved_tensors(others) | needed) - (made - passed)
 
     @cached_property
     def _kept_outputs(self) -> frozenset[str]:
