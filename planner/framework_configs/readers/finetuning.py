@@ -96,6 +96,8 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
             rest[name] = rest.pop(theirs)
     if str(rest.get("bf16")).lower() in ("auto", "full"):
         rest["bf16"] = True
+    # A section alone is enough.
+    rest = ({"fsdp": "full_shard"} if rest.get("fsdp_config") else {}) | rest
     rest.setdefault("per_device_train_batch_size", 1)
     attention = {
         "flash_attention": "flash_attention_2",
