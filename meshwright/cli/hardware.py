@@ -30,6 +30,13 @@ class WhatIfSizing(StrEnum):
     AFFORD = "afford"
 
 
+class WhatIfMarket(StrEnum):
+    """Kinds of providers."""
+
+    SPECIALIST = "specialist"
+    HYPERSCALER = "hyperscaler"
+
+
 class WhatIfTuning(StrEnum):
     """Kinds of training."""
 
@@ -79,6 +86,12 @@ def whatif(
     utilisation: Annotated[
         float | None,
         typer.Option("--utilisation", help="Share of bought or reserved hours that all work uses"),
+    ] = None,
+    market: Annotated[
+        WhatIfMarket | None, typer.Option("--market", help="Ask one kind of provider")
+    ] = None,
+    quota: Annotated[
+        int | None, typer.Option("--quota", help="Devices rented at once, with {n}: 512")
     ] = None,
     years: Annotated[
         float | None, typer.Option("--years", help="Years until bought devices are sold")
@@ -154,6 +167,8 @@ def whatif(
             electricity=electricity,
             utilisation=utilisation,
             years=years,
+            market=market.value if market else None,
+            quota=quota,
             by=by.value if by else None,
             day_usd=day_usd,
             tuning=tuning.value if tuning else None,

@@ -34,6 +34,26 @@ class Precision(StrEnum):
     NVFP4 = "nvfp4"
 
 
+class OptimizerName(StrEnum):
+    """What updates weights."""
+
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw-bf16"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAMW_8BIT_PAGED = "adamw-8bit-paged"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    MUON = "muon"
+    SGD = "sgd"
+
+
+class MasterCopies(StrEnum):
+    """Copies of 16-bit weights that are trained in their place."""
+
+    FP32 = "fp32"
+    NONE = "none"
+
+
 class Solver(StrEnum):
     """How the partition problem of each layout is solved."""
 
@@ -107,7 +127,17 @@ ProfileOption = Annotated[
 ]
 LoraOption = Annotated[
     list[str] | None,
-    typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+    typer.Option(
+        "--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj], weights=nf4"
+    ),
+]
+OptimizerOption = Annotated[
+    OptimizerName | None,
+    typer.Option("--optimizer", help="What updates weights; adamw has a framework's own moments"),
+]
+MastersOption = Annotated[
+    MasterCopies,
+    typer.Option("--masters", help="fp32 copies of 16-bit weights, or none: those are trained"),
 ]
 PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seq_len": (SeqLen, None),
@@ -124,6 +154,8 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "global_batch": (GlobalBatch, None),
     "precision": (PrecisionOption, None),
     "lora": (LoraOption, None),
+    "optimizer": (OptimizerOption, None),
+    "masters": (MastersOption, MasterCopies.FP32),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[
@@ -137,7 +169,8 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
             list[str] | None,
             typer.Option(
                 "--allow",
-                help="offload to the host, async-tensor; stale or compress, which change training",
+                help="offload to the host, async-tensor; stale, compress or quantized (frozen "
+                "weights beside --lora), which change training",
             ),
         ],
         None,

@@ -20,9 +20,12 @@ from meshwright.cli.options import (
     Html,
     Json,
     LoraOption,
+    MasterCopies,
+    MastersOption,
     ModelArgument,
     Offline,
     OfPlan,
+    OptimizerOption,
     Output,
     PrecisionOption,
     ProfileOption,
@@ -31,6 +34,7 @@ from meshwright.cli.options import (
     SolverOption,
     with_plan_options,
 )
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -119,7 +123,7 @@ def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
     from meshwright.planner.documents.model import is_script
 
-    if plan.framework != "native":
+    if base_of(plan.framework) != "native":
         return f"meshwright export {file}"
     if is_script(plan.model.source):
         return f"meshwright run --plan {file} SCRIPT.py"
@@ -240,6 +244,8 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     lora: LoraOption = None,
+    optimizer: OptimizerOption = None,
+    masters: MastersOption = MasterCopies.FP32,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
@@ -271,6 +277,8 @@ def predict(
         global_batch=global_batch,
         precision=usual,
         lora=lora or (),
+        optimizer=optimizer.value if optimizer else "adamw",
+        masters=masters.value,
         profile=profile,
         framework=framework or "native",
         offline=offline,
@@ -288,6 +296,10 @@ def predict(
             }
         )
     adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
+    if optimizer is not None:
+        adapters += f" --optimizer {optimizer.value}"
+    if masters is not MasterCopies.FP32:
+        adapters += f" --masters {masters.value}"
     then = (
         f"compare {model} --best"
         if is_plan(model)

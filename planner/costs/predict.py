@@ -38,7 +38,12 @@ from meshwright.planner.costs.memory.rank_memory import (
     widest,
 )
 from meshwright.planner.costs.stage_placement import StagePlacements, alike, branching
-from meshwright.planner.costs.uncertainty import fit_probability, memory_range, step_range
+from meshwright.planner.costs.uncertainty import (
+    bounded_by_words,
+    fit_probability,
+    memory_range,
+    step_range,
+)
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import Activations, Layout, Plan
 from meshwright.planner.documents.prediction import (
@@ -52,6 +57,7 @@ from meshwright.planner.documents.prediction import (
 from meshwright.planner.documents.profile import Profiles, Recompute
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.operators.expert_routing import routing_of
 from meshwright.planner.operators.layer_operators import step_flops, unmasked_step_flops
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
@@ -128,6 +134,7 @@ def predict(
         tables, seats = place_stages(plan, request)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
     prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
+    prediction = bounded_by_words(prediction, plan.not_understood)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
 
@@ -416,13 +423,27 @@ def placement_prediction(
         overflows=tuple(overflows),
         peak_memory_range_bytes=memory_range(max(peaks), tables.memory_spread),
         stages=predicted,
-        notes=() if compacted is None else (compacted,),
+        notes=tuple(note for note in (compacted, _routing_note(tables.request, layout)) if note),
         assumptions=(
             *((basis,) if basis is not None else ()),
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
             *seats.assumptions([on_host[rank] > 0 for rank in home]),
             *assumed_room(host),
         ),
+    )
+
+
+def _routing_note(request: Request, layout: Layout) -> str | None:
+    """Say what natural routers cost, where ranks have experts of their own."""
+    a = request.model.architecture
+    if a is None or a.experts is None or layout.expert <= 1:
+        return None
+    load = routing_of(a.experts, request.framework.experts.load_spread).busiest_load(layout.expert)
+    if load == 1:
+        return None
+    return (
+        f"routing is natural: of {layout.expert} ranks of experts the busiest gets {load:.1f} "
+        "times the mean; for forced balance add +balanced-routing to --framework"
     )
 
 

@@ -127,8 +127,12 @@ def job_text(job: Job) -> str:
     samples = "1 sample" if job.global_batch == 1 else f"{job.global_batch:,} samples"
     packed = f", documents of {job.document_len:,}" if job.document_len else ""
     adapters = ", adapters alone" if job.lora else ""
+    if job.lora is not None and job.lora.packs_weights:
+        adapters = f", adapters alone beside {job.lora.weights} weights"
+    updates = "" if job.optimizer == "adamw" else f", {job.optimizer}"
+    updates += ", no fp32 masters" if job.master_weights == "none" else ""
     tokens = f" of {job.seq_len:,} tokens" if job.seq_len > 1 else ""
-    return f"{samples}{tokens} a step{packed}, {job.precision}{adapters}"
+    return f"{samples}{tokens} a step{packed}, {job.precision}{adapters}{updates}"
 
 
 def why_text(choices: Sequence[Alternative]) -> str:
