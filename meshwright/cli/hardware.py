@@ -274,7 +274,7 @@ def catalog(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List what can be named: models, accelerators, prices; or write a cluster to change."""
+    """List models, accelerators, prices; write a cluster."""
     from meshwright.api import commands
     from meshwright.render.json_output import as_json
     from meshwright.render.text import catalog_table
