@@ -27,6 +27,7 @@ from meshwright.api.inputs import (
 )
 from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
+from meshwright.planner.catalog import hub
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
@@ -93,6 +94,8 @@ class PlanCommand(PlanOptions):
     """File of the plan."""
     html: str | None = None
     """Page that says why, with the alternatives and the pipeline's timeline."""
+    offline: bool = False
+    """Fetch no model's config.json from the Hugging Face hub."""
     progress: Progress | None = None
 
 
@@ -121,7 +124,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
-    graph, script = model_and_script(model, seq_len=options.seq_len)
+    with hub.offline(options.offline):
+        graph, script = model_and_script(model, seq_len=options.seq_len)
     measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
     if script is not None and not options.global_batch:
@@ -487,11 +491,13 @@ def predict(
     masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
     `lora` are settings of adapters that alone are trained, as of `plan`.
-    With another framework than ours a layout is priced by its accounting rules.
+    With another framework than ours a layout is priced by its accounting rules.  `offline` fetches
+    no model's config.json from the Hugging Face hub.
     """
     return predicted_plan(
         model_or_plan,
@@ -505,6 +511,7 @@ def predict(
         masters=masters,
         profile=profile,
         framework=framework,
+        offline=offline,
     ).prediction
 
 
@@ -521,6 +528,7 @@ def predicted_plan(
     masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> PredictedPlan:
     """Predict as `predict` does, and say for which model, cluster and job."""
     if is_plan(model_or_plan):
@@ -551,7 +559,8 @@ def predicted_plan(
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
-    graph = model_of(model_or_plan, seq_len=seq_len)
+    with hub.offline(offline):
+        graph = model_of(model_or_plan, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     pins, idle = read_layout(layout or "", ["stale,compress"])

@@ -231,18 +231,18 @@ class Shelf(StrEnum):
 
 def _write_cluster(text: str, output: str | None, *, json: bool) -> None:
     """Write a cluster as a file to change, or print it."""
-    from meshwright.planner.catalog.cluster_file import commented
+    from meshwright.planner.catalog.cluster_file import cluster_text
     from meshwright.planner.catalog.expressions import resolve_cluster
     from meshwright.planner.documents import document
     from meshwright.render.json_output import as_json
 
     cluster = resolve_cluster(text)
     if output is not None:
-        document.write_text(commented(cluster), output)
+        document.write_text(cluster_text(cluster), output)
     if json:
         print(as_json(cluster.model_dump(mode="json", exclude_none=True)))
     elif output is None:
-        print(commented(cluster), end="")
+        print(cluster_text(cluster), end="")
     else:
         out.print(f"written to {output}; use: plan MODEL --cluster {output}")
 
@@ -274,7 +274,7 @@ def catalog(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List what can be named: models, accelerators, prices; or write a cluster to change."""
+    """List models, accelerators, prices; write a cluster."""
     from meshwright.api import commands
     from meshwright.render.json_output import as_json
     from meshwright.render.text import catalog_table

@@ -72,6 +72,7 @@ def plan(
             model,
             where,
             **{**options, **defaults},
+            offline=offline,
             output=output,
             html=html,
             progress=progress,
@@ -210,20 +211,22 @@ def import_(
     """
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
+    from meshwright.planner.catalog import hub
     from meshwright.render.json_output import as_json, imported_json
     from meshwright.render.text import imported_facts
 
     mine = of_user()
-    imported = commands.import_plan(
-        file,
-        of=of,
-        cluster=_required_cluster(mine.value_of("cluster", cluster)),
-        model=model,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        output=output,
-        values=values or (),
-    )
+    with hub.offline(offline):
+        imported = commands.import_plan(
+            file,
+            of=of,
+            cluster=_required_cluster(mine.value_of("cluster", cluster)),
+            model=model,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            output=output,
+            values=values or (),
+        )
     if json:
         print(as_json(imported_json(imported)))
         return
@@ -278,6 +281,7 @@ def predict(
         masters=masters.value,
         profile=profile,
         framework=framework or "native",
+        offline=offline,
     )
     prediction = predicted.prediction
     if json:
