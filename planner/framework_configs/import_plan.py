@@ -311,6 +311,9 @@ def import_plan(
         )
     assumed = list(config.assumed)
     graph = model if model is not None else _model(config, assumed)
+    names = str(config.model.get("registered", ""))
+    if model is not None and names and _catalogue_name(names) != graph.name:
+        assumed.append(f"the model is {graph.name} (--model); the configuration names {names:.60}")
     _check_figures(config, graph)
     request = Request.create(
         graph,
@@ -324,11 +327,17 @@ def import_plan(
         assumed.append(f"precision {request.job.precision}")
     replicate, shard, zero = _data(config, cluster, assumed)
     data = replicate * shard
-    if data * config.context > 1 and not config.overlaps_reduction:
+    if data * config.context == 1:
+        config.without_effect.append("overlap_grad_reduce")
+    elif not config.overlaps_reduction:
         assumed.append("gradients are reduced beside backwards, as with --overlap-grad-reduce")
     micro_batch, micro_batches = _batches(config, data, global_batch, request, assumed)
     stages = _stages(config, graph, assumed)
     pipelined = config.pipeline > 1
+    local = config.samples_of_schedule
+    if pipelined and local is not None and local != micro_batch * micro_batches:
+        # Several schedules a step, each with its bubble.
+        config.unknown.append(f"training.local_batch_size={local}")
     schedule = (config.schedule if pipelined else None) or PLAIN
     virtual = config.virtual_stages if pipelined else 1
     reason = obstacle(
@@ -386,13 +395,9 @@ def import_plan(
 def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
     """Return the model of the catalogue that a configuration means, by its name or its figures."""
     name = str(config.model.get("registered", ""))
-    by_function = [name_ for name_, (_, function) in REGISTERED.items() if function == name]
-    if by_function:
-        return resolve_model(by_function[-1])
-    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
-    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
-        if plain.removesuffix(ending) in models():
-            return resolve_model(plain.removesuffix(ending))
+    wanted = _catalogue_name(name)
+    if wanted is not None:
+        return resolve_model(wanted)
     figures = {key: config.model[key] for key in _FIGURES if key in config.model}
     if {"layers", "hidden_size"} <= set(figures):
         alike = [
@@ -411,6 +416,18 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
         f"is not known from the configuration ({name or stated or 'it names none'}); name it with "
         "--model",
     )
+
+
+def _catalogue_name(name: str) -> str | None:
+    """Return the model of the catalogue that a name means, by itself or as torchtitan has it."""
+    by_function = [known for known, (_, function) in REGISTERED.items() if function == name]
+    if by_function:
+        return by_function[-1]
+    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
+    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
+        if plain.removesuffix(ending) in models():
+            return plain.removesuffix(ending)
+    return None
 
 
 _FIGURES = (

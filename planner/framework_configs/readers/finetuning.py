@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import transformers
@@ -54,8 +55,7 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     targets = [word.strip() for word in settings.words("lora_target")]
     if kind == "lora":
         transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
-        if (settings.amount("lora_dropout") or 0.0) > 0:
-            config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+        transformers.read_dropout(settings, config)
         settings.idle("pure_bf16")
     else:
         settings.idle("lora_rank", "lora_alpha", "lora_target", "lora_dropout")
@@ -106,33 +106,45 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
         if settings.flag(key):
             rest.setdefault("attn_implementation", kernel)
     kind = str(rest.get("gradient_checkpointing")).lower()
-    if kind not in ("none", "true", "false"):  # offloaded too
-        settings.loose.append(f"gradient_checkpointing={kind:.30}")
-        rest["gradient_checkpointing"] = True
-    config = transformers.of_settings(rest, surroundings)
+    is_offloaded = kind not in ("none", "true", "false")
+    config = transformers.of_settings(
+        {**rest, "gradient_checkpointing": True} if is_offloaded else rest, surroundings
+    )
+    config.unknown += [f"gradient_checkpointing={kind:.30}"] * is_offloaded
     _fused_of_axolotl(settings, config)
     adapter = settings.choice("adapter", {"lora": "lora", "qlora": "qlora"}, "")
     if settings.flag("load_in_8bit"):
         settings.name("load_in_8bit")
     quantised = bool(settings.flag("load_in_4bit"))
     if adapter:
-        targets = settings.words("lora_target_modules")
-        if settings.flag("lora_target_linear"):
-            targets = []
+        targets = _targets_of_axolotl(settings)
         rank = settings.count("lora_r") or 8
         alpha = settings.amount("lora_alpha") or 16.0
         four = quantised or adapter == "qlora"
+        if adapter == "qlora" and settings.flag("load_in_4bit") is False:
+            settings.name("load_in_4bit")
         transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=four)
-        if (settings.amount("lora_dropout") or 0.0) > 0:
-            config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+        transformers.read_dropout(settings, config)
     else:
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear")
         settings.idle("lora_dropout")
         if quantised:
             settings.name("load_in_4bit")
-    settings.expect("fsdp_version", 1, 2)
+    settings.idle("fsdp_version")  # what is priced is the framework's own
     _axes_of_axolotl(settings, config)
     return _in_own_words(config, settings, data, _NAMES_OF_AXOLOTL)
+
+
+def _targets_of_axolotl(settings: Settings) -> list[str]:
+    """Return the modules that get an adapter."""
+    targets = settings.words("lora_target_modules")
+    if settings.flag("lora_target_linear"):
+        return ["all-linear", *targets]
+    if not targets:
+        raise DocumentError(
+            "lora_target_modules", "names no module; name some, or set lora_target_linear"
+        )
+    return targets
 
 
 def _fused_of_axolotl(settings: Settings, config: ParsedConfig) -> None:
@@ -250,9 +262,10 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     if kind == "lora":
         rank, alpha = settings.count("lora_rank") or 8, settings.amount("lora_alpha") or 32.0
         targets = [word for text in settings.words("target_modules") for word in text.split()]
+        if "target_modules" in settings and not targets:
+            settings.name("target_modules")
         transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
-        if (settings.amount("lora_dropout") or 0.0) > 0:
-            config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+        transformers.read_dropout(settings, config)
     else:
         settings.idle("lora_rank", "lora_alpha", "target_modules", "lora_dropout")
         if quantised:
@@ -299,7 +312,7 @@ def _four_bits(settings: Settings, bits: str, method: str, kind: str) -> bool:
 def _in_own_words(
     config: ParsedConfig, settings: Settings, data: Data, names: Mapping[str, str] | None = None
 ) -> ParsedConfig:
-    """Return a trainer's settings with those that are its framework's settings, by its own `names`."""
+    """Return a trainer's settings with its framework's, by the names that this has for them."""
     config.gather(settings)
     theirs = names or {}
     for words in (config.unknown, config.without_effect):
