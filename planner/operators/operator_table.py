@@ -43,14 +43,12 @@ KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
 )
 """Whose outputs selective recompute keeps; all others run a second time in backward."""
 
-CHEAP = frozenset({"q_linear", "kv_up", "rotary"})
-CHEAP_ENDS = ("_norm", "_latent", "_product")
-"""Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
-moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
-ones under these names."""
-
-_WITHOUT_OUTPUT = ("layernorm", "mla-up-proj", "moe-act")
+UP_FROM_LATENTS = frozenset({"q_linear", "kv_up", "rotary", "q_latent", "kv_latent"})
+"""Operators of Megatron-LM's module mla_up_proj, which only families with latents have so."""
+_WITHOUT_OUTPUT = ("act", "layernorm", "mla-up-proj", "moe-act")
 """Modules whose outputs are not kept (Megatron Core, CheckpointWithoutOutput)."""
+_BESIDE_ACTIVATION = ("norm", "post_norm", "residual", "gather", "scatter", "sum")
+"""Ends of the names of operators of a feed-forward that move bytes and are no activation."""
 _BEHIND_MLP = ("residual", "post_norm")
 """Ends of the names of a block's operators behind its MLP."""
 
@@ -375,8 +373,6 @@ class OperatorTable:
             case "selective":
                 if self.selective == "attention":
                     return tuple(op for op in self._inside if op.in_core)
-                if self.selective == "cheap":
-                    return self._cheap
                 if self.selective == "modules":
                     return self._of_modules
                 again = self._inside[: self._needed_again]
@@ -392,11 +388,7 @@ class OperatorTable:
                 names = _saved_tensors(self.operators)
             case "full" | "selective":
                 names = {"x"} | (_saved_tensors(self._outside) - _outputs(self._inside))
-                if recompute == "selective" and self.selective == "cheap":
-                    outputs = _outputs(self._cheap)
-                    needed = {name for op in self._cheap for name in op.saved or op.inputs}
-                    names = (_saved_tensors(self.operators) | needed) - outputs
-                elif recompute == "selective" and self.selective == "modules":
+                if recompute == "selective" and self.selective == "modules":
                     names = self._stored_beside_modules
                 elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
@@ -520,43 +512,36 @@ class OperatorTable:
         return again - sum(size for name, size in kept.items() if name in passed)
 
     @cached_property
-    def _cheap(self) -> tuple[Operator, ...]:
-        """Norms, gated products, projections up from latents, and copies of theirs in 8 bits."""
-        names = {
-            op.name
-            for op in self._inside
-            if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
-        }
-        return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
-
-    @cached_property
     def _of_modules(self) -> tuple[Operator, ...]:
-        """Operators of the modules that are recomputed."""
-        return tuple(op for op in self._inside if self._module_of(op) is not None)
-
-    def _module_of(self, op: Operator) -> RecomputeModule | None:
-        """Return the recomputed module that an operator belongs to."""
-        first, _, last = op.name.partition("_")
-        places = {name: at for at, name in enumerate(self._names)}
-        behind_norm = places[op.name] > max(
-            (at for name, at in places.items() if name.startswith("mlp_norm")), default=len(places)
-        )
-        is_of: dict[RecomputeModule, bool] = {
-            "core-attn": op.in_core,
-            "layernorm": op.name.startswith(("attention_norm", "mlp_norm")),
-            "mla-up-proj": "kv_up" in places and (op.name in CHEAP or op.name.endswith("_latent")),
-            "mlp": behind_norm and "router" not in places and last not in _BEHIND_MLP,
-            "moe": behind_norm and "router" in places and last not in _BEHIND_MLP,
-            "moe-act": first == "expert"
-            and op.kind == "memory"
-            and last not in ("gather", "scatter"),
-            "shared-experts": first == "shared" and last != "sum",
-        }
-        return next((module for module in self.modules if is_of[module]), None)
+        """Operators of the modules that are recomputed, and copies of theirs in 8 bits."""
+        return tuple(op for op in self._inside if op.name in self._module_by_operator)
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(op.name for op in self._inside)
+    def _module_by_operator(self) -> dict[str, RecomputeModule]:
+        """The recomputed module that each operator of one belongs to, by the operator's name."""
+        names = [op.name for op in self._inside]
+        norms = [at for at, name in enumerate(names) if name.startswith("mlp_norm")]
+        behind_norm = frozenset(names[norms[-1] + 1 :] if norms else ())
+        whole: RecomputeModule = "moe" if "router" in names else "mlp"
+        result: dict[str, RecomputeModule] = {}
+        for op in self._inside:
+            name = op.name.removesuffix("_narrow")
+            first, _, last = name.partition("_")
+            moves_bytes = op.kind == "memory" or name != op.name
+            is_activation = moves_bytes and last not in _BESIDE_ACTIVATION
+            is_of: dict[RecomputeModule, bool] = {
+                "act": is_activation and first in ("mlp", "shared"),
+                "core-attn": op.in_core,
+                "layernorm": name.startswith(("attention_norm", "mlp_norm")),
+                "mla-up-proj": "kv_up" in names and name in UP_FROM_LATENTS,
+                whole: name in behind_norm and last not in _BEHIND_MLP,
+                "moe-act": is_activation and first == "expert",
+                "shared-experts": first == "shared" and last != "sum",
+            }
+            module = next((module for module in self.modules if is_of.get(module)), None)
+            if module is not None:
+                result[op.name] = module
+        return result
 
     @property
     def _stored_beside_modules(self) -> set[str]:
@@ -571,7 +556,7 @@ class OperatorTable:
         passed = {
             name
             for op in again
-            if self._module_of(op) not in _WITHOUT_OUTPUT
+            if self._module_by_operator[op.name] not in _WITHOUT_OUTPUT
             for name in op.outputs
             if any(name in (*other.inputs, *other.saved) for other in others)
         }

@@ -312,7 +312,7 @@ def _four_bits(settings: Settings, bits: str, method: str, kind: str) -> bool:
 def _in_own_words(
     config: ParsedConfig, settings: Settings, data: Data, names: Mapping[str, str] | None = None
 ) -> ParsedConfig:
-    """Return a trainer's settings with its framework's, by the names that this has for them."""
+    """Return a trainer's settings with its framework's settings among them, by `names`."""
     config.gather(settings)
     theirs = names or {}
     for words in (config.unknown, config.without_effect):
