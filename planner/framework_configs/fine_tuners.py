@@ -210,7 +210,7 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
 def llama_factory_text(wanted: FrameworkPlan) -> str:
     """Return the file of `llamafactory-cli train`."""
     plan, lora = wanted.plan, wanted.plan.training.lora
-    config = {
+    config: dict[str, Any] = {
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "full" if lora is None else "lora",
@@ -220,6 +220,8 @@ def llama_factory_text(wanted: FrameworkPlan) -> str:
         "packing": plan.document_len is not None,
         "flash_attn": "fa2",
     }
+    # Its own switch is on unless it is off, whatever the trainer's says.
+    config["disable_gradient_checkpointing"] = not config["gradient_checkpointing"]
     if lora is None and plan.precision == "bf16":
         config["pure_bf16"] = True
     if plan.zero:

@@ -95,9 +95,8 @@ def _batches(data: dict[str, Any]) -> list[Any]:
 
 
 def _optimizer(optimizer: Settings, config: ParsedConfig) -> None:
-    kind = optimizer.word("type")
-    if kind not in (None, "Adam", "AdamW"):
-        optimizer.name("type")
+    kinds = {"Adam": "adamw", "AdamW": "adamw", "Lion": "lion", "Muon": "muon", "SGD": "sgd"}
+    config.trains(optimizer=optimizer.choice("type", kinds, "adamw"))
     values = optimizer.part("params")
     first, second = values.pair("betas")
     config.trains(

@@ -97,13 +97,13 @@ def _adapters(settings: Settings, config: ParsedConfig) -> None:
             targets += names.split()
     if settings.flag("lora_head"):
         settings.name("lora_head")
-    kinds = {"bnb.nf4": "4", "bnb.nf4-dq": "4", "bnb.fp4": "4", "bnb.fp4-dq": "4", "none": ""}
-    quantised = bool(settings.choice("quantize", kinds, ""))
+    kinds = ("bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq")
+    weights = settings.choice("quantize", dict.fromkeys(kinds, "nf4"), "full")
     if not targets:
         raise DocumentError("lora_query", "is off, and so are all others; give one an adapter")
     read_dropout(settings, config)
     lora: dict[str, Any] = {"rank": rank, "alpha": settings.amount("lora_alpha") or 16.0}
-    config.trains(lora={**lora, "targets": tuple(targets), "quantised": quantised})
+    config.trains(lora={**lora, "targets": tuple(targets), "weights": weights})
 
 
 def _optimizer(settings: Settings, train: Settings, config: ParsedConfig) -> None:

@@ -327,7 +327,8 @@ def _experts(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _optimizer(settings: Settings, config: ParsedConfig) -> None:
-    settings.expect("optimizer", "adam")
+    kinds = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
+    config.trains(optimizer=settings.choice("optimizer", kinds, "adamw"))
     rate = settings.amount("lr")
     config.trains(
         learning_rate=rate,

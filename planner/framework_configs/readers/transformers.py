@@ -29,6 +29,18 @@ _RATES = {
 }
 
 
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
+    "paged_adamw_8bit": "adamw-8bit-paged",
+    "adafactor": "adafactor",
+    "lion_32bit": "lion",
+    "muon": "muon",
+    "sgd": "sgd",
+}
+"""What plans call optimizers (training_args.py, OptimizerNames; axolotl's muon)."""
+
+
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the arguments say."""
     return of_settings(limits.settings(text, "transformers"), surroundings)
@@ -101,7 +113,7 @@ def of_settings(
     wanted = settings.word("model_name_or_path", "model", "base_model")
     if wanted:
         config.model["registered"] = wanted
-    settings.expect("optim", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+    config.trains(optimizer=settings.choice("optim", OPTIMIZERS, "adamw"))
     if config.precision == "fp32":
         settings.expect("tf32", False)
     else:
@@ -162,19 +174,25 @@ def _kernels(settings: Settings, config: ParsedConfig) -> None:
 
 def _adapters(settings: Settings, config: ParsedConfig) -> None:
     """Read adapters, and in how many bits the weights lie that they stand beside."""
-    if settings.flag("load_in_8bit"):
-        settings.name("load_in_8bit")
-    quantised = bool(settings.flag("load_in_4bit"))
-    settings.expect("bnb_4bit_quant_type", "nf4", "fp4")
+    weights = packed_weights(settings)
     if not settings.flag("use_peft"):
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
-        if quantised:
-            settings.name("load_in_4bit")
+        if weights != "full":
+            settings.name("load_in_4bit", "load_in_8bit")
         return
     targets = [word for text in settings.words("lora_target_modules") for word in text.split()]
     rank, alpha = settings.count("lora_r") or 16, settings.amount("lora_alpha") or 32.0
-    adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
+    adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
     read_dropout(settings, config)
+
+
+def packed_weights(settings: Settings) -> str:
+    """Return how weights that are not trained are stored."""
+    four, eight = settings.flag("load_in_4bit"), settings.flag("load_in_8bit")
+    if four and eight:
+        raise DocumentError("load_in_4bit", "and load_in_8bit are both on; switch one off")
+    settings.expect("bnb_4bit_quant_type", "nf4", "fp4")
+    return "nf4" if four else "int8" if eight else "full"
 
 
 def read_dropout(settings: Settings, config: ParsedConfig) -> None:
@@ -184,12 +202,12 @@ def read_dropout(settings: Settings, config: ParsedConfig) -> None:
 
 
 def adapters(
-    config: ParsedConfig, *, rank: int, alpha: float, targets: list[str], quantised: bool
+    config: ParsedConfig, *, rank: int, alpha: float, targets: list[str], weights: str
 ) -> None:
     """Note that adapters alone are trained."""
     usual = not targets or targets in (["all"], ["all-linear"])
     chosen = ("all-linear",) if usual else tuple(dict.fromkeys(targets))
-    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "quantised": quantised})
+    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "weights": weights})
 
 
 def _samples(settings: Settings, config: ParsedConfig) -> None:
@@ -218,7 +236,9 @@ def _of_fsdp(
         return
     if set(words) - set(_FSDP_WORDS):
         settings.name("fsdp")
-    if "auto_wrap" not in words:
+    if "auto_wrap_policy" in fsdp:
+        config.without_effect += ["fsdp=auto_wrap"] * ("auto_wrap" in words)
+    elif "auto_wrap" not in words:
         config.assumed.append("each block is a unit of FSDP, though its words have no auto_wrap")
     again = fsdp.flag("reshard_after_forward")
     config.zero = 2 if "shard_grad_op" in words or again is False else 3

@@ -31,8 +31,11 @@ UNSAID = {
     "deepspeed": {"recompute", "rates", "seed"},
     "accelerate": {"micro_batch", "training"},
     "fsdp": {"rates"},
+    **dict.fromkeys(("trl", "llama-factory", "axolotl"), {"rates", "seed"}),
 }
 """What the training script says instead (`in_the_script`)."""
+TAKEN = ("1 sample a micro-batch", "samples have all their tokens", "lr_scheduler_type 'linear'")
+"""What is assumed of a plan's own file."""
 RATES = {"warmup_steps", "rate_schedule", "rate_steps", "decay_steps", "floor"}
 
 
@@ -91,7 +94,7 @@ def test_what_was_written_of_a_plan_is_read_back(of: str) -> None:
         found = read(text, of, plan)
         assert said(found.plan, of) == said(plan, of), plan.layout.text()
         assert not found.not_understood
-        assert [one for one in found.assumed if "micro-batch" not in one] == []
+        assert [one for one in found.assumed if not one.startswith(TAKEN)] == []
 
 
 def asks_of(plan: Plan) -> tuple[int, ...]:
@@ -113,6 +116,8 @@ PUBLISHED = [
     *(("nanotron", row) for row in public.NANOTRON),
     *(("fsdp", row) for row in public.FSDP),
 ]
+TUNING = set(public.TUNING)
+"""Readers whose inputs are in benchmarks/inputs."""
 KINDS = list(dict.fromkeys(of for of, _ in PUBLISHED))
 
 
@@ -156,7 +161,7 @@ def test_published_configurations_are_read_and_priced(of: str, tmp_path: Path) -
 
 
 def test_twenty_of_each_kind_were_published() -> None:
-    assert {*KINDS, "megatron"} == {*WRITTEN, "slurm"} & set(READERS)
+    assert {*KINDS, "megatron"} == set(READERS) - TUNING
     for kind in KINDS:
         rows = [row for of, row in PUBLISHED if of == kind]
         assert len({row.source for row in rows}) >= 20, kind
