@@ -31,7 +31,7 @@ UNSAID = {
     "deepspeed": {"recompute", "rates", "seed"},
     "accelerate": {"micro_batch", "training"},
     "fsdp": {"rates"},
-    **dict.fromkeys(("trl", "llama-factory", "axolotl"), {"rates", "seed"}),
+    **{of: {"rates", "seed"} for of in ("trl", "llama-factory", "axolotl")},
 }
 """What the training script says instead (`in_the_script`)."""
 TAKEN = ("1 sample a micro-batch", "samples have all their tokens", "lr_scheduler_type 'linear'")
