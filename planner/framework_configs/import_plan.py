@@ -327,6 +327,13 @@ def import_plan(
         assumed.append(f"precision {request.job.precision}")
     replicate, shard, zero = _data(config, cluster, assumed)
     data = replicate * shard
+    ranks = data * config.context * config.tensor
+    if config.expert > 1 and ranks % (config.expert * config.expert_tensor):
+        raise DocumentError(
+            "mesh",
+            f"expert {config.expert} x expert tensor {config.expert_tensor} does not divide the "
+            f"{ranks} ranks of a pipeline stage; change a degree, or the number of ranks",
+        )
     if data * config.context == 1:
         config.without_effect.append("overlap_grad_reduce")
     elif not config.overlaps_reduction:

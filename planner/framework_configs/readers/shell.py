@@ -127,12 +127,30 @@ def _training_words(way: ScriptPath, of: str) -> list[str]:
     """Return the words of the one command that trains."""
     candidates = _candidates(way)
     training = [command for command in candidates if _trains(command)] or candidates
+    # Of nodes that are started one after the other, each with its number, one stands for all.
+    training = list({_without_rank(command): command for command in reversed(training)}.values())
+    training.reverse()
     if len(training) > 1:
         shown = ", ".join(" ".join(command)[:50] for command in training[:3])
         raise DocumentError(
             of, f"starts {len(training)} commands that may train ({shown} ...); give one of them"
         )
     return list(training[0]) if training else []
+
+
+_RANK = re.compile(r"--(node|machine)[_-]rank(=.*)?")
+
+
+def _without_rank(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command without the number of its node."""
+    words = []
+    behind = False
+    for word in command:
+        match = _RANK.fullmatch(word)
+        if match is None and not behind:
+            words.append(word)
+        behind = match is not None and match[2] is None
+    return tuple(words)
 
 
 def _trains(command: tuple[str, ...]) -> bool:
