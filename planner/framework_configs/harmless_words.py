@@ -60,7 +60,6 @@ _TORCHTITAN = """
     validation job hf_assets_path dataloader\\..* dataloader lr_scheduler\\..*
     pattern optimizer\\.(eps|lr|betas|beta1|beta2|weight_decay) profiler validator tokenizer
     activation_checkpoint\\.(preserve_rng_state|determinism_check|debug)
-    job\\.config_file --job\\.config_file
 """
 _DEEPSPEED = """
     steps_per_print wall_clock_breakdown dump_state wandb tensorboard csv_monitor comms_logger

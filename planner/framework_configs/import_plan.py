@@ -84,11 +84,13 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
     elif any(name.startswith("parallelism.") for name in flags) or any(
         "torchtitan" in word for word in words
     ):
-        config = torchtitan.of_flags(arguments)
+        config = torchtitan.of_flags(arguments, surroundings)
     elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
         config = megatron.of_flags(flags, text)
     elif "per-device-train-batch-size" in flags:
         config = transformers.of_flags(arguments, surroundings, trl=_is_trl(words))
+    elif (read := _reader_of_file(words, surroundings)) is not None:
+        config = _of_file(read, "the command")(words, arguments, text, surroundings)
     else:
         raise DocumentError(
             "slurm",
@@ -102,6 +104,7 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
         name, inside = named_file("--config_file", file, surroundings)
         started = accelerate.of_settings(limits.settings(inside, name), surroundings)
         config = _started_by(config, started, says_type=bool({"bf16", "fp16"} & set(flags)))
+    config.unknown += _other_stages(words)
     config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
     config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
     return config
@@ -110,6 +113,34 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
 def _program(word: str) -> str:
     """Return the name by which a program, or a module of Python, is known."""
     return PurePosixPath(word).name.removesuffix(".py")
+
+
+_STAGES = re.compile(r"(online_)?(dpo|grpo|ppo|kto|orpo|cpo|rloo|xpo|gkd|rlhf|reward|rm|prm)(_.*)?")
+"""Stages of training with more than one forward of one model for each backward."""
+
+
+def _other_stages(words: Sequence[str]) -> list[str]:
+    """Return the words of a command that name such a stage: a script, or a program's command."""
+    named = [word for word in words if word.endswith(".py")]
+    named += [word for before, word in pairwise(words) if _program(before) in ("trl", "swift")]
+    return [word for word in named if _STAGES.fullmatch(_program(word))]
+
+
+def _reader_of_file(
+    words: Sequence[str], surroundings: ScriptEnvironment | None
+) -> Callable[..., ParsedConfig] | None:
+    """Return what reads the file that a trainer's script is given, by its settings."""
+    behind = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    files = [word for word in words[behind:] if word.endswith((".yaml", ".yml"))]
+    if not files:
+        return None
+    name, inside = named_file("slurm", files[-1], surroundings)
+    keys = set(limits.settings(inside, name))
+    if keys & {"finetuning_type", "stage"}:
+        return finetuning.of_llama_factory
+    if "base_model" in keys:
+        return finetuning.of_axolotl
+    return transformers.of_settings if "model_name_or_path" in keys else None
 
 
 def _is_trl(words: Sequence[str]) -> bool:

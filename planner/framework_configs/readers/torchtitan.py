@@ -15,7 +15,11 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import one_line
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    named_file,
+)
 from meshwright.planner.schedules import SCHEDULES
 
 _CLASSES = {
@@ -298,14 +302,24 @@ def _group(
                 continue
 
 
-def of_flags(flags: dict[str, str | bool | list[str]]) -> ParsedConfig:
-    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say."""
+def of_flags(
+    flags: dict[str, str | bool | list[str]], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
+    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say, above a file's."""
     sections: dict[str, Any] = {}
     others: list[str] = []
+    file = flags.pop("job.config-file", flags.pop("job.config_file", None))
+    if file is not None:
+        name, text = named_file("--job.config_file", file, surroundings)
+        parsed = limits.toml_or_module(text, name)
+        sections = of_python(parsed) if isinstance(parsed, ast.Module) else parsed
     for name, value in flags.items():
-        section, dot, key = name.partition(".")
+        section, dot, key = name.replace("-", "_").partition(".")
         if dot:
-            sections.setdefault(section.replace("-", "_"), {})[key.replace("-", "_")] = value
+            inside = sections.setdefault(section, {})
+            for part in key.split(".")[:-1]:
+                inside = inside.setdefault(part, {})
+            inside[key.rpartition(".")[2]] = value
         elif name in ("module", "config"):
             sections.setdefault("model", {})[{"config": "registered"}.get(name, name)] = value
         else:
