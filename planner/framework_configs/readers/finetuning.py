@@ -100,10 +100,10 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
     for name, theirs in _NAMES_OF_AXOLOTL.items():
         if theirs in rest:
             rest[name] = rest.pop(theirs)
-    if rest.get("fsdp_config"):
-        rest.setdefault("fsdp", ["full_shard", "auto_wrap"])
     if str(rest.get("bf16")).lower() in ("auto", "full"):
         rest["bf16"] = True
+    # A section alone is enough.
+    rest = ({"fsdp": "full_shard"} if rest.get("fsdp_config") else {}) | rest
     rest.setdefault("per_device_train_batch_size", 1)
     attention = {
         "flash_attention": "flash_attention_2",
