@@ -606,7 +606,9 @@ def _refuse_other_layers(request: Request) -> None:
     """
     space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
-        if pin.partition("=")[0] in ("recompute", "activations"):
+        # Attention's core may be recomputed where it is fused too, for nothing.
+        is_core = pin == "recompute=selective" and space is not None and space.selective_core
+        if pin.partition("=")[0] in ("recompute", "activations") and not is_core:
             raise DocumentError("layout", f"{pin}: {request.framework.name} {what}")
 
 

@@ -182,8 +182,9 @@ def import_(
         str,
         typer.Option(
             "--from",
-            help="megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, "
-            "nanotron, fsdp; slurm: a script that runs one of them",
+            help="megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, "
+            "transformers, trl, llama-factory, axolotl, ms-swift, litgpt, verl, nanotron, fsdp; "
+            "slurm: a script that runs one of them",
         ),
     ],
     cluster: ClusterOption = None,

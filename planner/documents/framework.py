@@ -762,6 +762,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         f"recompute-{module}": {"recompute.selective": "modules", "recompute.modules": (module,)}
         for module in get_args(RecomputeModule)
     },
+    "adapter-dropout": {"kernels.adapter_dropout": True},
     "narrow-frozen": {"types.wide_frozen": False},
     "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
