@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -57,7 +57,7 @@ from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
 from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
-from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers
+from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers, set_mode
 from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
 from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
@@ -139,8 +139,11 @@ class Engine:
         without it the first of a tuple, or of a dict what `forward` names.
 
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
-        returns the settings of a parameter's group.  `units` names the modules that stay whole.
-        Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
+        returns the settings of a parameter's group, or is a table of them by path or class of its
+        module: {"backbone": {"lr": 1e-4}, nn.LayerNorm: {"weight_decay": 0.0}}.
+
+        `units` names the modules that stay whole.  Gradients are clipped to `clip_norm` where it is
+        above 0.  `batch_norm` "synchronised"
         normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
         says how modules are divided over the plan's tensor axis, in torch's own words:
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
@@ -420,9 +423,12 @@ class Engine:
         """Set train mode, by the module's own `train`; an Engine begins in it.
 
         Steps run in the mode that is set, `evaluate` in eval mode, and the mode is as before
-        behind it.  A module whose `train` reads what the loop changes is told so here.
+        behind it.  A module whose `train` reads what the loop changes is told so here, and so are
+        optimizers that have modes (schedule-free).
         """
         self._passes.set_mode(training=mode)
+        for optimizer in self.optimizers:
+            set_mode(optimizer, training=mode)
         return self
 
     def eval(self) -> Engine:
@@ -496,7 +502,7 @@ class Engine:
         self._rescale()
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
-            with self._loss_context():
+            with self._evaluating(), self._loss_context():
                 passes.evaluate(
                     passes.take_local(batch, step=self.steps, drawing=False)
                     if local or self._local
@@ -522,10 +528,24 @@ class Engine:
         self._rescale()
         if local or self._local:
             micros = self._passes.take_local(batch, step=self.steps, drawing=training)
-            return self._passes.outputs(micros, training=training)
+            with self._evaluating(training=training):
+                return self._passes.outputs(micros, training=training)
         given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
         micros = self._passes.cut_any(given, step=self.steps, drawing=training)
-        return self._passes.outputs(micros, training=training)
+        with self._evaluating(training=training):
+            return self._passes.outputs(micros, training=training)
+
+    @contextlib.contextmanager
+    def _evaluating(self, *, training: bool = False) -> Iterator[None]:
+        """Have the parameters that optimizers with modes evaluate with, and those before again."""
+        switched = self._passes.is_training and not training
+        try:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=False)
+            yield
+        finally:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=True)
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""

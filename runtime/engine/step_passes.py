@@ -347,6 +347,11 @@ class StepPasses:
             for module, mode in before:
                 module.train(mode)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether this rank's stages are in train mode."""
+        return any(part.module.training for part in self._parts)
+
     def set_mode(self, *, training: bool) -> None:
         """Set the mode of this rank's stages, by the module's own `train` and `eval`."""
         for part in self._parts:
