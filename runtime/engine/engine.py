@@ -41,8 +41,6 @@ from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_z
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
 from meshwright.runtime.data.loader import Loader
 from meshwright.runtime.engine.engine_state import ScriptState, Stateful, checkpoint_in
-from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -63,12 +61,15 @@ from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
 from meshwright.runtime.parallel.tensor_styles import Styles
 from meshwright.runtime.run.metrics import ScriptRecords
+from meshwright.runtime.run.script_planner import planners
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
 if TYPE_CHECKING:
+    from meshwright.runtime.engine.language_model import LanguageModel
+    from meshwright.runtime.engine.pipedream_2bw import LateUpdates
     from meshwright.runtime.engine.token_module import TokenModel
 
 
@@ -164,6 +165,14 @@ class Engine:
         refuse_while_imported()
         device = device_of(device)
         check_functions(loss, optimizer)
+        for hand_over in planners:
+            if local:
+                raise BatchError(
+                    "batch: is a rank's own (local=True), which is not planned; start the script "
+                    "by torchrun"
+                )
+            settings = {"batch": batch, "loss": loss, "inputs": inputs, "optimizer": optimizer}
+            hand_over(build, plan, {**settings, "groups": groups, "units": units})
         wanted = plan_or_layout(plan)
         join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         numbers_are_of_the_whole()
@@ -290,6 +299,11 @@ class Engine:
                     f"schedule: is {plan.schedule}, whose backward is one step late, and a loss or "
                     "a sum over the whole batch needs all outputs before; use schedule 1f1b"
                 )
+            from meshwright.runtime.engine.pipedream_2bw import (  # noqa: PLC0415 - one schedule needs it
+                LateUpdates,
+                StalePipeline,
+            )
+
             pipeline = self._passes.pipeline_of(
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
