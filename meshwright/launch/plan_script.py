@@ -50,7 +50,7 @@ def main() -> int:
     into, ranks, script, *arguments = sys.argv[1:]
 
     def plan_engine(build: Any, plan: Any, settings: Mapping[str, Any]) -> NoReturn:
-        document.write(_planned(build, plan, settings, ranks=int(ranks)), Path(into))
+        document.write(_plan_of_engine(build, plan, settings, ranks=int(ranks)), Path(into))
         raise SystemExit(0)
 
     planners.append(plan_engine)
@@ -64,7 +64,7 @@ def main() -> int:
     return 0
 
 
-def _planned(build: Any, plan: Any, settings: Mapping[str, Any], *, ranks: int) -> Plan:
+def _plan_of_engine(build: Any, plan: Any, settings: Mapping[str, Any], *, ranks: int) -> Plan:
     from meshwright.api.functions import plan as search_plan  # noqa: PLC0415
     from meshwright.runtime.core.batches import samples_in  # noqa: PLC0415
     from meshwright.runtime.engine.setup import plan_or_layout  # noqa: PLC0415

@@ -59,12 +59,12 @@ def run_script(
     Raises LaunchError where the ranks failed for good.
     """
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         if not quiet:
             print(f"meshwright: {lines(text)}", file=sys.stderr)
 
     if ranks is not None:
-        plan_path = _plan_made(plan_path, script, arguments, ranks, output, where, say)
+        plan_path = _plan_made(plan_path, script, arguments, ranks, output, where, print_line)
     plan_path = plan_path or "plan.yaml"
     if not document.is_file(plan_path) and ranks is None:
         raise LaunchError(
@@ -112,7 +112,7 @@ def run_script(
         restarts=restarts,
         node_rank=node_rank,
         nodes=devices,
-        say=say,
+        say=print_line,
     )
     return (
         None if done is None else ScriptResult(run=done, rows=_comparison(wanted, done, measured))
