@@ -217,7 +217,8 @@ class _LossTrial:
             except _LossError as error:
                 if last:
                     raise BatchError(
-                        f"loss: fails with the module's outputs ({_structure_text(few_outputs)}) and the "
+                        f"loss: fails with the module's outputs "
+                        f"({_structure_text(few_outputs)}) and the "
                         f"batch ({_structure_text(self._batch)}): {error}; it is "
                         "loss(outputs, batch), and takes its targets out of the batch"
                     ) from error.__cause__
