@@ -201,9 +201,7 @@ class _LossTrial:
         ]
         size = self._size(few_outputs)
         if real and loose:
-            return self._difference_at(
-                lambda batch, _: self._outputs_of(batch, drawing=False), size
-            )
+            return self._difference_at(lambda batch, _: self._remade(batch), size)
         kinds = [
             *_repeat_outputs(few_outputs, 2 * size, real=real),
             *([lambda *_: few_outputs] if real else []),
@@ -418,6 +416,15 @@ class _LossTrial:
         outputs = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
+    def _remade(self, batch: Any) -> Any:
+        """Return what the module makes of a batch, which may be one that it does not take."""
+        try:
+            return self._outputs_of(batch, drawing=False)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            raise _LossError(str(error)) from error
+
     def _difference_at(self, outputs: _Outputs, size: int) -> str | None:
         difference = self._difference_of(few_samples(self._batch, 2 * size), outputs, size)
         self._tried = outputs, size
@@ -553,6 +560,8 @@ def _tile_leaf(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> A
         return leaf
     tile = leaf.detach()[[at % SAMPLES for at in range(samples)]]
     if not _is_float(tile):
+        return tile
+    if tile.any() and bool(((tile == 0) | (tile == 1)).all()):  # a mask
         return tile
     tile = change(tile)
     less = 1 - SHRINK * torch.arange(samples, dtype=tile.dtype) / samples
