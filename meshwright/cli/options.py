@@ -121,9 +121,13 @@ LoraOption = Annotated[
         "--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj], weights=nf4"
     ),
 ]
+_OPTIMIZERS = (
+    "What updates weights: adamw (default), adamw-bf16, adamw-8bit, adamw-8bit-paged, adafactor, "
+    "lion, muon, sgd"
+)
 OptimizerOption = Annotated[
     OptimizerName | None,
-    typer.Option("--optimizer", help="What updates weights; adamw has a framework's own moments"),
+    typer.Option("--optimizer", metavar="WORD", help=_OPTIMIZERS),
 ]
 MastersOption = Annotated[
     MasterCopies,
