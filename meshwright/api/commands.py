@@ -340,7 +340,7 @@ def compare_best(
 def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
     """Yield what to know before the figures are believed."""
     if not mine.fits:
-        yield "yours does not fit in memory: its time is that of larger devices"
+        yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
         yield from (f"{name} {note}" for note in prediction.notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
@@ -569,7 +569,7 @@ def predicted_plan(
     wanted_layout = pinned_layout(request, idle=idle)
     check_micro_batches(layout or "", wanted_layout)
     notes = tuple(without_effect(pins, wanted_layout))
-    if framework != "native":
+    if base_of(framework) != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
             framework_plan,
             framework_prediction,

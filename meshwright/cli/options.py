@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from enum import StrEnum
@@ -70,7 +71,27 @@ class Preferred(StrEnum):
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(help="A catalogue name, a config.json or its folder, file.py:factory"),
+    typer.Argument(
+        help="A name of the catalogue or of the Hugging Face hub, a config.json or its folder, "
+        "file.py:factory"
+    ),
+]
+
+
+def _stay_offline(asked: bool) -> None:
+    if asked:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        callback=_stay_offline,
+        expose_value=False,
+        is_eager=True,
+        help="Fetch no model's config.json from the Hugging Face hub",
+    ),
 ]
 CLUSTERS = "8xh100-sxm-80gb, 16x8xh100-sxm-80gb, 4xp5.48xlarge, local:2, cluster.yaml"
 ClusterOption = Annotated[

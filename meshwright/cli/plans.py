@@ -23,6 +23,7 @@ from meshwright.cli.options import (
     MasterCopies,
     MastersOption,
     ModelArgument,
+    Offline,
     OfPlan,
     OptimizerOption,
     Output,
@@ -33,6 +34,7 @@ from meshwright.cli.options import (
     SolverOption,
     with_plan_options,
 )
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def plan(
     html: Html = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
     from meshwright.api import commands
@@ -119,7 +122,7 @@ def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
     from meshwright.planner.documents.model import is_script
 
-    if plan.framework != "native":
+    if base_of(plan.framework) != "native":
         return f"meshwright export {file}"
     if is_script(plan.model.source):
         return f"meshwright run --plan {file} SCRIPT.py"
@@ -199,6 +202,7 @@ def import_(
     output: Output = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Read another framework's configuration as a plan.
 
@@ -243,6 +247,7 @@ def predict(
     framework: FrameworkOption = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Predict the time and memory of a plan or a layout."""
     from meshwright.api import commands

@@ -12,9 +12,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.framework import CHEAP_MODULES, NATURAL_SPREAD
 
 if TYPE_CHECKING:
-    from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
+    from meshwright.planner.documents.framework import (
+        Framework,
+        Loss,
+        RecomputedModule,
+        SelectiveRecompute,
+    )
     from meshwright.planner.documents.training import FrozenWeights
 
 Scores = Literal["module", "fused", "written"]
@@ -64,6 +70,8 @@ class KernelSettings:
     balanced: bool = True
     """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
+    modules: tuple[RecomputedModule, ...] = CHEAP_MODULES
+    """What `cheap` selective recompute drops."""
     early_stop: bool = True
     expert_moves: float = 0.0
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
@@ -71,8 +79,10 @@ class KernelSettings:
     """Rate of grouped products over that of one product as large."""
     expert_tile: float = 0.0
     """Rows to which the tokens of each expert are filled up in grouped products."""
-    expert_skew: float = 1.1
-    """Busiest expert rank over the mean."""
+    expert_spread: float = NATURAL_SPREAD
+    """How uneven natural routers load experts; 0: balanced."""
+    fused_experts: bool = False
+    """Gates of experts are part of the products that make them."""
     expert_once: bool = False
     """Tokens are sent once to every node and rank that has some of their experts."""
     expert_narrow: bool = False
@@ -151,11 +161,13 @@ def kernels_of(
         context=framework.context.kind,
         balanced=framework.context.balanced,
         selective=framework.recompute.selective,
+        modules=framework.recompute.modules,
         early_stop=framework.recompute.early_stop,
         expert_moves=framework.experts.moves,
         expert_share=framework.experts.grouped_share,
         expert_tile=float(framework.experts.tile_rows),
-        expert_skew=framework.experts.skew,
+        expert_spread=framework.experts.load_spread,
+        fused_experts=framework.experts.fused,
         expert_once=framework.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and framework.experts.narrow_sends,
         shared_divided=framework.experts.shared == "divided",

@@ -23,7 +23,7 @@ from meshwright.planner.operators.kernels import MODULES, KernelSettings
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import Collective, Precision
-    from meshwright.planner.documents.framework import SelectiveRecompute
+    from meshwright.planner.documents.framework import RecomputedModule, SelectiveRecompute
     from meshwright.planner.documents.plan import Dispatch, Scales
     from meshwright.planner.documents.profile import ChunkedLoss, Recompute
     from meshwright.planner.operators.expert_routing import Routing
@@ -43,11 +43,10 @@ KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
 )
 """Whose outputs selective recompute keeps; all others run a second time in backward."""
 
-CHEAP = frozenset({"q_linear", "kv_up", "rotary"})
-CHEAP_ENDS = ("_norm", "_latent", "_product")
-"""Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
-moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
-ones under these names."""
+UP_FROM_LATENTS = frozenset({"q_linear", "kv_up", "rotary", "q_latent", "kv_latent"})
+"""Operators of Megatron-LM's module mla_up_proj, which only families with latents have so."""
+OF_EXPERTS = ("expert_product", "shared_product")
+"""Activations of Megatron-LM's module moe_act; `act` has those of all other gated products."""
 
 BACKWARD_OF: dict[str, Collective] = {
     "all_gather": "reduce_scatter",
@@ -316,6 +315,8 @@ class OperatorTable:
     """How many trailing operators are not the layer's own and never recomputed: the loss."""
     selective: SelectiveRecompute = "outputs"
     """What selective recompute drops: see `planner.documents.framework.RecomputeRule`."""
+    modules: tuple[RecomputedModule, ...] = ()
+    """What `cheap` selective recompute drops."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False
@@ -510,13 +511,34 @@ class OperatorTable:
 
     @cached_property
     def _cheap(self) -> tuple[Operator, ...]:
-        """Norms, gated products, projections up from latents, and copies of theirs in 8 bits."""
-        names = {
-            op.name
-            for op in self._inside
-            if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
-        }
+        """Operators of the modules that are recomputed, and copies of theirs in 8 bits."""
+        names = {op.name for op in self._inside if self._is_of_modules(op)}
+        names |= self._of_whole_feed_forward
         return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
+
+    def _is_of_modules(self, op: Operator) -> bool:
+        """Whether an operator is a norm, an activation or a projection that is recomputed."""
+        modules = self.modules
+        if op.name in UP_FROM_LATENTS:
+            return "mla_up_proj" in modules
+        if op.kind != "memory":
+            return False
+        if op.name in OF_EXPERTS:
+            return "moe_act" in modules
+        return (op.name.endswith("_norm") and "layernorm" in modules) or (
+            op.name.endswith("_product") and "act" in modules
+        )
+
+    @property
+    def _of_whole_feed_forward(self) -> set[str]:
+        """Names of the operators behind the second norm, where all of them are recomputed."""
+        module = "moe" if self.kind.endswith("moe_block") else "mlp"
+        if module not in self.modules:
+            return set()
+        names = [op.name for op in self._inside]
+        if "mlp_norm" not in names:
+            return set()
+        return {name for name in names[names.index("mlp_norm") + 1 :] if name != "mlp_residual"}
 
     @cached_property
     def _kept_outputs(self) -> frozenset[str]:

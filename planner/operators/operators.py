@@ -431,20 +431,22 @@ def exchange(
 ) -> Operator:
     """All-to-all between the ranks that hold different experts; each sends its own tokens.
 
-    `back`: it brings them back, and its backward sends gradients to experts.  Sent once, what moves
-    is a copy of each token; sent in 8 bits, it moves half as much on its way to experts, and all of
-    it to be combined (DeepSeek-V3, section 3.2.2, arXiv:2412.19437).
+    `back`: it brings them back, and its backward sends gradients to experts.  `size` bytes reach
+    the mean rank; the exchange waits for the busiest.  Sent once, what moves is a copy of each
+    token, and links wait for the busiest of what they lead to (`collectives.dispatch_s`); sent in
+    8 bits, it moves half as much on its way to experts, and all of it to be combined (DeepSeek-V3,
+    section 3.2.2, arXiv:2412.19437).
     """
     kernels = setting.kernels
+    load = routing.busiest_load(setting.expert)
     moved = size / setting.expert_tensor
-    if kernels.expert_once:
-        moved = moved / routing.per_token
+    moved = moved / routing.per_token if kernels.expert_once else moved * load
     narrow = 0.5 if kernels.expert_narrow else 1.0
     return Operator(
         name=name,
         kind="all_to_all",
         inputs=(source,),
-        outputs={name: size},
+        outputs={name: size * load},
         moved_bytes=moved * (1.0 if back else narrow),
         backward_moved_bytes=moved * (narrow if back else 1.0),
         axis="expert",

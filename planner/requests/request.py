@@ -18,7 +18,7 @@ from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import native
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
 from meshwright.planner.documents.document import nearest
-from meshwright.planner.documents.framework import Framework
+from meshwright.planner.documents.framework import Framework, base_of
 from meshwright.planner.documents.framework_space import EVERYTHING, Space
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
@@ -101,7 +101,7 @@ class Request:
                 raise DocumentError(
                     "seq-len", "is given by the shapes of the example batch; leave it out"
                 )
-            if framework != "native":
+            if base_of(framework) != "native":
                 raise DocumentError(
                     "framework", f"is {framework}; a module of your own is trained natively"
                 )
@@ -135,7 +135,7 @@ class Request:
             document_len=document_len,
         )
         framework_ = framework_called(framework)
-        measured = profile if framework_.name == "native" else None
+        measured = profile if base_of(framework_.name) == "native" else None
         return cls(
             model, cluster, job, pins or Pins(), measured, framework_, called, fit_probability
         )
@@ -146,7 +146,7 @@ class Request:
     ) -> Request:
         """Return what a plan answers; layers measured in our runtime are no other framework's."""
         framework_ = framework_called(plan.framework)
-        measured = profile if framework_.name == "native" else None
+        measured = profile if base_of(framework_.name) == "native" else None
         return cls(model, cluster, plan.job, profile=measured, framework=framework_)
 
     @property
@@ -235,9 +235,18 @@ def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> 
     if on_cpu:
         return CPU_SAMPLES * devices
     if tunes:
-        samples = max(FEWEST_TUNING_SAMPLES, TUNING_SAMPLES * devices)
-        return max(1, min(samples, MOST_TUNING_SAMPLES) // devices) * devices
+        return tuning_batch(devices)
     return -(-max(1, TOKENS_PER_STEP // seq_len) // devices) * devices
+
+
+def tuning_batch(devices: int) -> int:
+    """Return the samples of a step of a fine-tuning that does not say: 16 to 128, or one a device.
+
+    >>> tuning_batch(2), tuning_batch(8), tuning_batch(512)
+    (16, 64, 512)
+    """
+    samples = max(FEWEST_TUNING_SAMPLES, TUNING_SAMPLES * devices)
+    return max(1, min(samples, MOST_TUNING_SAMPLES) // devices) * devices
 
 
 def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:

@@ -28,8 +28,8 @@ from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.torch_internals import act_around, share_memory
-from meshwright.runtime.engine.named_loss import ChunkedHead, head_of, token_loss
-from meshwright.runtime.engine.named_loss import in_chunks as module_in_chunks
+from meshwright.runtime.engine.losses.named_loss import ChunkedHead, head_of, token_loss
+from meshwright.runtime.engine.losses.named_loss import in_chunks as module_in_chunks
 from meshwright.runtime.models.family_adapter import (
     Adapter,
     first_buffer,
