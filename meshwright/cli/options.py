@@ -48,6 +48,14 @@ class OptimizerName(StrEnum):
     SGD = "sgd"
 
 
+class BatchingName(StrEnum):
+    """What batches make of samples of several lengths."""
+
+    PACKED = "packed"
+    LONGEST = "longest"
+    EXACT = "exact"
+
+
 class MasterCopies(StrEnum):
     """Copies of 16-bit weights that are trained in their place."""
 
@@ -162,6 +170,24 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
             typer.Option(
                 "--document-len",
                 help="Packed samples: mean over tokens of the length of the token's document",
+            ),
+        ],
+        None,
+    ),
+    "lengths": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--lengths", help="Lengths that vary: MEAN,P95,MAX or a file, a sample on each line"
+            ),
+        ],
+        None,
+    ),
+    "batching": (
+        Annotated[
+            BatchingName | None,
+            typer.Option(
+                "--batching", help="packed (default), padded to the longest, or exact: unpadded"
             ),
         ],
         None,

@@ -119,10 +119,11 @@ def _shared(wanted: FrameworkPlan) -> dict[str, Any]:
 
 def _fsdp(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return how FSDP2 divides states."""
-    plan = wanted.plan
+    plan, lora = wanted.plan, wanted.plan.training.lora
     return {
         "reshard_after_forward": plan.zero == 3,
-        "cpu_ram_efficient_loading": True,
+        # Ranks but the first would wait for weights that are packed as they are loaded.
+        "cpu_ram_efficient_loading": lora is None or not lora.packs_weights,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "activation_checkpointing": recompute_of(wanted) == "full",
     }
@@ -183,7 +184,7 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
         **shared,
         "sequence_len": plan.seq_len,
         "sample_packing": plan.document_len is not None,
-        "flash_attention": True,
+        "attn_implementation": "flash_attention_2",
     }
     if lora is not None:
         bits = _PACKED.get(lora.weights)
