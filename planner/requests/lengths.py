@@ -11,16 +11,15 @@ the longest.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from meshwright.planner.documents.document import read_text
+from meshwright.planner.documents.document import json_data, read_text
 from meshwright.planner.documents.units import MOST_TOKENS
 from meshwright.planner.errors import DocumentError
 
@@ -121,8 +120,8 @@ def read_lengths(text: str) -> Lengths:
 def _length_of(line: str, number: int) -> int:
     """Return the tokens of a sample: a number, `length`, or how many `input_ids` there are."""
     try:
-        sample: Any = json.loads(line)
-    except ValueError as error:
+        sample = json_data(line)
+    except DocumentError as error:
         raise DocumentError(
             "lengths", f"line {number} is no JSON; give one value a line"
         ) from error
