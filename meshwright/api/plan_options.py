@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.profile import Profiles
-from meshwright.planner.documents.training import MasterWeights, Optimizer
+from meshwright.planner.documents.training import MasterWeights, Objective, Optimizer
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.lengths import Batching, LengthsOfJob, lengths_of_job
 from meshwright.planner.requests.pins import read_pins
@@ -45,6 +45,8 @@ class PlanOptions:
     one's own is a factory."""
     masters: MasterWeights = "fp32"
     """`none` trains the 16-bit weights themselves, without an fp32 copy."""
+    objective: Objective = "sft"
+    """`dpo` and `reward` train on pairs, `dpo` and `grpo` beside a frozen reference model."""
     profile: str | None = None
     """File of measurements; GROUP=FILE,GROUP=FILE where devices differ."""
     fix: Sequence[str] = ()
@@ -95,6 +97,7 @@ class PlanOptions:
             lora=self.lora,
             optimizer=self.optimizer if isinstance(self.optimizer, str) else "adamw",
             masters=self.masters,
+            objective=self.objective,
             pins=replace(
                 read_pins(self.fix, self.allow), require=read_requirements(self.require, names)
             ),

@@ -56,6 +56,15 @@ class BatchingName(StrEnum):
     EXACT = "exact"
 
 
+class ObjectiveName(StrEnum):
+    """What is learned."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    REWARD = "reward"
+    GRPO = "grpo"
+
+
 class MasterCopies(StrEnum):
     """Copies of 16-bit weights that are trained in their place."""
 
@@ -197,6 +206,13 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "lora": (LoraOption, None),
     "optimizer": (OptimizerOption, None),
     "masters": (MastersOption, MasterCopies.FP32),
+    "objective": (
+        Annotated[
+            ObjectiveName,
+            typer.Option("--objective", help="dpo and reward: samples are pairs; grpo: one each"),
+        ],
+        ObjectiveName.SFT,
+    ),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[

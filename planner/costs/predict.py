@@ -164,7 +164,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     accelerators = {group.name: group.accelerator for group in cluster.groups}
     peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
     frozen = plan.training.lora is not None
-    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.global_batch, frozen=frozen)
+    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.job.sequences, frozen=frozen)
     used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
@@ -364,7 +364,7 @@ def placement_prediction(
         assumed=assumed,
     )
     flops = step_flops(
-        model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
+        model, seq_len=job.seq_len, global_batch=job.sequences, frozen=job.lora is not None
     )
     every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
     peak = every_peak / layout.stages
@@ -403,7 +403,7 @@ def placement_prediction(
         step_time_low_s=low_s,
         step_time_high_s=high_s,
         step_parts=parts,
-        tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
+        tokens_per_s=job.sequences * job.seq_len / step_s if step_s else 0.0,
         samples_per_s=job.global_batch / step_s
         if is_script(model.source or "") and step_s
         else None,

@@ -205,6 +205,10 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
         "sample_packing": plan.document_len is not None,
         "attn_implementation": "flash_attention_2",
     }
+    if plan.training.objective == "reward":
+        config["reward_model"] = True
+    elif plan.training.objective != "sft":
+        config["rl"] = plan.training.objective
     if lora is not None:
         bits = _PACKED.get(lora.weights)
         every = EVERY_LINEAR in lora.targets
@@ -234,7 +238,7 @@ def llama_factory_text(wanted: FrameworkPlan) -> str:
     # Its own word: blocks are recomputed without it (hparams/model_args.py).
     shared["disable_gradient_checkpointing"] = not shared.pop("gradient_checkpointing")
     config = {
-        "stage": "sft",
+        "stage": {"reward": "rm"}.get(plan.training.objective, plan.training.objective),
         "do_train": True,
         "finetuning_type": "full" if lora is None else "lora",
         "per_device_train_batch_size": plan.micro_batch,
@@ -262,9 +266,26 @@ def llama_factory_text(wanted: FrameworkPlan) -> str:
     return _yaml(config)
 
 
+def llama_factory_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield what it does not do: its reinforcement learning is PPO."""
+    yield from adapter_obstacles(wanted)
+    if wanted.plan.training.objective == "grpo":
+        yield "objective grpo"
+
+
+def trl_outside(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield what of a plan is set elsewhere, and which of TRL's commands reads the file."""
+    objective = wanted.plan.training.objective
+    if objective != "sft":
+        yield f"trl {objective} --config, in place of trl sft"
+    yield from outside(wanted)
+
+
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
+    if plan.training.objective == "grpo":
+        yield "generation of answers, which is no part of the step that was planned"
     yield "the model and the data set, which the same file names"
     yield f"torchrun or accelerate starts {plan.mesh.devices} ranks"
     lora = plan.training.lora

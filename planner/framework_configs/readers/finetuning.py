@@ -53,7 +53,9 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     alpha = settings.amount("lora_alpha") or 2.0 * rank
     targets = [word.strip() for word in settings.words("lora_target")]
     if kind == "lora":
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
+        transformers.adapters(
+            config, rank=rank, alpha=alpha, targets=targets, weights="nf4" if quantised else "full"
+        )
         if (settings.amount("lora_dropout") or 0.0) > 0:
             config.assumed.append("dropout of adapters takes no time (lora_dropout)")
         settings.idle("pure_bf16")
@@ -114,24 +116,22 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
     config = transformers.of_settings(rest, surroundings)
     _fused_of_axolotl(settings, config)
     adapter = settings.choice("adapter", {"lora": "lora", "qlora": "qlora"}, "")
-    if settings.flag("load_in_8bit"):
-        settings.name("load_in_8bit")
-    quantised = bool(settings.flag("load_in_4bit"))
+    weights = transformers.frozen_weights(settings)
     if adapter:
         targets = settings.words("lora_target_modules")
         if settings.flag("lora_target_linear"):
             targets = []
         rank = settings.count("lora_r") or 8
         alpha = settings.amount("lora_alpha") or 16.0
-        four = quantised or adapter == "qlora"
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=four)
+        weights = "nf4" if adapter == "qlora" and weights == "full" else weights
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
         if (settings.amount("lora_dropout") or 0.0) > 0:
             config.assumed.append("dropout of adapters takes no time (lora_dropout)")
     else:
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear")
         settings.idle("lora_dropout")
-        if quantised:
-            settings.name("load_in_4bit")
+        if weights != "full":
+            settings.name("load_in_4bit" if weights == "nf4" else "load_in_8bit")
     settings.expect("fsdp_version", 1, 2)
     _axes_of_axolotl(settings, config)
     return _in_own_words(config, settings, data, _NAMES_OF_AXOLOTL)
@@ -252,7 +252,9 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
     if kind == "lora":
         rank, alpha = settings.count("lora_rank") or 8, settings.amount("lora_alpha") or 32.0
         targets = [word for text in settings.words("target_modules") for word in text.split()]
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
+        transformers.adapters(
+            config, rank=rank, alpha=alpha, targets=targets, weights="nf4" if quantised else "full"
+        )
         if (settings.amount("lora_dropout") or 0.0) > 0:
             config.assumed.append("dropout of adapters takes no time (lora_dropout)")
     else:

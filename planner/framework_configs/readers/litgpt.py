@@ -101,7 +101,9 @@ def _adapters(settings: Settings, config: ParsedConfig) -> None:
     if (settings.amount("lora_dropout") or 0.0) > 0:
         config.assumed.append("dropout of adapters takes no time (lora_dropout)")
     lora: dict[str, Any] = {"rank": rank, "alpha": settings.amount("lora_alpha") or 16.0}
-    config.trains(lora={**lora, "targets": tuple(targets), "quantised": quantised})
+    config.trains(
+        lora={**lora, "targets": tuple(targets), "weights": "nf4" if quantised else "full"}
+    )
 
 
 def _optimizer(settings: Settings, train: Settings, config: ParsedConfig) -> None:

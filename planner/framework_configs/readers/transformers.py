@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.documents.training import FrozenWeights, Optimizer
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
+from meshwright.planner.framework_configs.fine_tuners import TRANSFORMERS_OPTIMIZERS
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
@@ -27,6 +29,14 @@ _RATES = {
     "linear_with_min_lr": "linear",
     "warmup_stable_decay": "wsd",
 }
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    **{word: rule for rule, word in TRANSFORMERS_OPTIMIZERS.items()},
+    **dict.fromkeys(("adamw_torch", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
+}
+"""Words of TrainingArguments' `optim`."""
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
@@ -101,7 +111,7 @@ def of_settings(
     wanted = settings.word("model_name_or_path", "model", "base_model")
     if wanted:
         config.model["registered"] = wanted
-    settings.expect("optim", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+    config.trains(optimizer=settings.choice("optim", OPTIMIZERS, "") or None)
     if config.precision == "fp32":
         settings.expect("tf32", False)
     else:
@@ -162,29 +172,33 @@ def _kernels(settings: Settings, config: ParsedConfig) -> None:
 
 def _adapters(settings: Settings, config: ParsedConfig) -> None:
     """Read adapters, and in how many bits the weights lie that they stand beside."""
-    if settings.flag("load_in_8bit"):
-        settings.name("load_in_8bit")
-    quantised = bool(settings.flag("load_in_4bit"))
+    weights = frozen_weights(settings)
     settings.expect("bnb_4bit_quant_type", "nf4", "fp4")
     if not settings.flag("use_peft"):
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
-        if quantised:
-            settings.name("load_in_4bit")
+        if weights != "full":
+            settings.name("load_in_4bit" if weights == "nf4" else "load_in_8bit")
         return
     targets = [word for text in settings.words("lora_target_modules") for word in text.split()]
     rank, alpha = settings.count("lora_r") or 16, settings.amount("lora_alpha") or 32.0
-    adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
+    adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
     if (settings.amount("lora_dropout") or 0.0) > 0:
         config.assumed.append("dropout of adapters takes no time (lora_dropout)")
 
 
+def frozen_weights(settings: Settings) -> FrozenWeights:
+    """Return in how many bits bitsandbytes stores the weights that are loaded."""
+    four, eight = settings.flag("load_in_4bit"), settings.flag("load_in_8bit")
+    return "nf4" if four else "int8" if eight else "full"
+
+
 def adapters(
-    config: ParsedConfig, *, rank: int, alpha: float, targets: list[str], quantised: bool
+    config: ParsedConfig, *, rank: int, alpha: float, targets: list[str], weights: FrozenWeights
 ) -> None:
     """Note that adapters alone are trained."""
     usual = not targets or set(targets) & {"all", "all-linear"}
     chosen = ("all-linear",) if usual else tuple(dict.fromkeys(targets))
-    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "quantised": quantised})
+    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "weights": weights})
 
 
 def _samples(settings: Settings, config: ParsedConfig) -> None:
