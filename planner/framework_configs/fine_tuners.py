@@ -110,7 +110,7 @@ def transformers_rates(wanted: FrameworkPlan) -> dict[str, Any]:
     return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **fields}
 
 
-def _shared(wanted: FrameworkPlan) -> dict[str, Any]:
+def _training_arguments(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return what TrainingArguments say, by the names that all three share."""
     plan, t = wanted.plan, wanted.plan.training
     config: dict[str, Any] = {
@@ -151,7 +151,7 @@ def trl_text(wanted: FrameworkPlan) -> str:
     plan, lora = wanted.plan, wanted.plan.training.lora
     config = {
         "per_device_train_batch_size": plan.micro_batch,
-        **_shared(wanted),
+        **_training_arguments(wanted),
         "max_length": plan.seq_len,
         "packing": plan.document_len is not None,
         "dtype": "bfloat16" if plan.precision == "bf16" else "auto",
@@ -194,7 +194,7 @@ def _trl_bits(lora: Lora, *, sharded: bool) -> dict[str, Any]:
 def axolotl_text(wanted: FrameworkPlan) -> str:
     """Return the file of `axolotl train`."""
     plan, lora = wanted.plan, wanted.plan.training.lora
-    shared = _shared(wanted)
+    shared = _training_arguments(wanted)
     shared["optimizer"] = shared.pop("optim")
     if "lr_scheduler_type" in shared:
         shared["lr_scheduler"] = shared.pop("lr_scheduler_type")
@@ -234,7 +234,7 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
 def llama_factory_text(wanted: FrameworkPlan) -> str:
     """Return the file of `llamafactory-cli train`."""
     plan, lora = wanted.plan, wanted.plan.training.lora
-    shared = _shared(wanted)
+    shared = _training_arguments(wanted)
     # Its own word: blocks are recomputed without it (hparams/model_args.py).
     shared["disable_gradient_checkpointing"] = not shared.pop("gradient_checkpointing")
     config = {
