@@ -110,7 +110,7 @@ def fsdp1_frozen_states(parameters: float, sharing: StateSharding) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state."""
     n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.is_sharded else 1
     working = _working(n, e, sharing, trained=False)
-    shard, on_host = e * n / d, sharing.offload == "parameters"
+    shard, on_host = sharing.types.frozen_stored * n / d, sharing.offload == "parameters"
     copy = 0.0 if sharing.gathers_again or (d == 1 and not on_host) else e * n
     if on_host:
         working, shard = replace(working, host_bytes=shard), 0.0
