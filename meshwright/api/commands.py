@@ -50,6 +50,7 @@ from meshwright.planner.documents.units import (
     seconds_text,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
+from meshwright.planner.requests.lengths import LENGTH_MULTIPLE, LengthsOfJob, summary
 from meshwright.planner.requests.pins import (
     check_micro_batches,
     outside,
@@ -139,6 +140,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         gap=options.gap,
         progress=options.progress,
     )
+    notes = tuple(_length_notes(options.lengths_of_job(), answer.plan, graph, machine))
+    answer = replace(answer, prediction=answer.prediction.with_notes(*notes))
     if script is not None:
         answer = _of_samples(answer, script.leaves)
     if options.output is not None:
@@ -156,6 +159,28 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         )
         document.write_text(page, options.html)
     return answer
+
+
+def _length_notes(
+    of_job: LengthsOfJob, plan: Plan, graph: ModelGraph, machine: ClusterSpec
+) -> Iterator[str]:
+    """Yield what samples of several lengths waste, and what a step of mean ones takes."""
+    lengths = of_job.lengths
+    if lengths is None:
+        return
+    if of_job.batching == "packed":
+        empty = 1 - lengths.packed_share(plan.seq_len)
+        yield f"{summary(lengths)}; packed in {plan.seq_len:,}, {empty:.0%} of positions are empty"
+        return
+    multiple = LENGTH_MULTIPLE * plan.mesh.context * plan.mesh.tensor
+    mean_len = min(plan.seq_len, of_job.mean_len(plan.micro_batch, multiple))
+    mean = predict_plan(plan.model_copy(update={"seq_len": mean_len}), graph, machine)
+    padded = 1 - lengths.mean / mean_len
+    yield (
+        f"a step of mean samples takes {seconds_text(mean.step_time_s)}, {mean_len:,} tokens each, "
+        f"{padded:.0%} padding; time and memory above are those of the longest"
+    )
+    yield summary(lengths)
 
 
 def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
