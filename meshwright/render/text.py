@@ -125,7 +125,7 @@ def notes_of(prediction: Prediction | None) -> tuple[str, ...]:
     """Return what must be said beside the figures of a plan that is one of several."""
     if prediction is None:
         return ()
-    misfit = () if prediction.fits else ("does not fit in memory",)
+    misfit = () if prediction.fits else (prediction.misfit,)
     return (*misfit, *prediction.notes)
 
 
@@ -219,7 +219,7 @@ def _changes_table(improved: PlanImprovement) -> Table:
             change.what,
             seconds_text(change.prediction.step_time_s),
             f"{'-' if change.saved_s < 0 else ''}{seconds_text(abs(change.saved_s))}",
-            memory if change.prediction.fits else f"{memory}, does not fit",
+            memory if change.prediction.fits else f"{memory}, {change.prediction.misfit}",
         )
     return table
 

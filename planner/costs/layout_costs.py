@@ -161,7 +161,7 @@ class CostTables:
             self._rates.framework,
             job.precision,
             frozen=job.lora is not None,
-            quantised=job.lora is not None and job.lora.quantised,
+            weights=job.lora.weights if job.lora is not None else "full",
         )
         native = (
             base_of(request.framework.name) == "native"

@@ -74,6 +74,8 @@ class Types(Part):
     wide_frozen: Flag = False
     """Of a model in 4 bits whose states are not divided, all that is not is cast to fp32: both ends
     and norms, so that blocks hand on fp32."""
+    wide_adapters: Flag = False
+    """Where states are not divided, adapters are trained in fp32, whatever the model is in."""
     full_with_zero: Flag = False
     """Under ZeRO masters and moments are fp32 whatever a single device trains in, and gradients are
     reduced as they are summed."""
@@ -185,6 +187,8 @@ class Kernels(Part):
     restored_bytes: Amount = 5.0
     """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
     written, at half of the bandwidth of a plain copy."""
+    restored_indices: Amount = 0.0
+    """Bytes of indices for each weight that is restored from 4 bits, of some weights at a time."""
     tuned: Flag = True
     """Products are tuned to their shapes, and reach the device's rate of those; else that of
     torch's own choice, or of the device's measured curve."""

@@ -22,7 +22,7 @@ from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part, nearest
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_own
 from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
-from meshwright.planner.documents.training import Lora, Training
+from meshwright.planner.documents.training import Lora, MasterWeights, Optimizer, Training
 from meshwright.planner.documents.units import (
     MOST_DEVICES,
     MOST_SAMPLES,
@@ -99,6 +99,8 @@ class Job:
     precision: Precision = "bf16"
     lora: Lora | None = None
     """Adapters that alone are trained; None trains the whole model."""
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
     document_len: int | None = None
     """Tokens of the document that a token is in, on average over tokens: the sum of documents'
     squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
@@ -669,6 +671,8 @@ class Plan(Document):
             global_batch=self.global_batch,
             precision=self.precision,
             lora=self.training.lora,
+            optimizer=self.training.optimizer,
+            master_weights=self.training.master_weights,
             document_len=self.document_len,
         )
 

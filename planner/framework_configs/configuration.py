@@ -20,6 +20,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.plugins import load_plugin, plugins
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs import (
+    fine_tuners,
     megatron,
     megatron_bridge,
     torchtitan,
@@ -145,10 +146,40 @@ FRAMEWORKS = {
         torchtitan_toml.obstacles, torchtitan_toml.text, torchtitan_toml.outside, torchtitan.SAYS
     ),
     "megatron-bridge": Written(
-        megatron_bridge.obstacles, megatron_bridge.text, megatron_bridge.outside, megatron.SAYS
+        megatron_bridge.obstacles,
+        megatron_bridge.text,
+        megatron_bridge.outside,
+        megatron.SAYS | {"lora"},
     ),
     "transformers": Written(
-        writers.transformers_obstacles, writers.transformers_text, writers.transformers_outside
+        writers.transformers_obstacles,
+        writers.transformers_text,
+        writers.transformers_outside,
+        fine_tuners.SAYS,
+    ),
+    "trl": Written(
+        fine_tuners.adapter_obstacles,
+        fine_tuners.trl_text,
+        fine_tuners.outside,
+        fine_tuners.SAYS | {"document_len"},
+    ),
+    "axolotl": Written(
+        fine_tuners.adapter_obstacles,
+        fine_tuners.axolotl_text,
+        fine_tuners.outside,
+        fine_tuners.SAYS | {"document_len"},
+    ),
+    "llama-factory": Written(
+        fine_tuners.adapter_obstacles,
+        fine_tuners.llama_factory_text,
+        fine_tuners.outside,
+        fine_tuners.SAYS | {"document_len"},
+    ),
+    "torchtune": Written(
+        fine_tuners.torchtune_obstacles,
+        fine_tuners.torchtune_text,
+        fine_tuners.torchtune_outside,
+        fine_tuners.SAYS | {"document_len"},
     ),
     "deepspeed": Written(
         writers.deepspeed_obstacles, writers.deepspeed_text, writers.deepspeed_outside

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RecomputedModule,
         SelectiveRecompute,
     )
+    from meshwright.planner.documents.training import FrozenWeights
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -94,6 +95,8 @@ class KernelSettings:
     """Adapters' inputs are dropped at random, so that each keeps its own copy and a mask."""
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
+    restored_indices: float = 0.0
+    """Bytes of indices for each weight while it is restored."""
     compiled: bool = False
     """A block is one compiled graph, which keeps what its backward needs and nothing else."""
 
@@ -110,9 +113,17 @@ MODULES = KernelSettings()
 """Modules of `transformers` one by one: those that the runtime trains."""
 
 
+FUSED_RESTORED_BYTES = 5.0
+"""Traffic per weight of restoring it in one kernel: 0.5 read and 2 written, at half of the rate of
+a copy."""
+
+
 @cache
 def compiled_kernels(kernels: KernelSettings) -> KernelSettings:
     """Return the kernels of a block that is compiled: what lies between products is fused."""
+    # In a graph codes are read and weights written, and nothing between them.
+    restored = min(kernels.restored_bytes, FUSED_RESTORED_BYTES)
+    kernels = replace(kernels, restored_bytes=restored, restored_indices=0.0)
     return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
 
 
@@ -122,7 +133,7 @@ def kernels_of(
     *,
     flash_attention: bool | None = None,
     frozen: bool = False,
-    quantised: bool = False,
+    weights: FrozenWeights = "full",
 ) -> KernelSettings:
     """Return a framework's kernels in a job; what a job does not say is as the framework has it."""
     rule = framework.kernels
@@ -162,9 +173,20 @@ def kernels_of(
         shared_divided=framework.experts.shared == "divided",
         frozen=rule.adapters if frozen else None,
         adapters_drop=frozen and rule.adapter_dropout,
-        restored_bytes=rule.restored_bytes if quantised else 0.0,
+        restored_bytes=_restored_bytes(rule.restored_bytes, weights),
+        restored_indices=rule.restored_indices if weights in ("nf4", "mxfp4") else 0.0,
     )
     return MODULES if settings == MODULES else settings
+
+
+def _restored_bytes(four_bits: float, weights: FrozenWeights) -> float:
+    """Return the traffic per weight of restoring it, by that of 4 bits and what is read, written.
+
+    >>> _restored_bytes(5.0, "nf4"), _restored_bytes(5.0, "int8")
+    (5.0, 6.0)
+    """
+    read = {"full": 0.0, "nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "fp8": 1.0}[weights]
+    return four_bits * (read + 2) / 2.5 if read else 0.0
 
 
 def _peak_logit_bytes(loss: Loss) -> float:

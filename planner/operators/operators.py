@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.planner.operators.kernels import MODULES, KernelSettings
-from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger
+from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger, smaller
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.model import Architecture
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NARROW_MULTIPLE = 16
 """Rows and columns of a matrix in 8 bits are multiples of it: cuBLAS (16 bytes), torchao's filter,
 Transformer Engine's assert_dim_for_fp8_exec."""
+INDEXED_TOGETHER = 2.0**22
+"""Weights whose indices are there at once (runtime/techniques/packed_weights.py)."""
 SCALED_TOGETHER = 64
 """Weights in 4 bits that have a scale together (bitsandbytes, quantize_4bit's blocksize)."""
 GEMMA = ("gemma", "gemma2", "gemma3_text")
@@ -261,7 +263,8 @@ def _restored_bytes(setting: Setting, product: Operator) -> float:
     """
     widest = reduce(larger, product.outputs.values()) / sum(product.outputs.values())
     share = widest if product.kernels > 1 else 1.0
-    return (setting.element_bytes + FP32 / SCALED_TOGETHER) * share * product.weights
+    indices = setting.kernels.restored_indices * smaller(INDEXED_TOGETHER, share * product.weights)
+    return indices + (setting.element_bytes + FP32 / SCALED_TOGETHER) * share * product.weights
 
 
 def _dropout_of_input(

@@ -332,7 +332,7 @@ def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bo
     return Lora(
         rank=had.adapter_rank or framework.kernels.adapter_rank,
         targets=ATTENTION if of_attention else framework.kernels.adapter_targets,
-        quantised=quantised or task == "qlora",
+        weights="nf4" if quantised or task == "qlora" else "full",
     )
 
 

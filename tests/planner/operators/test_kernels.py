@@ -183,7 +183,7 @@ def test_tables_of_every_model_are_whole_under_every_framework(framework: Framew
     kernels = [
         kernels_of(framework, "bf16"),
         kernels_of(framework, "fp8", flash_attention=False),
-        kernels_of(framework, "bf16", frozen=True, quantised=True),
+        kernels_of(framework, "bf16", frozen=True, weights="nf4"),
     ]
     for name in LANGUAGE:
         model = resolve_model(name)
