@@ -159,6 +159,7 @@ def options_of_row(row: Row) -> RunOptions:
 def _options(options: str, loss: str, plugins: str) -> RunOptions:
     words = [each for each in (word(part) for part in options.split("+")) if each not in EMPTY]
     of_framework = [name for each in words for name in OF_FRAMEWORKS.get(each, ())]
+    of_framework.sort(key=lambda name: name not in ("layer-units", "flat-units"))
     for plugin, names in OF_PLUGINS.items():
         of_framework += names if plugins.startswith(plugin) else ()
     of_framework += [each for each in words if each in RECOMPUTED_MODULES]
