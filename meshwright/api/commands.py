@@ -31,6 +31,7 @@ from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
 from meshwright.planner.costs.predict import predict as predict_plan
+from meshwright.planner.costs.uncertainty import bounded_by_words
 from meshwright.planner.documents import document
 from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
@@ -322,10 +323,11 @@ def compare_best(
         fit_probability=min(SURE_TO_FIT, max(AS_PREDICTED, mine.fit_probability or 0.0)),
     )
     answer = answer_to(request, "fastest", progress=progress)
-    best = answer.plan.model_copy(update={"training": wanted.training})
+    words = wanted.not_understood
+    best = answer.plan.model_copy(update={"training": wanted.training, "not_understood": words})
     from meshwright.planner.search.plan_differences import waterfall  # noqa: PLC0415 - other commands need none
 
-    answer = replace(answer, plan=best)
+    answer = replace(answer, plan=best, prediction=bounded_by_words(answer.prediction, words))
     if output is not None:
         document.write(best, output)
     return PlanImprovement(
@@ -370,7 +372,6 @@ def import_plan(
     runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
-    from meshwright.planner.framework_configs.harmless_words import bounded  # noqa: PLC0415 - its table
 
     try:
         imported_plan = configs.import_plan(
@@ -389,15 +390,14 @@ def import_plan(
     graph = (
         plan_model(imported_plan.plan, None) if model is None else model_of(model, seq_len=seq_len)
     )
-    prediction = bounded(
-        _with_caveats(imported_plan.plan, graph, machine), imported_plan.not_understood
-    )
+    prediction = _with_caveats(imported_plan.plan, graph, machine)
     if output is not None:
         document.write(imported_plan.plan, output)
     return ImportedPlan(
         plan=imported_plan.plan,
         assumed=imported_plan.assumed,
         unknown=imported_plan.unknown,
+        without_effect=imported_plan.without_effect,
         not_understood=imported_plan.not_understood,
         prediction=prediction,
     )
@@ -435,6 +435,8 @@ class ImportedPlan:
     assumed: tuple[str, ...]
     unknown: tuple[str, ...]
     """Keys that were not used."""
+    without_effect: tuple[str, ...]
+    """Keys that decide nothing beside the others."""
     not_understood: tuple[str, ...]
     """Those that may change seconds or bytes, the most decisive first."""
     prediction: Prediction

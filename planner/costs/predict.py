@@ -38,7 +38,12 @@ from meshwright.planner.costs.memory.rank_memory import (
     widest,
 )
 from meshwright.planner.costs.stage_placement import StagePlacements, alike, branching
-from meshwright.planner.costs.uncertainty import fit_probability, memory_range, step_range
+from meshwright.planner.costs.uncertainty import (
+    bounded_by_words,
+    fit_probability,
+    memory_range,
+    step_range,
+)
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import Activations, Layout, Plan
 from meshwright.planner.documents.prediction import (
@@ -129,6 +134,7 @@ def predict(
         tables, seats = place_stages(plan, request)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
     prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
+    prediction = bounded_by_words(prediction, plan.not_understood)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
 

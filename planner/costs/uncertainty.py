@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.framework import base_of
-from meshwright.planner.documents.prediction import Assumption
+from meshwright.planner.documents.prediction import Assumption, Prediction
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.plan import Layout
@@ -291,3 +291,31 @@ def outside_of(request: Request, layout: Layout) -> tuple[str, ...]:
 def _beyond(value: float, measured: tuple[float, float]) -> bool:
     low, high = measured
     return not low / BEYOND <= value <= high * BEYOND
+
+
+WIDER = 1.25
+"""How much farther the ends of a range lie for one word that was not understood."""
+WIDER_EACH, MOST_OTHERS = 0.05, 5
+"""The same for each other word, and of how many."""
+LEAST_ODDS, MOST_ODDS = 0.15, 0.85
+"""Of fitting, where words were not understood that may change memory."""
+
+
+def bounded_by_words(prediction: Prediction, words: Sequence[str]) -> Prediction:
+    """Return a prediction of what was understood: its range is wider, nothing in it is certain."""
+    if not words:
+        return prediction
+    wider = WIDER * (1 + WIDER_EACH * min(len(words) - 1, MOST_OTHERS))
+    odds = prediction.fit_probability
+    odds = (1.0 if prediction.fits else 0.0) if odds is None else odds
+    named = ", ".join(word[:60] for word in words[:3])
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    peak = prediction.peak_memory_range_bytes
+    update = {
+        "step_time_low_s": prediction.step_time_low_s / wider,
+        "step_time_high_s": prediction.step_time_high_s * wider,
+        "fit_probability": min(max(odds, LEAST_ODDS), MOST_ODDS),
+        "peak_memory_range_bytes": None if peak is None else (peak[0] / wider, peak[1] * wider),
+    }
+    bounded = prediction.model_copy(update=update)
+    return bounded.with_notes(f"not understood: {named}{more}; time and memory may differ")

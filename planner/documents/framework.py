@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -43,10 +43,16 @@ BackwardPrefetch = Literal["before", "behind"]
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
-SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
-RecomputedModule = Literal["layernorm", "act", "moe_act", "mla_up_proj", "mlp", "moe"]
-"""Modules by Megatron-LM's names; `act` is the activation of a dense feed-forward."""
-CHEAP_MODULES: tuple[RecomputedModule, ...] = ("layernorm", "act", "moe_act", "mla_up_proj")
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "modules"]
+RecomputeModule = Literal[
+    "act", "core-attn", "layernorm", "mla-up-proj", "mlp", "moe", "moe-act", "shared-experts"
+]
+"""Parts of a block that Megatron Core recomputes one by one (transformer_config.py,
+recompute_modules): norms, projections up from latents and activations of experts are made again
+without their outputs being kept; the others are checkpoints of their own.  `act` is the activation
+of a feed-forward without experts."""
+CHEAP_MODULES: tuple[RecomputeModule, ...] = ("act", "layernorm", "mla-up-proj", "moe-act")
+"""Those that are cheap to make again (DeepSeek-V3, section 3.2.3, arXiv:2412.19437)."""
 Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
@@ -280,10 +286,8 @@ class RecomputeRule(Part):
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
     every second product's; all outputs but products', attention's and those of collectives that
-    shrink; all of every second block; or what is `cheap` to make again: norms, gated products and
-    the projections up from latents."""
-    modules: tuple[RecomputedModule, ...] = CHEAP_MODULES
-    """What is recomputed of what is `cheap`; a whole feed-forward too, where a run asks for it."""
+    shrink; all of every second block; or what belongs to `modules`."""
+    modules: tuple[RecomputeModule, ...] = ()
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
     reentrant: Flag = False
@@ -732,18 +736,6 @@ def without_sources(
 GRAPH_REPLAY_S = 5e-5
 """One call of `torch.cuda.CUDAGraph.replay` through torch.cuda.make_graphed_callables."""
 
-_MODULES: Mapping[str, RecomputedModule] = {
-    "norm": "layernorm",
-    "act": "act",
-    "moe-act": "moe_act",
-    "mla-up": "mla_up_proj",
-    "mlp": "mlp",
-    "moe": "moe",
-}
-RECOMPUTED_MODULES: Mapping[str, RecomputedModule] = {
-    f"recompute-{name}": module for name, module in _MODULES.items()
-}
-"""Options that name a module which selective recompute drops; several add up."""
 OPTIONS: Mapping[str, Mapping[str, object]] = {
     "flash": {"kernels.flash_attention": True},
     "eager-attention": {"kernels.flash_attention": False},
@@ -765,8 +757,11 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     # CollectiveFingerPrint::verify (torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp).  Of Gloo,
     # one takes 35 µs on an idle CPU and 46 to 63 µs while it checks (measured 2026-11-23).
     "checked-collectives": {"host.checked_s": 0.2e-3},
-    "cheap-recompute": {"recompute.selective": "cheap"},
-    **{f"recompute-{name}": {"recompute.selective": "cheap"} for name in _MODULES},
+    "cheap-recompute": {"recompute.selective": "modules", "recompute.modules": CHEAP_MODULES},
+    **{
+        f"recompute-{module}": {"recompute.selective": "modules", "recompute.modules": (module,)}
+        for module in get_args(RecomputeModule)
+    },
     "narrow-frozen": {"types.wide_frozen": False},
     "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
@@ -909,14 +904,17 @@ def with_options(framework: Framework, options: Sequence[str]) -> Framework:
                 f"native has kernels of its own, so no '{option}'; "
                 "leave it out, or name another --framework",
             )
-        changed = with_figures(framework, OPTIONS[option])
-        if option in RECOMPUTED_MODULES:
-            modules = tuple(RECOMPUTED_MODULES[o] for o in options if o in RECOMPUTED_MODULES)
-            changed = with_figures(changed, {"recompute.modules": modules})
+        values = dict(OPTIONS[option])
+        if "recompute.modules" in values:  # each adds its own to those before
+            modules = (*framework.recompute.modules, *OPTIONS[option]["recompute.modules"])  # type: ignore[misc]
+            values["recompute.modules"] = tuple(dict.fromkeys(modules))
+        changed = with_figures(framework, values)
         if changed != framework:
             framework = changed.model_copy(update={"name": f"{framework.name}+{option}"})
     space = framework.space
-    if space is None or not space.selective_core or framework.kernels.flash_attention:
+    writes_core = space is not None and space.selective_core
+    has_core = writes_core and not framework.kernels.flash_attention
+    if space is None or not (has_core or framework.recompute.modules):
         return framework
     choices = tuple(dict.fromkeys(("none", "selective", *space.recompute)))
     return framework.model_copy(update={"space": space.model_copy(update={"recompute": choices})})

@@ -83,6 +83,10 @@ Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
 
+MOST_WORDS = 500
+"""Words that were not understood of a configuration and that a plan keeps."""
+
+
 def check_size(name: str, value: int, most: int) -> None:
     """Refuse a count of samples or tokens that nobody trains with."""
     if not 1 <= value <= most:
@@ -425,6 +429,12 @@ class Plan(Document):
     """Of each data-parallel rank in order, where they lie on devices that differ."""
     stages: tuple[Stage, ...]
     """In the order in which the model runs through them."""
+    read_from: Line | None = None
+    """The kind of configuration that it was read from, and that its framework therefore runs;
+    written only where there is one."""
+    not_understood: Annotated[tuple[Text, ...], Field(max_length=MOST_WORDS)] = ()
+    """Words of the configuration it was read from that may change seconds or bytes, the most
+    decisive first; predictions are wider and never certain.  Written only where there are any."""
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -432,7 +442,7 @@ class Plan(Document):
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
         brief = (axis.name for axis in LAYOUT_AXES if not axis.always_written)
-        for name in ("document_len", *brief):
+        for name in ("document_len", "read_from", "not_understood", *brief):
             if fields.get(name) == type(self).model_fields[name].default:
                 fields.pop(name, None)
         return fields

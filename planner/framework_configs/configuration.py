@@ -62,7 +62,8 @@ def configuration(
         raise DocumentError("to", f"is '{to:.40}'; {nearest(to, targets)}")
     reasons = obstacles(plan, model, to, cluster)
     if reasons:
-        raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(reasons)}")
+        cannot = "has no words here for" if plan.read_from is not None else "cannot run"
+        raise DocumentError("to", f"{to} {cannot} this plan: {'; '.join(reasons)}")
     wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe)
     return _writer(to).text(wanted)
 
@@ -98,8 +99,11 @@ def obstacles(
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
     """Say why the framework of a plan does not run it: by its configuration, or by its space.
 
-    A plan has figures all the same: those of the framework, were it to run the plan.
+    A plan has figures all the same: those of the framework, were it to run the plan.  One that was
+    read from a configuration of it is run by it.
     """
+    if plan.read_from is not None:
+        return ()
     framework, layout = base_of(plan.framework), plan.layout
     request = Request.of_plan(plan, model, cluster)
     reason = rules_of(request.framework)(model, cluster, plan.job, layout)

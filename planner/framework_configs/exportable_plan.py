@@ -110,6 +110,7 @@ _WRITTEN = {
     *("format", "model", "cluster", "framework", "seq_len", "global_batch", "precision", "mesh"),
     *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches"),
     *("training", "timeout_s", "groups", "shares", "stages"),
+    *("read_from", "not_understood"),
     *(axis.name for axis in LAYOUT_AXES if axis.exported is None),
 }
 """Fields of a plan that configurations say, or that are refused by name."""

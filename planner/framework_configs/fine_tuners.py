@@ -93,6 +93,23 @@ def quantization_text(lora: Lora, *, sharded: bool) -> str:
     )
 
 
+def transformers_rates(wanted: FrameworkPlan) -> dict[str, Any]:
+    """Return the learning rates; without a fall they stay, however long the run is."""
+    t = wanted.plan.training
+    fields: dict[str, Any] = {"warmup_steps": t.warmup_steps}
+    if not wanted.falls:
+        name = "constant_with_warmup" if t.warmup_steps else "constant"
+        return {"lr_scheduler_type": name, **fields}
+    fields["max_steps"] = t.rate_steps
+    if t.rate_schedule == "wsd":
+        kind = {"num_decay_steps": t.decay_steps, "decay_type": "linear"}
+        name, kwargs = "warmup_stable_decay", {**kind, "min_lr_ratio": t.floor}
+    else:
+        name = f"{t.rate_schedule}_with_min_lr" if t.floor else t.rate_schedule
+        kwargs = {"min_lr_rate": t.floor} if t.floor else {}
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **fields}
+
+
 def _shared(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return what TrainingArguments say, by the names that all three share."""
     plan, t = wanted.plan, wanted.plan.training
@@ -112,7 +129,7 @@ def _shared(wanted: FrameworkPlan) -> dict[str, Any]:
             "adam_beta2": t.beta2,
             "adam_epsilon": t.epsilon,
             "max_grad_norm": t.clip_norm,
-            "warmup_steps": t.warmup_steps,
+            **transformers_rates(wanted),
         }
     return config
 
@@ -178,6 +195,8 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
     plan, lora = wanted.plan, wanted.plan.training.lora
     shared = _shared(wanted)
     shared["optimizer"] = shared.pop("optim")
+    if "lr_scheduler_type" in shared:
+        shared["lr_scheduler"] = shared.pop("lr_scheduler_type")
     config = {
         "micro_batch_size": plan.micro_batch,
         **shared,
@@ -210,12 +229,15 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
 def llama_factory_text(wanted: FrameworkPlan) -> str:
     """Return the file of `llamafactory-cli train`."""
     plan, lora = wanted.plan, wanted.plan.training.lora
+    shared = _shared(wanted)
+    # Its own word: blocks are recomputed without it (hparams/model_args.py).
+    shared["disable_gradient_checkpointing"] = not shared.pop("gradient_checkpointing")
     config = {
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "full" if lora is None else "lora",
         "per_device_train_batch_size": plan.micro_batch,
-        **_shared(wanted),
+        **shared,
         "cutoff_len": plan.seq_len,
         "packing": plan.document_len is not None,
         "flash_attn": "fa2",

@@ -71,7 +71,7 @@ def transformers_text(wanted: FrameworkPlan) -> str:
         "adam_epsilon": t.epsilon,
         "weight_decay": t.weight_decay,
         "max_grad_norm": t.clip_norm,
-        **_transformers_rates(wanted),
+        **fine_tuners.transformers_rates(wanted),
         "gradient_checkpointing": not plan.zero and recompute_of(wanted) == "full",
         "torch_compile": plan.compile == "block",
     }
@@ -88,23 +88,6 @@ def transformers_text(wanted: FrameworkPlan) -> str:
         }
     text: str = yaml.safe_dump(config, sort_keys=False)
     return text
-
-
-def _transformers_rates(wanted: FrameworkPlan) -> dict[str, Any]:
-    """Return the learning rates; without a fall they stay, however long the run is."""
-    t = wanted.plan.training
-    fields: dict[str, Any] = {"warmup_steps": t.warmup_steps}
-    if not wanted.falls:
-        name = "constant_with_warmup" if t.warmup_steps else "constant"
-        return {"lr_scheduler_type": name, **fields}
-    fields["max_steps"] = t.rate_steps
-    if t.rate_schedule == "wsd":
-        kind = {"num_decay_steps": t.decay_steps, "decay_type": "linear"}
-        name, kwargs = "warmup_stable_decay", {**kind, "min_lr_ratio": t.floor}
-    else:
-        name = f"{t.rate_schedule}_with_min_lr" if t.floor else t.rate_schedule
-        kwargs = {"min_lr_rate": t.floor} if t.floor else {}
-    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **fields}
 
 
 def transformers_outside(wanted: FrameworkPlan) -> Iterator[str]:

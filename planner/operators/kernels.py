@@ -12,13 +12,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
-from meshwright.planner.documents.framework import CHEAP_MODULES, NATURAL_SPREAD
+from meshwright.planner.documents.framework import NATURAL_SPREAD
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.framework import (
         Framework,
         Loss,
-        RecomputedModule,
+        RecomputeModule,
         SelectiveRecompute,
     )
     from meshwright.planner.documents.training import FrozenWeights
@@ -70,8 +70,8 @@ class KernelSettings:
     balanced: bool = True
     """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
-    modules: tuple[RecomputedModule, ...] = CHEAP_MODULES
-    """What `cheap` selective recompute drops."""
+    modules: tuple[RecomputeModule, ...] = ()
+    """What selective recompute of `modules` drops."""
     early_stop: bool = True
     expert_moves: float = 0.0
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""

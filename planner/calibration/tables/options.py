@@ -16,7 +16,6 @@ from functools import lru_cache
 
 from meshwright.planner.calibration.tables.cells import EMPTY, Row, word
 from meshwright.planner.documents.cluster import Precision
-from meshwright.planner.documents.framework import RECOMPUTED_MODULES
 from meshwright.planner.documents.plan import Scales
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.training import Optimizer
@@ -54,6 +53,12 @@ OF_FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "liger": ("fused-norms", "fused-gates"),
     "balanced-routing": ("balanced-routing",),
     "gptq": ("narrow-frozen",),
+    "recompute-act": ("recompute-act",),
+    "recompute-mla-up": ("recompute-mla-up-proj",),
+    "recompute-mlp": ("recompute-mlp",),
+    "recompute-moe": ("recompute-moe",),
+    "recompute-moe-act": ("recompute-moe-act",),
+    "recompute-norm": ("recompute-layernorm",),
 }
 """Options of the framework that a word stands for."""
 OF_PLUGINS: Mapping[str, tuple[str, ...]] = {"accelerated-peft-bnb": ("narrow-frozen",)}
@@ -162,7 +167,6 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
     of_framework.sort(key=lambda name: name not in ("layer-units", "flat-units"))
     for plugin, names in OF_PLUGINS.items():
         of_framework += names if plugins.startswith(plugin) else ()
-    of_framework += [each for each in words if each in RECOMPUTED_MODULES]
     choices = [RECOMPUTED[each] for each in words if each in RECOMPUTED]
     counts = {match[1]: int(match[2]) for each in words if (match := FEWER.fullmatch(each))}
     ranks = [int(match[1]) for each in words if (match := RANK.fullmatch(each))]

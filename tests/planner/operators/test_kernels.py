@@ -10,7 +10,7 @@ import pytest
 from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.catalog import frameworks, models, native
 from meshwright.planner.catalog.expressions import resolve_model
-from meshwright.planner.documents.framework import Framework, with_figures
+from meshwright.planner.documents.framework import CHEAP_MODULES, Framework, with_figures
 from meshwright.planner.operators.kernels import MODULES, KernelSettings, kernels_of
 from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import ManySettings, OperatorTable, Setting
@@ -316,7 +316,7 @@ def test_what_is_cheap_to_make_again_is_dropped_and_nothing_else() -> None:
     # Llama-3.1-8B fused, bf16, per token: inputs of both norms 2 h each, queries, keys and values
     # 2 (h + 2 x 1,024), attention's output 2 h and a sum of 4 for each of 32 heads, gate and up 2 f
     # each.  Norms' outputs and roots, and the gated product, are made again.
-    found = of("llama-3.1-8b", "block", fused(selective="cheap"))
+    found = of("llama-3.1-8b", "block", fused(selective="modules", modules=CHEAP_MODULES))
     h, f = 4096, 14336
 
     kept = 2 * h + 2 * h + 2 * (h + 2 * 1024) + 2 * h + 4 * 32 + 2 * 2 * f

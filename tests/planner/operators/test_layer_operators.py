@@ -221,7 +221,7 @@ def test_experts_on_several_ranks_exchange_tokens_both_ways() -> None:
 def test_a_feed_forward_that_is_recomputed_as_a_whole_keeps_its_input(
     module: str, kind: str
 ) -> None:
-    kernels = replace(MODULES, selective="cheap", modules=(module,))
+    kernels = replace(MODULES, selective="modules", modules=(module,))
     table = of(resolve_model("deepseek-v3"), kind, expert=8, kernels=kernels)
 
     again = table.recomputed_operators("selective")
