@@ -19,6 +19,12 @@ from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.preflight import Preflight
 from meshwright.runtime.launch.rank_processes import BadEnd, blames_a_peer, is_timeout, log_end
+from meshwright.runtime.launch.transient_errors import (
+    device_problem,
+    folder_problem,
+    is_of_device,
+    is_transient,
+)
 from meshwright.runtime.resilience.hang_detector import HungRank
 from meshwright.runtime.resilience.heartbeat import stack_file
 from meshwright.runtime.run import run_folder as run
@@ -246,6 +252,10 @@ def bad_end(
         kind, cause = RankLost, "crash" if killed else "device"
     elif waits:
         kind, cause = RanksHang, "hang"
+    elif failure is not None and _may_pass(failure):
+        kind = RankFailed
+        end, problem = _tested(ready, bad, failure, after_step=after_step)
+        how += problem
     elif failure is None:
         kind = RankFailed  # neither its program nor a driver has said why
     elif failure is not None and blames_a_peer(failure):
@@ -263,6 +273,28 @@ def bad_end(
         end=end or RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
         output=ready.output,
     )
+
+
+def _may_pass(failure: run.Failure) -> bool:
+    of_others = blames_a_peer(failure) or faults.assertion(failure)
+    return is_transient(failure) and not of_others
+
+
+def _tested(
+    ready: Preflight, bad: BadEnd, failure: run.Failure, *, after_step: int
+) -> tuple[RankEnd, str]:
+    """Test what gave an error that may pass; return the end, and what is wrong as words behind."""
+    rank = bad.cause.rank
+    of_device = is_of_device(failure)
+    end = RankEnd(cause="transient", rank=rank, after_step=after_step, named=of_device)
+    if of_device and ready.ranks.device == "cuda":
+        problem = device_problem(ready.ranks.devices[rank])
+        if problem is not None:
+            return end.model_copy(update={"cause": "device"}), f"; of its device: {problem}"
+    folder = ready.run.checkpoint
+    if not of_device and folder is not None and (problem := folder_problem(folder)) is not None:
+        return end.model_copy(update={"cause": "program"}), f"; and {folder}: {problem}"
+    return end, ""
 
 
 def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tuple[str, bool]:
