@@ -31,6 +31,7 @@ from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
 from meshwright.planner.costs.predict import predict as predict_plan
+from meshwright.planner.costs.uncertainty import bounded_by_words
 from meshwright.planner.documents import document
 from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
@@ -39,6 +40,7 @@ from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
 from meshwright.planner.documents.plan import Job, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
+from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.documents.units import (
     bytes_text,
     count_text,
@@ -61,7 +63,12 @@ from meshwright.planner.requests.request import (
     pinned_layout,
 )
 from meshwright.planner.search.answer import Alternative, Answer, Progress
-from meshwright.planner.search.cluster_parts import dividing_batch, search_parts, used_text
+from meshwright.planner.search.cluster_parts import (
+    PartAnswer,
+    dividing_batch,
+    search_parts,
+    used_text,
+)
 from meshwright.planner.search.plan_preference import Prefer, alternative_row, not_worth_eight_bits
 from meshwright.planner.search.proof_budget import GapProgress, effort_to
 from meshwright.planner.search.search import search
@@ -167,18 +174,28 @@ def answer_to(
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     gap_progress = None if progress is None or gap is None else _closing(progress)
-    try:
-        searched = search_parts(
-            request,
-            prefer,
-            solver=solver,
-            top=top,
-            progress=progress,
-            effort=effort_to(gap),
-            gap_progress=gap_progress,
-        )
-    except NoPlanFits as error:
-        raise type(error)(f"{error}{_with_less_surety(request)}") from error
+    searched: PartAnswer | None = None
+    refused: NoPlanFits | None = None
+    for wanted in _with_packed_weights(request):
+        try:
+            found = search_parts(
+                wanted,
+                prefer,
+                solver=solver,
+                top=top,
+                progress=progress,
+                effort=effort_to(gap),
+                gap_progress=gap_progress,
+            )
+        except NoPlanFits as error:
+            refused = error
+            continue
+        step_s = found.answer.prediction.step_time_s
+        if searched is None or step_s < searched.answer.prediction.step_time_s:
+            searched, request = found, wanted
+    if searched is None:
+        assert refused is not None
+        raise type(refused)(f"{refused}{_with_less_surety(request)}") from refused
     answer = searched.answer
     prediction = answer.prediction.on(
         request.cluster.devices,
@@ -192,6 +209,20 @@ def answer_to(
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
+
+
+def _with_packed_weights(request: Request) -> Iterator[Request]:
+    """Yield a request, and the same with frozen weights in 4 bits where that is allowed.
+
+    Experts of gpt-oss are published in MXFP4.
+    """
+    yield request
+    lora, a = request.job.lora, request.model.architecture
+    if "quantized" not in request.pins.allowed or lora is None or lora.packs_weights:
+        return
+    published = "mxfp4" if a is not None and a.family == "gpt_oss" else "nf4"
+    packed = lora.model_copy(update={"weights": published})
+    yield replace(request, job=replace(request.job, lora=packed))
 
 
 def _open_gap(certificate: Certificate, asked: float | None) -> Iterator[str]:
@@ -292,10 +323,11 @@ def compare_best(
         fit_probability=min(SURE_TO_FIT, max(AS_PREDICTED, mine.fit_probability or 0.0)),
     )
     answer = answer_to(request, "fastest", progress=progress)
-    best = answer.plan.model_copy(update={"training": wanted.training})
+    words = wanted.not_understood
+    best = answer.plan.model_copy(update={"training": wanted.training, "not_understood": words})
     from meshwright.planner.search.plan_differences import waterfall  # noqa: PLC0415 - other commands need none
 
-    answer = replace(answer, plan=best)
+    answer = replace(answer, plan=best, prediction=bounded_by_words(answer.prediction, words))
     if output is not None:
         document.write(best, output)
     return PlanImprovement(
@@ -310,7 +342,7 @@ def compare_best(
 def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
     """Yield what to know before the figures are believed."""
     if not mine.fits:
-        yield "yours does not fit in memory: its time is that of larger devices"
+        yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
         yield from (f"{name} {note}" for note in prediction.notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
@@ -340,7 +372,6 @@ def import_plan(
     runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
-    from meshwright.planner.framework_configs.harmless_words import bounded  # noqa: PLC0415 - its table
 
     try:
         imported_plan = configs.import_plan(
@@ -359,15 +390,14 @@ def import_plan(
     graph = (
         plan_model(imported_plan.plan, None) if model is None else model_of(model, seq_len=seq_len)
     )
-    prediction = bounded(
-        _with_caveats(imported_plan.plan, graph, machine), imported_plan.not_understood
-    )
+    prediction = _with_caveats(imported_plan.plan, graph, machine)
     if output is not None:
         document.write(imported_plan.plan, output)
     return ImportedPlan(
         plan=imported_plan.plan,
         assumed=imported_plan.assumed,
         unknown=imported_plan.unknown,
+        without_effect=imported_plan.without_effect,
         not_understood=imported_plan.not_understood,
         prediction=prediction,
     )
@@ -405,6 +435,8 @@ class ImportedPlan:
     assumed: tuple[str, ...]
     unknown: tuple[str, ...]
     """Keys that were not used."""
+    without_effect: tuple[str, ...]
+    """Keys that decide nothing beside the others."""
     not_understood: tuple[str, ...]
     """Those that may change seconds or bytes, the most decisive first."""
     prediction: Prediction
@@ -451,6 +483,8 @@ def predict(
     global_batch: int | None = None,
     precision: Precision | None = None,
     lora: Sequence[str] = (),
+    optimizer: Optimizer = "adamw",
+    masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
 ) -> Prediction:
@@ -467,6 +501,8 @@ def predict(
         global_batch=global_batch,
         precision=precision,
         lora=lora,
+        optimizer=optimizer,
+        masters=masters,
         profile=profile,
         framework=framework,
     ).prediction
@@ -481,6 +517,8 @@ def predicted_plan(
     global_batch: int | None = None,
     precision: Precision | None = None,
     lora: Sequence[str] = (),
+    optimizer: Optimizer = "adamw",
+    masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
 ) -> PredictedPlan:
@@ -494,6 +532,8 @@ def predicted_plan(
             "global-batch": global_batch,
             "precision": precision,
             "lora": lora or None,
+            "optimizer": None if optimizer == "adamw" else optimizer,
+            "masters": None if masters == "fp32" else masters,
         }
         for name, value in given.items():
             if value is not None:
@@ -522,6 +562,8 @@ def predicted_plan(
         global_batch=global_batch,
         precision=precision,
         lora=lora,
+        optimizer=optimizer,
+        masters=masters,
         pins=pins,
         profile=measured,
         framework=framework,
@@ -529,7 +571,7 @@ def predicted_plan(
     wanted_layout = pinned_layout(request, idle=idle)
     check_micro_batches(layout or "", wanted_layout)
     notes = tuple(without_effect(pins, wanted_layout))
-    if framework != "native":
+    if base_of(framework) != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
             framework_plan,
             framework_prediction,

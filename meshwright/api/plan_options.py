@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.profile import Profiles
+from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import SURE_TO_FIT, Request
@@ -33,13 +34,19 @@ class PlanOptions:
     """Samples of a step."""
     precision: Precision | None = None
     lora: Sequence[str] = ()
-    """Settings of adapters, which alone are trained: `rank=16`."""
+    """Settings of adapters, which alone are trained: `rank=16`, `weights=nf4`."""
+    optimizer: Optimizer | Callable[[Any], Any] | None = None
+    """What updates weights: `adamw-8bit`, `adafactor`, `muon`; None: `adamw`.  That of a module of
+    one's own is a factory."""
+    masters: MasterWeights = "fp32"
+    """`none` trains the 16-bit weights themselves, without an fp32 copy."""
     profile: str | None = None
     """File of measurements; GROUP=FILE,GROUP=FILE where devices differ."""
     fix: Sequence[str] = ()
     """Choices that are pinned: `tp=8`."""
     allow: Sequence[str] = ()
-    """Choices beyond the usual space: `offload`; `stale` and `compress`, which change training."""
+    """Choices beyond the usual space: `offload`; `stale`, `compress` and `quantized` (frozen
+    weights in 4 bits beside adapters), which change training."""
     require: Sequence[str] = ()
     """Constraints of stages in words, as meshwright.planner.solver.requirements reads them."""
     solver: str = "exact"
@@ -74,6 +81,8 @@ class PlanOptions:
             global_batch=self.global_batch,
             precision=self.precision,
             lora=self.lora,
+            optimizer=self.optimizer if isinstance(self.optimizer, str) else "adamw",
+            masters=self.masters,
             pins=replace(
                 read_pins(self.fix, self.allow), require=read_requirements(self.require, names)
             ),

@@ -30,6 +30,13 @@ class WhatIfSizing(StrEnum):
     AFFORD = "afford"
 
 
+class WhatIfMarket(StrEnum):
+    """Kinds of providers."""
+
+    SPECIALIST = "specialist"
+    HYPERSCALER = "hyperscaler"
+
+
 class WhatIfTuning(StrEnum):
     """Kinds of training."""
 
@@ -79,6 +86,12 @@ def whatif(
     utilisation: Annotated[
         float | None,
         typer.Option("--utilisation", help="Share of bought or reserved hours that all work uses"),
+    ] = None,
+    market: Annotated[
+        WhatIfMarket | None, typer.Option("--market", help="Ask one kind of provider")
+    ] = None,
+    quota: Annotated[
+        int | None, typer.Option("--quota", help="Devices rented at once, with {n}: 512")
     ] = None,
     years: Annotated[
         float | None, typer.Option("--years", help="Years until bought devices are sold")
@@ -154,6 +167,8 @@ def whatif(
             electricity=electricity,
             utilisation=utilisation,
             years=years,
+            market=market.value if market else None,
+            quota=quota,
             by=by.value if by else None,
             day_usd=day_usd,
             tuning=tuning.value if tuning else None,
@@ -211,10 +226,32 @@ class Shelf(StrEnum):
     MODELS = "models"
     FRAMEWORKS = "frameworks"
     PRICES = "prices"
+    CLUSTER = "cluster"
+
+
+def _write_cluster(text: str, output: str | None, *, json: bool) -> None:
+    """Write a cluster as a file to change, or print it."""
+    from meshwright.planner.catalog.cluster_file import commented
+    from meshwright.planner.catalog.expressions import resolve_cluster
+    from meshwright.planner.documents import document
+    from meshwright.render.json_output import as_json
+
+    cluster = resolve_cluster(text)
+    if output is not None:
+        document.write_text(commented(cluster), output)
+    if json:
+        print(as_json(cluster.model_dump(mode="json", exclude_none=True)))
+    elif output is None:
+        print(commented(cluster), end="")
+    else:
+        out.print(f"written to {output}; use: plan MODEL --cluster {output}")
 
 
 def catalog(
     shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
+    what: Annotated[
+        str | None, typer.Argument(help="With cluster: which, as 4x8xh100-sxm-80gb")
+    ] = None,
     plugins: Annotated[
         bool, typer.Option("--plugins", help="List what installed packages add instead")
     ] = False,
@@ -228,16 +265,29 @@ def catalog(
         str | None, typer.Option("--date", help="With --import: month of the prices, 2026-11")
     ] = None,
     output: Annotated[
-        str, typer.Option("-o", "--output", help="With --import: write the prices here")
-    ] = "rents.yaml",
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="With --import: write the prices here, default rents.yaml; with cluster: the file",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """List what can be named: models, accelerators, prices."""
+    """List what can be named: models, accelerators, prices; or write a cluster to change."""
     from meshwright.api import commands
     from meshwright.render.json_output import as_json
     from meshwright.render.text import catalog_table
 
+    if (what is None) == (shelf is Shelf.CLUSTER):
+        raise DocumentError(
+            "", "of the lists, cluster alone takes a name; write catalog cluster 4x8xh100-sxm-80gb"
+        )
+    if what is not None:
+        _write_cluster(what, output, json=json)
+        return
     if imported is not None:
+        output = output or "rents.yaml"
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError(
                 "import", "goes with `catalog prices` and the list's --date; give both"

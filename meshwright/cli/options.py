@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from enum import StrEnum
@@ -34,6 +35,26 @@ class Precision(StrEnum):
     NVFP4 = "nvfp4"
 
 
+class OptimizerName(StrEnum):
+    """What updates weights."""
+
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw-bf16"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAMW_8BIT_PAGED = "adamw-8bit-paged"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    MUON = "muon"
+    SGD = "sgd"
+
+
+class MasterCopies(StrEnum):
+    """Copies of 16-bit weights that are trained in their place."""
+
+    FP32 = "fp32"
+    NONE = "none"
+
+
 class Solver(StrEnum):
     """How the partition problem of each layout is solved."""
 
@@ -50,7 +71,27 @@ class Preferred(StrEnum):
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(help="A catalogue name, a config.json or its folder, file.py:factory"),
+    typer.Argument(
+        help="A name of the catalogue or of the Hugging Face hub, a config.json or its folder, "
+        "file.py:factory"
+    ),
+]
+
+
+def _stay_offline(asked: bool) -> None:
+    if asked:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        callback=_stay_offline,
+        expose_value=False,
+        is_eager=True,
+        help="Fetch no model's config.json from the Hugging Face hub",
+    ),
 ]
 CLUSTERS = "8xh100-sxm-80gb, 16x8xh100-sxm-80gb, 4xp5.48xlarge, local:2, cluster.yaml"
 ClusterOption = Annotated[
@@ -97,7 +138,17 @@ ProfileOption = Annotated[
 ]
 LoraOption = Annotated[
     list[str] | None,
-    typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+    typer.Option(
+        "--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj], weights=nf4"
+    ),
+]
+OptimizerOption = Annotated[
+    OptimizerName | None,
+    typer.Option("--optimizer", help="What updates weights; adamw has a framework's own moments"),
+]
+MastersOption = Annotated[
+    MasterCopies,
+    typer.Option("--masters", help="fp32 copies of 16-bit weights, or none: those are trained"),
 ]
 PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seq_len": (SeqLen, None),
@@ -114,6 +165,8 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "global_batch": (GlobalBatch, None),
     "precision": (PrecisionOption, None),
     "lora": (LoraOption, None),
+    "optimizer": (OptimizerOption, None),
+    "masters": (MastersOption, MasterCopies.FP32),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[
@@ -127,7 +180,8 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
             list[str] | None,
             typer.Option(
                 "--allow",
-                help="offload to the host, async-tensor; stale or compress, which change training",
+                help="offload to the host, async-tensor; stale, compress or quantized (frozen "
+                "weights beside --lora), which change training",
             ),
         ],
         None,

@@ -20,8 +20,12 @@ from meshwright.cli.options import (
     Html,
     Json,
     LoraOption,
+    MasterCopies,
+    MastersOption,
     ModelArgument,
+    Offline,
     OfPlan,
+    OptimizerOption,
     Output,
     PrecisionOption,
     ProfileOption,
@@ -30,6 +34,7 @@ from meshwright.cli.options import (
     SolverOption,
     with_plan_options,
 )
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ def plan(
     html: Html = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
     from meshwright.api import commands
@@ -116,7 +122,7 @@ def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
     from meshwright.planner.documents.model import is_script
 
-    if plan.framework != "native":
+    if base_of(plan.framework) != "native":
         return f"meshwright export {file}"
     if is_script(plan.model.source):
         return f"meshwright run --plan {file} SCRIPT.py"
@@ -196,6 +202,7 @@ def import_(
     output: Output = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Read another framework's configuration as a plan.
 
@@ -234,10 +241,13 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     lora: LoraOption = None,
+    optimizer: OptimizerOption = None,
+    masters: MastersOption = MasterCopies.FP32,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Predict the time and memory of a plan or a layout."""
     from meshwright.api import commands
@@ -264,6 +274,8 @@ def predict(
         global_batch=global_batch,
         precision=usual,
         lora=lora or (),
+        optimizer=optimizer.value if optimizer else "adamw",
+        masters=masters.value,
         profile=profile,
         framework=framework or "native",
     )
@@ -280,6 +292,10 @@ def predict(
             }
         )
     adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
+    if optimizer is not None:
+        adapters += f" --optimizer {optimizer.value}"
+    if masters is not MasterCopies.FP32:
+        adapters += f" --masters {masters.value}"
     then = (
         f"compare {model} --best"
         if is_plan(model)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.planner.catalog import Market
 from meshwright.planner.catalog.imports import Rents, import_rents
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError
@@ -88,6 +89,7 @@ FLAGS = {
     "assumptions.electricity_usd_per_kwh": "electricity",
     "assumptions.utilisation": "utilisation",
     "assumptions.years": "years",
+    "assumptions.quota_devices": "quota",
 }
 """What places of a study in few words are called on the command line."""
 
@@ -164,6 +166,8 @@ def study_of(
     electricity: float | None = None,
     utilisation: float | None = None,
     years: float | None = None,
+    market: Market | None = None,
+    quota: int | None = None,
 ) -> Study:
     """Return the study that compares clusters for one model.
 
@@ -172,8 +176,12 @@ def study_of(
     term in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands
     in a cluster, `solve` finds it.
     """
+    rent = None if market is None else {"market": market}
     offers: list[dict[str, Any]] = [
-        *({"cluster": cluster, "solve": _solve(cluster, solve)} for cluster in clusters),
+        *(
+            {"cluster": cluster, "solve": _solve(cluster, solve), "rent": rent}
+            for cluster in clusters
+        ),
         *({"name": f"own {cluster}", "cluster": cluster, "owned": True} for cluster in owned),
         *map(_reserved_offer, reserved),
         *map(_bought, buy),
@@ -201,6 +209,7 @@ def study_of(
         "electricity_usd_per_kwh": electricity,
         "utilisation": utilisation,
         "years": years,
+        "quota_devices": quota,
     }
     study = {
         "name": f"{model} on {', '.join(offer['cluster'] for offer in offers)}"[:200],

@@ -19,7 +19,6 @@ from meshwright.planner.documents.units import (
     LONGEST_S,
     Amount,
     Count,
-    Flag,
     Fraction,
     Positive,
     Proportion,
@@ -46,6 +45,24 @@ def check_lengths(**lengths: float | None) -> None:
             raise LaunchError(f"{name}: is {value:g}; it must be more than 0, at most {most:,.0f}")
 
 
+FrozenWeights = Literal["full", "nf4", "int8", "fp8", "mxfp4"]
+"""How frozen matrices are stored: in the type of the computation, or packed with scales."""
+Optimizer = Literal[
+    "adamw",
+    "adamw-bf16",
+    "adamw-8bit",
+    "adamw-8bit-paged",
+    "adafactor",
+    "lion",
+    "muon",
+    "sgd",
+]
+"""What updates weights.  AdamW has its moments as the framework does, in bf16, or in 8 bits with a
+scale for each block, which pages may bring to the host."""
+MasterWeights = Literal["fp32", "none"]
+"""Whether an fp32 copy of the 16-bit weights is trained, or these weights themselves."""
+
+
 class Lora(Part):
     """Adapters of low rank beside frozen linear layers."""
 
@@ -54,8 +71,13 @@ class Lora(Part):
     """What the adapters add is scaled by alpha / rank."""
     targets: tuple[Text, ...] = ("all-linear",)
     """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
-    quantised: Flag = False
-    """Frozen weights are stored in 4 bits; written only where they are."""
+    weights: FrozenWeights = "full"
+    """How frozen matrices of the blocks are stored; written only where they are packed."""
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether frozen weights are packed in fewer bits than they are computed in."""
+        return self.weights != "full"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -66,15 +88,17 @@ class Lora(Part):
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = written(self)
-        if not self.quantised:
-            fields.pop("quantised", None)
+        if not self.packs_weights:
+            fields.pop("weights", None)
         return fields
 
 
 class Training(Part):
     """The optimizer's settings, and how its learning rate changes from step to step."""
 
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
+    """Written only where there are none."""
     learning_rate: Fraction = 3e-4
     """The highest, reached at the end of the warm-up."""
     warmup_steps: Steps = 0
@@ -126,7 +150,14 @@ class Training(Part):
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what is not used."""
         fields: dict[str, Any] = written(self)
-        for name in ("rate_schedule", "rate_steps", "decay_steps", "floor", "lora"):
+        for name in (
+            "rate_schedule",
+            "rate_steps",
+            "decay_steps",
+            "floor",
+            "lora",
+            "master_weights",
+        ):
             if name in fields and fields.get(name) == type(self).model_fields[name].default:
                 del fields[name]
         return fields

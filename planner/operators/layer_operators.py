@@ -82,6 +82,7 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> OperatorTable:
     return replace(
         block,
         selective=kernels.selective,
+        modules=kernels.modules,
         early_stop=kernels.early_stop,
         keeps_needed=kernels.compiled and architecture.family not in NORMS_BEHIND,
     )

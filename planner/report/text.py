@@ -127,8 +127,12 @@ def job_text(job: Job) -> str:
     samples = "1 sample" if job.global_batch == 1 else f"{job.global_batch:,} samples"
     packed = f", documents of {job.document_len:,}" if job.document_len else ""
     adapters = ", adapters alone" if job.lora else ""
+    if job.lora is not None and job.lora.packs_weights:
+        adapters = f", adapters alone beside {job.lora.weights} weights"
+    updates = "" if job.optimizer == "adamw" else f", {job.optimizer}"
+    updates += ", no fp32 masters" if job.master_weights == "none" else ""
     tokens = f" of {job.seq_len:,} tokens" if job.seq_len > 1 else ""
-    return f"{samples}{tokens} a step{packed}, {job.precision}{adapters}"
+    return f"{samples}{tokens} a step{packed}, {job.precision}{adapters}{updates}"
 
 
 def why_text(choices: Sequence[Alternative]) -> str:
@@ -225,9 +229,14 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
         suffix = f" ({' to '.join(map(bytes_text, prediction.peak_memory_range_bytes))}){suffix}"
     text = f"{figures(peak)} of {bytes_text(capacity)}{on}{suffix}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
+    if prediction.links is not None and (whole or "," in prediction.links):
+        yield Fact(label="links", text=f"{prediction.links} (not measured)")
+    if prediction.host is not None:
+        yield Fact(label="host", text=str(prediction.host))
     if not prediction.fits:
         counted = "with the memory that its allocator adds where little is free"
-        text = f"does not fit in memory ({counted})"
+        on_device = prediction.overflows != ("host memory",)
+        text = f"{prediction.misfit} ({counted})" if on_device else prediction.misfit
         yield Fact(label="warning", text=text, style="bold red")
     for note in prediction.notes:
         yield Fact(label="note", text=note)

@@ -216,6 +216,7 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("idle power, share of power in use", owning.idle_power),
         ("storage, USD per TB and month", assumed.data.usd_per_tb_month),
         ("transfers, USD per TB", assumed.data.usd_per_tb_moved),
+        ("hours of a run before it trains", assumed.start_hours),
         ("days until bought devices are delivered", assumed.lead_days),
         ("node power over design power", facility.node_power_over_tdp),
         ("network, W per device", facility.network_w_per_device),

@@ -274,7 +274,7 @@ def alternative_row(
         if longer[name] > NOTABLE * least_s
     ]
     if not prediction.fits:
-        differences = ["does not fit in memory", *differences]
+        differences = [prediction.misfit, *differences]
     needs = ", ".join(features(plan)) or "data parallelism alone"
     return Alternative(
         what=what,

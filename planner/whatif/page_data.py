@@ -73,6 +73,7 @@ def assumed_data(assumed: Assumptions) -> dict[str, Any]:
         "shared": "utilisation" in assumed.model_fields_set,
         **_part(assumed, ("utilisation", "years", "interest", "rent_change_a_year", "tie")),
         "lead_days": _span(span_of(assumed.lead_days)),
+        "start_hours": _span(span_of(assumed.start_hours)),
         "goodput": None if assumed.goodput is None else _span(span_of(assumed.goodput)),
         "failures": _part(assumed.failures, tuple(Failures.model_fields)),
         "owning": _part(assumed.owning, tuple(Owning.model_fields)),

@@ -288,7 +288,8 @@ def wants_mesh(plan: Plan) -> bool:
     That is mixed precision, and parameters that live on the host.
     """
     halves = ("bf16", "fp16", *EIGHT_BITS)
-    return plan.precision in halves or plan.offload == "parameters"
+    mixed = plan.precision in halves and plan.training.master_weights == "fp32"
+    return mixed or plan.offload == "parameters"
 
 
 def place_of(plan: Plan, device: torch.device) -> Place:

@@ -64,6 +64,7 @@ __all__ = [
     "reduce_scatter",
     "refuse_graph",
     "replicate",
+    "saved_tensors_hooks_outside",
     "share_memory",
     "staying_near",
     "unseen_by_recompute",
@@ -73,6 +74,11 @@ T = TypeVar("T")
 
 
 # torch's compiler takes a second to import, so only who compiles does.
+
+
+def saved_tensors_hooks_outside() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the pair of hooks that autograd's saved tensors go through here, if there is one."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def compile_failures() -> tuple[type[Exception], ...]:

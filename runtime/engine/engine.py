@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -34,6 +34,7 @@ from meshwright.planner.errors import BatchError, LaunchError
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
+from meshwright.runtime.core.auxiliary_loss import BuffersBefore
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
@@ -57,9 +58,9 @@ from meshwright.runtime.engine.setup import (
 from meshwright.runtime.engine.step_passes import StepPasses
 from meshwright.runtime.engine.user_code import refuse_while_imported
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.engine.user_stage import hook_counts, refuse_hooks
 from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
+from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
 from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers
 from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
@@ -127,6 +128,7 @@ class Engine:
         compare_every: int = COMPARED_EVERY,
         track_unused: bool = False,
         by_micro_batch: bool = False,
+        local: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -155,6 +157,9 @@ class Engine:
         A module that makes something else of a sample beside other samples is refused where the
         plan cuts the batch, unless `by_micro_batch` says that its micro-batches are meant.
 
+        With `local` each rank has batches of its own, of any structure and size (graphs, bags,
+        lists of images, time first), and the loss returns a sum and a count; `batch` is such a one.
+
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
         """
@@ -175,11 +180,13 @@ class Engine:
             units=units,
             tensor=tensor,
             by_micro_batch=by_micro_batch,
+            local=local,
             device=device,
         )
+        self._local = local
         self._begin(
             model,
-            loss=loss,
+            loss=model.loss,
             example=batch,
             clip_norm=clip_norm,
             gather=gather,
@@ -204,6 +211,7 @@ class Engine:
         a group.  Batches are what LanguageModel.batch takes.
         """
         engine = cls.__new__(cls)
+        engine._local = False
         engine._begin(
             model,
             loss=model.loss,
@@ -267,17 +275,15 @@ class Engine:
             if is_users_module
             else None,
             sums=model.sums,
+            before=BuffersBefore(parts[0].module, model.put_back)
+            if isinstance(model, OwnModel) and model.put_back
+            else None,
             compares=is_users_module,
             device=device,
         )
-        self._frozen = [
-            (name, parameter)
-            for part in parts
-            for name, parameter in part.module.named_parameters()
-            if not parameter.requires_grad
-        ]
-        self._hooks = hook_counts(self._parameters())
-        """Our own, of gradients."""
+        self._watch = (
+            ParameterWatch((model.module, *modules), slots) if isinstance(model, OwnModel) else None
+        )
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
@@ -416,9 +422,26 @@ class Engine:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def step(self, batch: Any) -> StepResult:
-        """Train on this rank's slice of a global batch."""
-        self._forward_backward(batch)
+    def train(self, mode: bool = True) -> Engine:
+        """Set train mode, by the module's own `train`; an Engine begins in it.
+
+        Steps run in the mode that is set, `evaluate` in eval mode, and the mode is as before
+        behind it.  A module whose `train` reads what the loop changes is told so here.
+        """
+        self._passes.set_mode(training=mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set eval mode, by the module's own `eval`."""
+        return self.train(mode=False)
+
+    def step(self, batch: Any, *, local: bool = False) -> StepResult:
+        """Train on this rank's slice of a global batch, or with `local` on a batch of its own.
+
+        One of its own has any structure and size, and the loss returns a sum and a count.  Where a
+        plan has several micro-batches it is a list of as many.
+        """
+        self._forward_backward(batch, local=local)
         if self._late is not None:
             metrics = self._passes.metrics()
             loss, norm, ending = self._late.update(self._passes.totals.values.clone())
@@ -426,11 +449,11 @@ class Engine:
         grads, measured = self._made_whole(self.clip_norm)
         return self._update(grads, measured)
 
-    def forward_backward(self, batch: Any) -> StepResult:
+    def forward_backward(self, batch: Any, *, local: bool = False) -> StepResult:
         """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
         self._refuse_late("forward_backward")
         before = self._passes.totals.values.clone()
-        self._forward_backward(batch)
+        self._forward_backward(batch, local=local)
         self._optimizers.hide()
         totals = self._passes.of_all(self._passes.totals.values - before).tolist()
         return StepResult(_mean(*totals), totals[1])
@@ -469,7 +492,7 @@ class Engine:
         self._passes.totals.clear()
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> StepResult:
+    def evaluate(self, batch: Any, *, local: bool = False) -> StepResult:
         """Return loss and metrics of a slice in eval mode, and learn nothing.
 
         A slice has any number of samples, none included; the mean is that over all samples of all
@@ -480,7 +503,11 @@ class Engine:
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
             with self._loss_context():
-                passes.evaluate(passes.cut_any(self._model.batch(batch), step=self.steps))
+                passes.evaluate(
+                    passes.take_local(batch, step=self.steps, drawing=False)
+                    if local or self._local
+                    else passes.cut_any(self._model.batch(batch), step=self.steps)
+                )
             for part in self._parts:
                 for load in part.loads.values():
                     load.take_counts()  # a step reports its own
@@ -490,14 +517,18 @@ class Engine:
             passes.totals = kept
 
     @torch.no_grad()
-    def outputs(self, batch: Any, *, training: bool = False) -> Any:
+    def outputs(self, batch: Any, *, training: bool = False, local: bool = False) -> Any:
         """Return what the module makes of a slice of any size, without gradients, in eval mode.
 
         With `training` it is in train mode, and dropout draws as in the next step.  Its leaves have
         the samples of the slice.  Through a pipeline the ranks of the last stage send them to the
-        others.  All ranks call it together.
+        others.  All ranks call it together.  Of a `local` batch each rank gets what the module
+        makes of its own.
         """
         self._rescale()
+        if local or self._local:
+            micros = self._passes.take_local(batch, step=self.steps, drawing=training)
+            return self._passes.outputs(micros, training=training)
         given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
         micros = self._passes.cut_any(given, step=self.steps, drawing=training)
         return self._passes.outputs(micros, training=training)
@@ -655,7 +686,7 @@ class Engine:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _forward_backward(self, batch: Any) -> None:
+    def _forward_backward(self, batch: Any, *, local: bool = False) -> None:
         if self._whole is not None:
             raise LaunchError(
                 "gradients() was called, and they are scaled; call optimizer_step() or zero_grad() "
@@ -665,24 +696,17 @@ class Engine:
             if self._keeper is not None:
                 self._keeper.begin_step()
             self._begun_s = time.perf_counter()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise LaunchError(
-                    f"{name}: was frozen when the Engine was made, which gave it no optimizer; "
-                    "build it with requires_grad and a group of its own whose lr and weight_decay "
-                    "are 0 until then (groups=), or save, and load into an Engine whose build() "
-                    "does not freeze it"
-                )
-        refuse_hooks(self._parameters(), self._hooks)
+        if self._watch is not None and self._watch.has_moved():
+            self._optimizers.follow()
         self._optimizers.show()
         self._rescale()
         with self._loss_context():
-            self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
+            self._passes.train(
+                self._passes.take_local(batch, step=self.steps)
+                if local or self._local
+                else self._passes.cut(self._model.batch(batch), step=self.steps)
+            )
         self.next_sample += self.plan.global_batch
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters that are trained, by name."""
-        return ((slot.name, slot.parameter) for slot in self._optimizers.slots)
 
     def _rescale(self) -> None:
         """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""

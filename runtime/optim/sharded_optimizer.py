@@ -68,6 +68,8 @@ class ParameterGroup:
     names: tuple[str, ...]
     elementwise: bool | None = None
     """Whether the update treats each element by itself; None: it is tried."""
+    waits: bool = False
+    """The host waits to learn whether weights move: the update takes no `found_inf`."""
 
 
 def parameter_groups(
@@ -458,7 +460,7 @@ class TorchOptimizers(Gradients):
 
     def apply(self, grads: Mapping[Slot, Tensor], measured: StepMeasurement) -> None:
         """Update; no host waits where all that is trained takes part in each step."""
-        if self.settles:
+        if self.settles or any(group.waits for group in self._groups):
             self.update(grads, measured)
         else:
             self.update_on_device(grads, measured)

@@ -21,7 +21,7 @@ from meshwright.planner.framework_configs.readers.parsed_config import ParsedCon
 
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
 _TRAINS = re.compile(
-    r"pretrain|train|finetun|fine_tun|torchtitan|sft|dpo|ppo|grpo|run_clm|swift|axolotl|main\.py"
+    r"pretrain|train|finetun|fine_tun|torchtitan|sft|dpo|ppo|grpo|run_clm|swift|axolotl|main\.py|llamafactory|^lmf$|litgpt|^trl$|^megatron$|main_ppo"
 )
 
 
@@ -102,7 +102,8 @@ def _candidates(way: ScriptPath) -> list[tuple[str, ...]]:
         command
         for command in way.commands
         if any(re.match(r"--[A-Za-z]", word) for word in command)
-        or any(word.endswith(".py") for word in command)
+        or any(word.endswith((".py", ".yaml", ".yml")) for word in command)
+        or any(word.startswith("verl.") for word in command)
     ]
 
 
@@ -124,7 +125,11 @@ def _trains(command: tuple[str, ...]) -> bool:
         if word.startswith("-"):
             continue
         named = word.endswith(".py") or at == 0 or command[at - 1] in ("-m", "--module", ";")
-        if (named or not word.startswith("/")) and _TRAINS.search(PurePosixPath(word).name):
+        if (
+            (named or not word.startswith("/"))
+            and not word.endswith((".json", ".txt"))
+            and _TRAINS.search(PurePosixPath(word).name)
+        ):
             return True
     return command[0].startswith("--")
 

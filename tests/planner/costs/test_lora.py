@@ -86,7 +86,7 @@ def test_adapters_alone_are_reduced_and_the_frozen_rest_is_gathered() -> None:
 
 def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
     """QLoRA with bitsandbytes: 4 bytes for 64 weights, attributes that sharding does not know."""
-    types = state_types(frameworks()["transformers"], "bf16", quantised=True)
+    types = state_types(frameworks()["transformers"], "bf16", weights="nf4")
 
     def held(shard: int, offload: Offload = "none") -> float:
         sharing = StateSharding(

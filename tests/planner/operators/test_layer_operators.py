@@ -1,10 +1,15 @@
 """Operators of layers against hand calculations and published formulas."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents.framework import NATURAL_SPREAD
 from meshwright.planner.documents.model import Architecture, Layer, LayerTrace, ModelGraph
+from meshwright.planner.operators.expert_routing import Routing
+from meshwright.planner.operators.kernels import MODULES
 from meshwright.planner.operators.layer_operators import local_parameters, step_flops, table
 from meshwright.planner.operators.operator_table import RECOMPUTES, OperatorTable, Setting
 
@@ -207,7 +212,28 @@ def test_experts_on_several_ranks_exchange_tokens_both_ways() -> None:
 
     per_token = 2
     assert len(exchanges) == 2
-    assert exchanges[0].moved_bytes == pytest.approx(1.1 * per_token * B * S * 4096 * 2)
+    busiest = Routing(8, per_token, spread=NATURAL_SPREAD).busiest_load(8)
+    assert busiest > 1.1
+    assert exchanges[0].moved_bytes == pytest.approx(busiest * per_token * B * S * 4096 * 2)
+
+
+@pytest.mark.parametrize(("module", "kind"), [("moe", "moe_block"), ("mlp", "dense_block")])
+def test_a_feed_forward_that_is_recomputed_as_a_whole_keeps_its_input(
+    module: str, kind: str
+) -> None:
+    kernels = replace(MODULES, selective="modules", modules=(module,))
+    table = of(resolve_model("deepseek-v3"), kind, expert=8, kernels=kernels)
+
+    again = table.recomputed_operators("selective")
+    kept = table.stored_tensors("selective").keys()
+
+    names = [operator.name for operator in table.operators]
+    behind = names[names.index("mlp_norm") + 1 : names.index("mlp_residual")]
+    assert [operator.name for operator in again] == behind
+    made = {name for operator in again for name in operator.outputs}
+    assert "mlp_norm" in kept and made.isdisjoint(kept)
+    before = table.stored_tensors("none").keys() - made - {"mlp_norm"}
+    assert before == kept - {"mlp_norm"}
 
 
 def test_local_parameters_add_up_over_tensor_and_expert_ranks() -> None:

@@ -204,7 +204,7 @@ def test_gradients_that_are_summed_where_they_are_made_stand_beside_nothing() ->
 
 
 def test_frozen_parameters_are_as_narrow_as_their_products_or_in_4_bits() -> None:
-    four = state_types(frameworks()["fsdp_qlora"], "bf16", quantised=True)
+    four = state_types(frameworks()["fsdp_qlora"], "bf16", weights="nf4")
     eight = state_types(frameworks()["megatron"], "fp8")
     alone = replace(ALONE, types=four)
 
