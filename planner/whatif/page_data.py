@@ -141,6 +141,7 @@ def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         "devices": candidate.devices,
         "nodes": sum(group.nodes for group in candidate.cluster.groups),
         "spot": candidate.spot,
+        "wait_days": candidate.wait_days,
         "power_limit": candidate.power_limit,
         "hypothetical": candidate.hypothetical,
         "groups": groups,
