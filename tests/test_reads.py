@@ -70,6 +70,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/resilience/heartbeat.py", "read_bytes"): SYSTEM,
     ("runtime/resilience/shared_memory.py", "open"): OURS,
     ("runtime/resilience/shared_memory.py", "json.loads"): OURS,
+    ("runtime/resilience/shared_memory.py", "read_text"): OURS,
     ("meshwright/launch/ssh.py", "json.loads"): PEER,
     ("meshwright/launch/ssh_remote.py", "json.loads"): OURS,
     ("runtime/launch/fork_client.py", "json.loads"): OURS,

@@ -272,10 +272,32 @@ class Shelf(StrEnum):
     MODELS = "models"
     FRAMEWORKS = "frameworks"
     PRICES = "prices"
+    CLUSTER = "cluster"
+
+
+def _write_cluster(text: str, output: str | None, *, json: bool) -> None:
+    """Write a cluster as a file to change, or print it."""
+    from meshwright.planner.catalog.cluster_file import cluster_text
+    from meshwright.planner.catalog.expressions import resolve_cluster
+    from meshwright.planner.documents import document
+    from meshwright.render.json_output import as_json
+
+    cluster = resolve_cluster(text)
+    if output is not None:
+        document.write_text(cluster_text(cluster), output)
+    if json:
+        print(as_json(cluster.model_dump(mode="json", exclude_none=True)))
+    elif output is None:
+        print(cluster_text(cluster), end="")
+    else:
+        out.print(f"written to {output}; use: plan MODEL --cluster {output}")
 
 
 def catalog(
     shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
+    what: Annotated[
+        str | None, typer.Argument(help="With cluster: which, as 4x8xh100-sxm-80gb")
+    ] = None,
     plugins: Annotated[
         bool, typer.Option("--plugins", help="List what installed packages add instead")
     ] = False,
@@ -289,16 +311,29 @@ def catalog(
         str | None, typer.Option("--date", help="With --import: month of the prices, 2026-11")
     ] = None,
     output: Annotated[
-        str, typer.Option("-o", "--output", help="With --import: write the prices here")
-    ] = "rents.yaml",
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="With --import: write the prices here, default rents.yaml; with cluster: the file",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """List what can be named: models, accelerators, prices."""
+    """List models, accelerators, prices; write a cluster."""
     from meshwright.api import commands
     from meshwright.render.json_output import as_json
     from meshwright.render.text import catalog_table
 
+    if (what is None) == (shelf is Shelf.CLUSTER):
+        raise DocumentError(
+            "", "of the lists, cluster alone takes a name; write catalog cluster 4x8xh100-sxm-80gb"
+        )
+    if what is not None:
+        _write_cluster(what, output, json=json)
+        return
     if imported is not None:
+        output = output or "rents.yaml"
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError(
                 "import", "goes with `catalog prices` and the list's --date; give both"

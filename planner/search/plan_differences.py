@@ -265,7 +265,10 @@ def _between(
         return None
     cluster = machines.of_plan(plan)
     framework = Request.of_plan(plan, model, cluster).framework
-    if framework.name == "native" and refusal(model, cluster, plan.job, plan.layout) is not None:
+    if (
+        base_of(framework.name) == "native"
+        and refusal(model, cluster, plan.job, plan.layout) is not None
+    ):
         return None
     return plan
 

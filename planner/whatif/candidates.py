@@ -421,7 +421,7 @@ def _of_each_provider(offer: Offer, text: str, rents_known: Sequence[Rent]) -> l
 def _candidate(study: Study, offer: Offer, text: str, rents_known: Sequence[Rent]) -> Candidate:
     cluster = resolve_cluster(text)
     if offer.host_memory_bytes is not None:
-        size = {"host_memory_bytes": offer.host_memory_bytes}
+        size = {"host_memory_bytes": offer.host_memory_bytes, "host_memory_range_bytes": None}
         groups = tuple(group.model_copy(update=size) for group in cluster.groups)
         cluster = cluster.model_copy(update={"groups": groups})
     narrower = None

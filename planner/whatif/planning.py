@@ -51,7 +51,9 @@ def fastest_fine_tuner(request: Request, *, quantised: bool, below_s: float = ma
     Where none takes less than a finite `below_s`, it says no more than that.
     """
     job = request.job
-    adapters = replace(job, lora=job.lora or Lora(rank=RANK, quantised=quantised))
+    adapters = replace(
+        job, lora=job.lora or Lora(rank=RANK, weights="nf4" if quantised else "full")
+    )
     groups = request.cluster.groups
     pins = request.pins
     if all(g.host_memory_bytes and g.host_link_bytes_per_s for g in groups):

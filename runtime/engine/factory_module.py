@@ -44,7 +44,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.engine.named_loss import token_loss
+from meshwright.runtime.engine.losses.named_loss import token_loss
 from meshwright.runtime.engine.setup import built
 from meshwright.runtime.engine.token_module import (
     TokenModel,

@@ -35,24 +35,34 @@ MOST_WAITING = 3
 """Ranks that an error names beside the one that they wait for."""
 
 
-class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
+class RunEnded(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A run ended before its time: what happened, what was saved, and what else is known."""
+
+    def __init__(self, lead: str, *, saved: str = "", rest: str = "") -> None:
+        super().__init__(lead)
+        self.lead, self.saved, self.rest = lead, saved, rest
+
+    def __str__(self) -> str:
+        return f"{self.lead}{self.saved}{self.rest}"
+
+
+class RankFailed(RunEnded):
     """A rank ended, and its program has not said why: the same training may go on."""
 
     def __init__(
         self,
-        message: str,
-        *,
         lead: str,
+        *,
         output: Path,
+        saved: str = "",
+        rest: str = "",
         local_rank: int = 0,
         end: RankEnd | None = None,
         left: NodeLeft | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(lead, saved=saved, rest=rest)
         self.left = left
         """What was heard, where it was another node."""
-        self.lead = lead
-        """What happened, without what can be done."""
         self.local_rank = local_rank
         self.end = end
         """None where it was a rank of another node, which tells it."""
@@ -83,8 +93,9 @@ def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> R
     lead = f"the run hangs after step {after_step}: {first.text}"
     lead += "".join(f"; {rank.text}" for rank in others[:MOST_WAITING])
     return RanksHang(
-        f"{lead}{way_on(ready)}. Stacks of all ranks are in {ready.output / 'flight'}",
-        lead=lead,
+        lead,
+        saved=way_on(ready),
+        rest=f". Stacks of all ranks are in {ready.output / 'flight'}",
         local_rank=ready.ranks.devices[first.rank],
         end=RankEnd(
             cause="hang",
@@ -193,7 +204,6 @@ def _wrong_numbers(
     drifted = failure.kind != "NotANumber"
     return RankFailed(
         failure.message,
-        lead=failure.message,
         local_rank=ready.ranks.devices.get(suspect, 0),
         end=RankEnd(
             cause="corruption" if drifted else "not_a_number",
@@ -242,12 +252,13 @@ def bad_end(
         # No rank ended before it: a connection did, of which each side blames the other.
         kind = RankFailed
         end = RankEnd(cause="hang", rank=ended.rank, after_step=after_step, waits=True)
-    message = f"{how}{way_on(ready)}{log_end(log)}"
+    saved, rest = way_on(ready), log_end(log)
     if kind is None:
-        return LaunchError(message)
+        return RunEnded(how, saved=saved, rest=rest)
     return kind(
-        message,
-        lead=how,
+        how,
+        saved=saved,
+        rest=rest,
         local_rank=ready.ranks.devices[ended.rank],
         end=end or RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
         output=ready.output,
@@ -276,5 +287,10 @@ def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tup
 
 def way_on(ready: Preflight) -> str:
     """Return what was saved, as the end of a sentence."""
-    saved = checkpoint.newest(ready.run.checkpoint) if ready.run.checkpoint else None
+    return saved_text(ready.run.checkpoint)
+
+
+def saved_text(folder: Path | None) -> str:
+    """Return what a folder of checkpoints has to go on from, as the end of a sentence."""
+    saved = checkpoint.newest(folder) if folder else None
     return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"
