@@ -38,7 +38,7 @@ from meshwright.planner.search.proof_account import (
 )
 from meshwright.planner.search.proof_budget import USUAL, Effort, GapProgress, graph_effort
 from meshwright.planner.search.queue import Queue, SearchSpace
-from meshwright.planner.search.space import complexity, kind
+from meshwright.planner.search.space import Degrees, complexity, kind
 from meshwright.planner.search.spaces import simulated_chain
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
@@ -344,17 +344,19 @@ def spaces_of(
     candidates_before: Sequence[Candidates] = (),
     store: FigureStore | None = None,
     effort: GraphEffort | None = None,
+    degrees: Sequence[Degrees] | None = None,
 ) -> Iterator[SearchSpace]:
     """Yield the spaces of a request in the order in which they are looked at.
 
-    An `effort` is what graphs of several requests share, of which any split will do.
+    An `effort` is what graphs of several requests share, of which any split will do; `degrees` are
+    those that are of interest where devices are alike, by default all.
     """
     by_program = solver == "ilp"
     if request.cluster.is_mixed:
         yield from _of_groups(request, by_program=by_program)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
-        candidates = candidates_of(request, rules, recompute, candidates_before, store)
+        candidates = candidates_of(request, rules, recompute, candidates_before, store, degrees)
         if request.model.edges:
             from meshwright.planner.search.spaces.mixed import GraphSpace  # noqa: PLC0415 - chains need none
 
