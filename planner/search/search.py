@@ -23,7 +23,7 @@ from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
 from meshwright.planner.requests.pins import outside
 from meshwright.planner.schedules import SCHEDULES, schedule_of
-from meshwright.planner.search.answer import TIES_LIMIT_S, Answer, Progress
+from meshwright.planner.search.answer import TIES_NODES, Answer, Progress
 from meshwright.planner.search.bounds.layout_bounds import Candidates, candidates_of
 from meshwright.planner.search.goals import ClosedFormGoal, NearOptimumGoal, SimulatedStepGoal
 from meshwright.planner.search.infeasibility import why_nothing
@@ -57,8 +57,8 @@ MOST_ALONE = 3
 """Of them, partition problems of each space that are solved beside the optimum's."""
 MOST_LISTED = 8
 """Plans that were simulated and are listed."""
-TRIED_FOR_S = 2.0
-"""Seconds of the integer program of one layout's hosts where any split of a graph will do."""
+TRIED_NODES = 200
+"""Of the integer program of one layout's hosts where any split of a graph will do."""
 SOLVERS = ("exact", "ilp")
 
 
@@ -361,9 +361,11 @@ def spaces_of(
             from meshwright.planner.search.spaces.mixed import GraphSpace  # noqa: PLC0415 - chains need none
 
             # Which of their splits fits need not be proven where any will do.
-            limit_s = TIES_LIMIT_S if effort is None else TRIED_FOR_S
+            most_nodes = TIES_NODES if effort is None else TRIED_NODES
             effort = effort or graph_effort()
-            yield GraphSpace(candidates, by_program=by_program, effort=effort, limit_s=limit_s)
+            yield GraphSpace(
+                candidates, by_program=by_program, effort=effort, most_nodes=most_nodes
+            )
             return
         yield ChainSpace(candidates, by_program=by_program)
         candidates_before = candidates_before or (candidates,)
