@@ -76,7 +76,7 @@ class DegreeBounds:
                 kept.append(at)
                 continue
             relay = relay_of(part, at)
-            shapes = micro_batches(part.job, at, part.pins)
+            shapes = micro_batches(part, at)
             new = [
                 _Computation(at.tensor, at.context, at.expert, relay, size) for size, _ in shapes
             ]

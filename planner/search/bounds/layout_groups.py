@@ -122,7 +122,7 @@ def executable_families(
             overlaps = tensor_overlaps(plain, request, saving)
             yield from families(request, degrees, saved, overlaps)
             continue
-        sizes = micro_batches(request.job, degrees, pins)
+        sizes = micro_batches(request, degrees)
         shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
         by_wires = sum(
             len(timetables(model, degrees.pipeline, number, pins, space=space))
