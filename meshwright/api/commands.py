@@ -27,6 +27,7 @@ from meshwright.api.inputs import (
 )
 from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
+from meshwright.planner.catalog import hub
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
@@ -94,6 +95,8 @@ class PlanCommand(PlanOptions):
     """File of the plan."""
     html: str | None = None
     """Page that says why, with the alternatives and the pipeline's timeline."""
+    offline: bool = False
+    """Fetch no model's config.json from the Hugging Face hub."""
     progress: Progress | None = None
 
 
@@ -122,7 +125,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
-    graph, script = model_and_script(model, seq_len=options.seq_len)
+    with hub.offline(options.offline):
+        graph, script = model_and_script(model, seq_len=options.seq_len)
     measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
     if script is not None and not options.global_batch:
@@ -512,11 +516,13 @@ def predict(
     masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
     `lora` are settings of adapters that alone are trained, as of `plan`.
-    With another framework than ours a layout is priced by its accounting rules.
+    With another framework than ours a layout is priced by its accounting rules.  `offline` fetches
+    no model's config.json from the Hugging Face hub.
     """
     return predicted_plan(
         model_or_plan,
@@ -530,6 +536,7 @@ def predict(
         masters=masters,
         profile=profile,
         framework=framework,
+        offline=offline,
     ).prediction
 
 
@@ -546,6 +553,7 @@ def predicted_plan(
     masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> PredictedPlan:
     """Predict as `predict` does, and say for which model, cluster and job."""
     if is_plan(model_or_plan):
@@ -576,7 +584,8 @@ def predicted_plan(
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
-    graph = model_of(model_or_plan, seq_len=seq_len)
+    with hub.offline(offline):
+        graph = model_of(model_or_plan, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     pins, idle = read_layout(layout or "", ["stale,compress"])
@@ -622,7 +631,9 @@ def _refuse_other_layers(request: Request) -> None:
     """
     space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
-        if pin.partition("=")[0] in ("recompute", "activations"):
+        # Attention's core may be recomputed where it is fused too, for nothing.
+        is_core = pin == "recompute=selective" and space is not None and space.selective_core
+        if pin.partition("=")[0] in ("recompute", "activations") and not is_core:
             raise DocumentError("layout", f"{pin}: {request.framework.name} {what}")
 
 

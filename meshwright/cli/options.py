@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import typing
 from collections.abc import Callable
 from enum import StrEnum
@@ -93,20 +92,10 @@ ModelArgument = Annotated[
         "file.py:factory"
     ),
 ]
-
-
-def _stay_offline(asked: bool) -> None:
-    if asked:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 Offline = Annotated[
     bool,
     typer.Option(
         "--offline",
-        callback=_stay_offline,
-        expose_value=False,
-        is_eager=True,
         help="Fetch no model's config.json from the Hugging Face hub",
     ),
 ]

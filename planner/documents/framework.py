@@ -762,6 +762,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         f"recompute-{module}": {"recompute.selective": "modules", "recompute.modules": (module,)}
         for module in get_args(RecomputeModule)
     },
+    "adapter-dropout": {"kernels.adapter_dropout": True},
     "narrow-frozen": {"types.wide_frozen": False},
     "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
@@ -788,7 +789,13 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "fa3": {"kernels.attention": "fa3"},
     "balanced-routing": {"experts.load_spread": 0.0},
     "fused-experts": {"experts.fused": True, "experts.counts": "device"},
-    "layer-units": {"sharding.unit": "layer", "sharding.copies": "around_collectives"},
+    # Reduced gradients are of the type of the shards (torch, fully_shard/_fsdp_collectives.py,
+    # foreach_reduce), which accelerate makes fp32 (fsdp_utils.py, fsdp2_prepare_model).
+    "layer-units": {
+        "sharding.unit": "layer",
+        "sharding.copies": "around_collectives",
+        "types.gradient": 4,
+    },
     "flat-units": {"sharding.unit": "flat", "sharding.copies": "none"},
     "narrow-activations": {"eight_bit.narrow_states": True},
     "8-bit-gathers": {"eight_bit.gathered": ("activations", "parameters")},

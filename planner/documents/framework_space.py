@@ -263,7 +263,7 @@ class Space(Part):
     schedules: tuple[ScheduleName, ...] | None = None
     """None: every schedule there is."""
     virtual_stages: Positive = 8
-    """The most stages on a rank."""
+    """The most stages on a rank that are searched; where it is 1, a rank has no more."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     selective_core: Flag = False
     """Blocks may recompute written-out attention too, where it is written out."""
@@ -447,7 +447,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield "sharding within groups of replicas"
     if layout.pipeline > 1 and layout.schedule not in (space.schedules or (layout.schedule,)):
         yield f"schedule {layout.schedule}"
-    if layout.virtual_stages > space.virtual_stages:
+    if layout.virtual_stages > 1 and space.virtual_stages == 1:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"
