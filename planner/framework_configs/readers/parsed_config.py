@@ -246,6 +246,8 @@ class ParsedConfig:
     """Samples that a run of a pipeline's schedule takes, of which a plan has one a step."""
     overlaps_reduction: bool = True
     """Gradients are reduced beside the backwards, as plans have it."""
+    words_of_replicas: list[str] = field(default_factory=list)
+    """Words that have no effect where one rank has all samples."""
     recompute_every: int = 1
     """Every n-th block of a rank is recomputed."""
     loss_chunks: int | None = None
