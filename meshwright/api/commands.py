@@ -207,7 +207,7 @@ def answer_to(
     refused: NoPlanFits | None = None
     for wanted in _with_packed_weights(request):
         try:
-            found = search_parts(
+            result = search_parts(
                 wanted,
                 prefer,
                 solver=solver,
@@ -219,9 +219,9 @@ def answer_to(
         except NoPlanFits as error:
             refused = error
             continue
-        step_s = found.answer.prediction.step_time_s
+        step_s = result.answer.prediction.step_time_s
         if searched is None or step_s < searched.answer.prediction.step_time_s:
-            searched, request = found, wanted
+            searched, request = result, wanted
     if searched is None:
         assert refused is not None
         raise type(refused)(f"{refused}{_with_less_surety(request)}") from refused
@@ -305,7 +305,7 @@ def compare(
         for plan in plans
     ]
     fitting = [entry for entry in named if entry[2].fits] or named
-    _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
+    _, first, fastest = min(fitting, key=lambda row: row[2].step_time_s / _work(row[1]))
     return tuple(
         alternative_row(what, plan, prediction, fastest, same=_work(first) / _work(plan))
         for what, plan, prediction in named

@@ -458,7 +458,7 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
 
 def _catalogue_name(name: str) -> str | None:
     """Return the model of the catalogue that a name means, by itself or as torchtitan has it."""
-    by_function = [entry for entry, (_, function) in REGISTERED.items() if function == name]
+    by_function = [model for model, (_, function) in REGISTERED.items() if function == name]
     if by_function:
         return by_function[-1]
     plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")

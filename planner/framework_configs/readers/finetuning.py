@@ -157,9 +157,9 @@ def _targets_of_axolotl(settings: Settings) -> list[str]:
 
 def _fused_of_axolotl(settings: Settings, config: ParsedConfig) -> None:
     """Read which kernels its plugins put in the place of a model's settings."""
-    plugins_read = ("axolotl.integrations.liger.LigerPlugin", _CUT)
+    understood = ("axolotl.integrations.liger.LigerPlugin", _CUT)
     plugins = settings.words("plugins")
-    if set(plugins) - set(plugins_read):
+    if set(plugins) - set(understood):
         settings.name("plugins")
     for key, option in (
         ("liger_rope", "fused-norms"),
