@@ -111,7 +111,7 @@ def whatif(
     `words` are a study in few words instead of a document: see `study_of`.  `write` writes it as a
     document to edit.
     """
-    given = {name: value for name, value in words.items() if value not in (None, [], (), False)}
+    given = {name: value for name, value in words.items() if _is_given(value)}
     if processes is not None and processes < 1:
         raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
     if study is not None and (given or write):
@@ -275,6 +275,15 @@ def study_of(
         return Study.of(study)
     except DocumentError as error:
         raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
+
+
+def _is_given(value: object) -> bool:
+    """Whether a word of the command has a value; 0 is one.
+
+    >>> [_is_given(value) for value in (None, False, [], 0, 0.0)]
+    [False, False, False, True, True]
+    """
+    return not (value is None or value is False or value in ([], ()))
 
 
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
