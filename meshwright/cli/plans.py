@@ -34,7 +34,6 @@ from meshwright.cli.options import (
     SolverOption,
     with_plan_options,
 )
-from meshwright.planner.documents.framework import base_of
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -121,6 +120,7 @@ def _then(answer: Answer, output: str | None) -> str:
 
 def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
+    from meshwright.planner.documents.framework import base_of
     from meshwright.planner.documents.model import is_script
 
     if base_of(plan.framework) != "native":

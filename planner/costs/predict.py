@@ -164,7 +164,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     accelerators = {group.name: group.accelerator for group in cluster.groups}
     peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
     frozen = plan.training.lora is not None
-    size = {"seq_len": plan.seq_len, "global_batch": plan.global_batch}
+    size = {"seq_len": plan.seq_len, "global_batch": plan.job.sequences}
     flops = step_flops(model, **size, document_len=plan.document_len, frozen=frozen)
     unmasked = unmasked_step_flops(model, **size, frozen=frozen)
     used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
@@ -367,7 +367,7 @@ def placement_prediction(
         assumed=assumed,
     )
     size, frozen = (
-        {"seq_len": job.seq_len, "global_batch": job.global_batch},
+        {"seq_len": job.seq_len, "global_batch": job.sequences},
         job.lora is not None,
     )
     flops = step_flops(model, **size, document_len=job.document_len, frozen=frozen)
@@ -409,7 +409,7 @@ def placement_prediction(
         step_time_low_s=low_s,
         step_time_high_s=high_s,
         step_parts=parts,
-        tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
+        tokens_per_s=job.sequences * job.seq_len / step_s if step_s else 0.0,
         samples_per_s=job.global_batch / step_s
         if is_script(model.source or "") and step_s
         else None,

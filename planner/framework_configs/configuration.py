@@ -164,20 +164,20 @@ FRAMEWORKS = {
     "trl": Written(
         fine_tuners.adapter_obstacles,
         fine_tuners.trl_text,
-        fine_tuners.outside,
-        fine_tuners.SAYS | {"document_len"},
+        fine_tuners.trl_outside,
+        fine_tuners.SAYS | {"document_len", "objective"},
     ),
     "axolotl": Written(
         fine_tuners.adapter_obstacles,
         fine_tuners.axolotl_text,
         fine_tuners.outside,
-        fine_tuners.SAYS | {"document_len"},
+        fine_tuners.SAYS | {"document_len", "objective"},
     ),
     "llama-factory": Written(
-        fine_tuners.adapter_obstacles,
+        fine_tuners.llama_factory_obstacles,
         fine_tuners.llama_factory_text,
         fine_tuners.outside,
-        fine_tuners.SAYS | {"document_len"},
+        fine_tuners.SAYS | {"document_len", "objective"},
     ),
     "torchtune": Written(
         fine_tuners.torchtune_obstacles,

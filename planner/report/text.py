@@ -131,6 +131,9 @@ def job_text(job: Job) -> str:
         adapters = f", adapters alone beside {job.lora.weights} weights"
     updates = "" if job.optimizer == "adamw" else f", {job.optimizer}"
     updates += ", no fp32 masters" if job.master_weights == "none" else ""
+    if job.objective in ("dpo", "reward"):
+        samples = samples.replace("sample", "pair")
+    updates += "" if job.objective == "sft" else f", {job.objective}"
     tokens = f" of {job.seq_len:,} tokens" if job.seq_len > 1 else ""
     return f"{samples}{tokens} a step{packed}, {job.precision}{adapters}{updates}"
 

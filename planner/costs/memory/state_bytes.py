@@ -94,7 +94,9 @@ class StateTypes:
 
     working: float
     frozen: float
-    """Of a parameter that is not trained."""
+    """Of a parameter that is not trained, in computation."""
+    frozen_stored: float
+    """Of its shard, which FSDP casts as it gathers: a model that is loaded in fp32 is so there."""
     scales: float
     """Beside it, of scales of blocks that it was rounded by, which are no parameters."""
     master: float
@@ -152,6 +154,7 @@ def state_types(
             }
         )
     narrow = precision in EIGHT_BITS and framework.eight_bit.narrow_states
+    rule = framework.sharding
     return _state_types(
         types,
         framework.sharding.unit,
@@ -162,6 +165,9 @@ def state_types(
         by_tensor=framework.sharding.collectives_per_layer > 1,
         flattens=framework.optimizer.flattens and zero > 0,
         roots=framework.optimizer.roots and moments is None,
+        loaded_wide=rule.unit != "buffer"
+        and not (rule.leaves_frozen or framework.types.full_with_zero)
+        and weights == "full",
     )
 
 
@@ -177,6 +183,7 @@ def _state_types(
     by_tensor: bool,
     flattens: bool,
     roots: bool,
+    loaded_wide: bool,
 ) -> StateTypes:
     if precision in ("fp32", "tf32"):
         working, master, gradient, moments, wire = float(FP32), 0.0, 4.0, 8.0, 4.0
@@ -192,6 +199,7 @@ def _state_types(
     return StateTypes(
         working=working,
         frozen=1.0 if narrow else frozen,
+        frozen_stored=1.0 if narrow else max(frozen, master) if loaded_wide else frozen,
         scales=0.0 if narrow else scales,
         master=master,
         gradient=gradient,
@@ -430,6 +438,9 @@ class States:
     """Of parameters, what stays from a layer's forward to its backward."""
     flat_bytes: float = 0.0
     """Of gradients, what the optimizer's step copies, beyond those that it lets go of."""
+    joined_bytes: float = 0.0
+    """Of what it copies, tensors larger than any that was freed before them, for which the
+    allocator reserves anew."""
 
     @property
     def resident_bytes(self) -> float:
@@ -454,6 +465,7 @@ class States:
             gradient_buffers_bytes=self.gradient_buffers_bytes + other.gradient_buffers_bytes,
             between_bytes=self.between_bytes + other.between_bytes,
             flat_bytes=self.flat_bytes + other.flat_bytes,
+            joined_bytes=self.joined_bytes + other.joined_bytes,
         )
 
 
@@ -679,10 +691,11 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
     parameters = types.stored_bytes * n / d if zero == 3 else types.working * n
     gradients = types.gradient * n / (d if zero >= 2 else 1) + types.fresh * n
     optimizer = ((0.0 if zero == 3 else types.master) + types.moments) * n / d
-    flat = 0.0
+    flat = joined = 0.0
     if types.flattens and sharing.offload == "none":
         g = types.gradient
-        flat = (g + (FP32 if g != FP32 else 0.0)) * n / d - (g * n * (1 - 1 / d) if zero < 2 else 0)
+        joined = (g + (FP32 if g != FP32 else 0.0)) * n / d
+        flat = joined - (g * n * (1 - 1 / d) if zero < 2 else 0)
     flat += roots_bytes(types, sharing, types.moments * n / d)
     on_host = 0.0
     match sharing.offload:
@@ -712,6 +725,7 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
         host_bytes=on_host,
         gradient_buffers_bytes=gradients,
         flat_bytes=flat,
+        joined_bytes=joined if zero < 3 else 0.0,
     )
 
 
@@ -742,7 +756,8 @@ def frozen_states(parameters: float, sharing: StateSharding) -> States:
 
         ZeRO-0                 e N
         ZeRO-1 and 2           e N, as nothing updates them; where FSDP2 divides them e N/d + e N
-        ZeRO-3                 e N/d, and while a unit works what trained parameters need too
+        FSDP, loaded in fp32   4 N/d + e N, below ZeRO-3
+        ZeRO-3                 e N/d or 4 N/d, and while a unit works what trained ones need too
 
     With parameters on the host the shard is there, and comes as it is.  Scales of 4-bit weights are
     attributes of modules: no rank shares them, and none has them on the host.
@@ -754,15 +769,15 @@ def frozen_states(parameters: float, sharing: StateSharding) -> States:
     2.0
     """
     n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.is_sharded else 1
-    gathered = 0.0
-    if sharing.has_whole_frozen:
+    s, gathered = sharing.types.frozen_stored, 0.0
+    if sharing.has_whole_frozen and s == e:
         held = e * n
     elif sharing.types.unit == "buffer":
         held = e * n / d
     else:
         gathered = e * n if sharing.gathers_again else 0.0
-        held = e * n / d + (0.0 if gathered else e * n)
-    on_host = e * n / d if sharing.offload == "parameters" else 0.0
+        held = s * n / d + (0.0 if gathered else e * n)
+    on_host = s * n / d if sharing.offload == "parameters" else 0.0
     ahead = _gathered_ahead(gathered, sharing)
     return States(
         parameters_bytes=held - on_host + sharing.types.scales * n,
