@@ -515,8 +515,9 @@ class TorchOptimizers(Gradients):
 
     def _next_rate(self) -> None:
         rate = self._rate(int(self.steps))
-        for optimizer in self.optimizers if rate is not None else ():
-            for group in optimizer.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups if rate is not None else ():
+                assert rate is not None
                 if isinstance(group["lr"], Tensor):  # which a compiled update reads (torchao)
                     group["lr"].fill_(rate)
                 else:
