@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.documents.axes import LAYOUT_AXES
 from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.framework_space import Facts, condition_of
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError, NoPlanFits
@@ -141,6 +142,29 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
         f"{plan.precision} is not worth it here: this plan takes {seconds_text(step_s)} a step, "
         f"and {seconds_text(wide_s)} in bf16{kept}"
     )
+
+
+def choices_of(request: Request, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield the names of a framework with options that may make it faster, and what they need."""
+    facts = Facts(request.model, request.cluster, request.job, layout)
+    for choice in request.framework.choices:
+        if all(condition_of(text).is_fulfilled(facts) for text in choice.when):
+            yield "+".join((request.framework.name, *choice.options)), choice.needs
+
+
+def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield a note of the same plan with options of its framework that make it faster most."""
+    seconds: list[tuple[float, str, str]] = []
+    for name, needs in choices_of(request, plan.layout):
+        other = plan.model_copy(update={"framework": name})
+        found = predict(other, request.model, request.cluster, request.profile)
+        if found.fits:
+            seconds.append((found.step_time_s, name, needs))
+    if not seconds:
+        return
+    step_s, name, needs = min(seconds)
+    if step_s < (1 - NEAR) * prediction.step_time_s:
+        yield f"{seconds_text(step_s)} with --framework {name}, which needs {needs}"
 
 
 def _fastest(every: Sequence[Ranked]) -> Ranked:
