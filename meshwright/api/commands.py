@@ -73,7 +73,7 @@ from meshwright.planner.search.cluster_parts import (
 from meshwright.planner.search.plan_preference import (
     Prefer,
     alternative_row,
-    choices_of,
+    framework_choices,
     faster_by_options,
     not_worth_eight_bits,
 )
@@ -223,7 +223,7 @@ def _with_allowed_choices(request: Request) -> Iterator[Request]:
     """Yield a request, and the same with what is allowed beside the choices of one search."""
     yield from _with_packed_weights(request)
     if "framework-options" in request.pins.allowed:
-        for name, _ in choices_of(request, Layout()):
+        for name, _ in framework_choices(request, Layout()):
             yield replace(request, framework=framework_called(name))
 
 

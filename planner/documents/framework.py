@@ -565,7 +565,7 @@ class Release(Part):
     source: Text
 
 
-class Choice(Part):
+class OptionChoice(Part):
     """Options of a framework that make a step shorter, and what they ask for."""
 
     options: tuple[Text, ...]
@@ -623,7 +623,7 @@ class Framework(Document):
     accuracy: Accuracy = Accuracy()
     releases: tuple[Release, ...] = ()
     """The last of each product that is no later than a run's own."""
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[OptionChoice, ...] = ()
     """Options that a search tries where they are allowed (`--allow framework-options`)."""
     basis: tuple[Basis, ...] = ()
 

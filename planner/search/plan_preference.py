@@ -144,7 +144,7 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
     )
 
 
-def choices_of(request: Request, layout: Layout) -> Iterator[tuple[str, str]]:
+def framework_choices(request: Request, layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield the names of a framework with options that may make it faster, and what they need."""
     facts = Facts(request.model, request.cluster, request.job, layout)
     for choice in request.framework.choices:
@@ -155,7 +155,7 @@ def choices_of(request: Request, layout: Layout) -> Iterator[tuple[str, str]]:
 def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
     """Yield a note of the same plan with options of its framework that make it faster most."""
     seconds: list[tuple[float, str, str]] = []
-    for name, needs in choices_of(request, plan.layout):
+    for name, needs in framework_choices(request, plan.layout):
         other = plan.model_copy(update={"framework": name})
         found = predict(other, request.model, request.cluster, request.profile)
         if found.fits:
