@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -40,9 +40,14 @@ from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
 from meshwright.runtime.data.loader import Loader
-from meshwright.runtime.engine.engine_state import ScriptState, Stateful, checkpoint_in
+from meshwright.runtime.engine.engine_state import (
+    ScriptState,
+    Stateful,
+    checkpoint_in,
+    keeper_of,
+)
 from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
+from meshwright.runtime.engine.pipedream_2bw import LateUpdates
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -57,18 +62,21 @@ from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
 from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
-from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers
+from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers, set_mode
 from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
 from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
 from meshwright.runtime.parallel.tensor_styles import Styles
 from meshwright.runtime.run.metrics import ScriptRecords
+from meshwright.runtime.run.script_planner import planners
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
 if TYPE_CHECKING:
+    from meshwright.runtime.engine.language_model import LanguageModel
+    from meshwright.runtime.engine.pipedream_2bw import LateUpdates
     from meshwright.runtime.engine.token_module import TokenModel
 
 
@@ -139,8 +147,11 @@ class Engine:
         without it the first of a tuple, or of a dict what `forward` names.
 
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
-        returns the settings of a parameter's group.  `units` names the modules that stay whole.
-        Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
+        returns the settings of a parameter's group, or is a table of them by path or class of its
+        module: {"backbone": {"lr": 1e-4}, nn.LayerNorm: {"weight_decay": 0.0}}.
+
+        `units` names the modules that stay whole.  Gradients are clipped to `clip_norm` where it is
+        above 0.  `batch_norm` "synchronised"
         normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
         says how modules are divided over the plan's tensor axis, in torch's own words:
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
@@ -161,6 +172,14 @@ class Engine:
         refuse_while_imported()
         device = device_of(device)
         check_functions(loss, optimizer)
+        for hand_over in planners:
+            if local:
+                raise BatchError(
+                    "batch: is a rank's own (local=True), which is not planned; start the script "
+                    "by torchrun"
+                )
+            settings = {"batch": batch, "loss": loss, "inputs": inputs, "optimizer": optimizer}
+            hand_over(build, plan, {**settings, "groups": groups, "units": units})
         wanted = plan_or_layout(plan)
         join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         numbers_are_of_the_whole()
@@ -287,6 +306,11 @@ class Engine:
                     f"schedule: is {plan.schedule}, whose backward is one step late, and a loss or "
                     "a sum over the whole batch needs all outputs before; use schedule 1f1b"
                 )
+            from meshwright.runtime.engine.pipedream_2bw import (  # noqa: PLC0415 - one schedule needs it
+                LateUpdates,
+                StalePipeline,
+            )
+
             pipeline = self._passes.pipeline_of(
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
@@ -311,6 +335,7 @@ class Engine:
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
         self._records = ScriptRecords.of_this_process() if is_users_module and self.leads else None
+        self._keeper = keeper_of(self) if is_users_module else None
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
@@ -420,9 +445,12 @@ class Engine:
         """Set train mode, by the module's own `train`; an Engine begins in it.
 
         Steps run in the mode that is set, `evaluate` in eval mode, and the mode is as before
-        behind it.  A module whose `train` reads what the loop changes is told so here.
+        behind it.  A module whose `train` reads what the loop changes is told so here, and so are
+        optimizers that have modes (schedule-free).
         """
         self._passes.set_mode(training=mode)
+        for optimizer in self.optimizers:
+            set_mode(optimizer, training=mode)
         return self
 
     def eval(self) -> Engine:
@@ -496,7 +524,7 @@ class Engine:
         self._rescale()
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
-            with self._loss_context():
+            with self._evaluating(), self._loss_context():
                 passes.evaluate(
                     passes.take_local(batch, step=self.steps, drawing=False)
                     if local or self._local
@@ -522,10 +550,24 @@ class Engine:
         self._rescale()
         if local or self._local:
             micros = self._passes.take_local(batch, step=self.steps, drawing=training)
-            return self._passes.outputs(micros, training=training)
+            with self._evaluating(training=training):
+                return self._passes.outputs(micros, training=training)
         given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
         micros = self._passes.cut_any(given, step=self.steps, drawing=training)
-        return self._passes.outputs(micros, training=training)
+        with self._evaluating(training=training):
+            return self._passes.outputs(micros, training=training)
+
+    @contextlib.contextmanager
+    def _evaluating(self, *, training: bool = False) -> Iterator[None]:
+        """Have the parameters that optimizers with modes evaluate with, and those before again."""
+        switched = self._passes.is_training and not training
+        try:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=False)
+            yield
+        finally:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=True)
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
@@ -622,6 +664,11 @@ class Engine:
         done = self._state.progress(self.next_sample)
         return self._state.save(Path(folder), extra or {}, done=done, keep=keep)
 
+    @property
+    def script_state(self) -> ScriptState:
+        """What this rank has of the state, as it is written and read."""
+        return self._state
+
     def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:
         """Go on from a checkpoint, or the newest one of a folder, that any plan wrote.
 
@@ -635,8 +682,22 @@ class Engine:
         place, self.next_sample = self._state.load(Path(folder), extra or {})
         return place
 
-    def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
-        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is."""
+    def resume(
+        self, folder: Path | str | None = None, *, extra: Mapping[str, Stateful] | None = None
+    ) -> bool:
+        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is.
+
+        Started by `meshwright run --checkpoint` the folder is that one, and from here on the state
+        and `extra` are saved by themselves.  Of `extra`, what can be iterated over stands where it
+        does when a step is done, and all else where it does when the next one begins.
+        """
+        if self._keeper is not None:
+            return self._keeper.resume(None if folder is None else Path(folder), extra or {})
+        if folder is None:
+            raise LaunchError(
+                "resume: name a folder of checkpoints, or start the script with meshwright run "
+                "--checkpoint FOLDER"
+            )
         if checkpoint_in(Path(folder)) is None:
             return False
         self.load(folder, extra=extra)
@@ -668,6 +729,8 @@ class Engine:
                 "before the next forward_backward()"
             )
         if self._begun_s is None:
+            if self._keeper is not None:
+                self._keeper.begin_step()
             self._begun_s = time.perf_counter()
         if self._watch is not None and self._watch.has_moved():
             self._optimizers.follow()
@@ -731,6 +794,9 @@ class Engine:
             seconds = time.perf_counter() - self._begun_s
             step = self.steps + (self._late is not None)  # whose update waits
             self._records.write(self.plan, step, loss, norm, seconds, device=self.device)
+        if self._keeper is not None and self._begun_s is not None and moved:
+            step_s = time.perf_counter() - self._begun_s
+            self._keeper.end_step(loss, step_s, noticed=ending >= 1)
         self._begun_s = None
         return StepResult(
             LossValue(loss),
