@@ -195,7 +195,7 @@ def note_steps(folder: Path, kind: str) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         told = (step, copies, time.process_time(), used.ru_minflt, took_s)
         lines.write(json.dumps(told) + "\n")
-        mirror._every = 1
+        mirror.every = 1
         begin_s = time.thread_time()
         if copies:
             copy(loop, mirror, step, step_s)

@@ -177,13 +177,16 @@ def _spread_routes(model: ModelGraph | None) -> Iterator[None]:
     It gets more than it sends by what a plan adds for the busiest of them.
     """
     before, handed_on = experts._by_rank, experts._copies_by_rank
-    skew = native().experts.skew
+    spread = native().experts.load_spread
     a = None if model is None else model.architecture
     routing = None if a is None or a.experts is None else routing_of(a.experts)
 
     def even(rows: Tensor, sent: int) -> list[list[int]]:
         least, more = divmod(sent, rows.shape[1])
         each = [least + (rank < more) for rank in range(rows.shape[1])]
+        skew = 1.0
+        if a is not None and a.experts is not None:
+            skew = routing_of(a.experts, spread).busiest_load(rows.shape[1])
         return [each, [round(skew * count) for count in each]]
 
     def even_copies(rows: Tensor, of: int, parts: int) -> list[list[int]]:

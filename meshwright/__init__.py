@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.core.auxiliary_loss import add_loss, batch_sum
     from meshwright.runtime.core.global_batch_loss import whole_batch
     from meshwright.runtime.engine.engine import Engine, StepResult
-    from meshwright.runtime.engine.named_loss import token_loss
+    from meshwright.runtime.engine.losses.named_loss import token_loss
     from meshwright.runtime.parallel.attention_api import attention
 
 __all__ = [
@@ -118,7 +118,7 @@ _FILES = {
     "add_loss": "meshwright.runtime.core.auxiliary_loss",
     "attention": "meshwright.runtime.parallel.attention_api",
     "batch_sum": "meshwright.runtime.core.auxiliary_loss",
-    "token_loss": "meshwright.runtime.engine.named_loss",
+    "token_loss": "meshwright.runtime.engine.losses.named_loss",
     "whole_batch": "meshwright.runtime.core.global_batch_loss",
 }
 """Where what is not in meshwright.api.functions stands."""

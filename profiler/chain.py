@@ -41,9 +41,9 @@ from meshwright.runtime.engine.user_module import OwnModel
 from meshwright.runtime.launch.training_loop import trained_model
 from meshwright.runtime.models.family_adapter import Adapter, next_token_loss
 from meshwright.runtime.models.layer_outline import recorder_of
-from meshwright.runtime.optim.adamw import adamw, slots_of
 from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
+from meshwright.runtime.optim.update_rules import parameter_groups_of, slots_of
 from meshwright.runtime.parallel.attention_api import divide_positions
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.techniques import activation_checkpointing as recomputing
@@ -241,7 +241,7 @@ class Chain:
         """Return what the script's own optimizer has of them, or AdamW."""
         if self.script is not None and self._recorded is not None:
             return self._recorded.groups(slots)
-        return adamw(slots, Training(), device=self.device)
+        return parameter_groups_of(slots, Training(), device=self.device)
 
     @property
     def participation(self) -> Participation | None:

@@ -29,6 +29,7 @@ NAMED = "makes the very folder that the user named, or the one above it"
 OURS = "removes or renames a name; what a link leads to stays as it is"
 HOME = "in the user's own configuration, by a name that must be new"
 LOCK = "a lock in the user's own cache: no link is followed, nothing truncated or written"
+PRIVATE = "in a folder that this user alone can write to, and which is no link"
 STREAM = "opens no path, but /dev/null or what is open already"
 ALLOWED = {
     ("planner/system/stdout_guard.py", "open"): STREAM,
@@ -39,6 +40,8 @@ ALLOWED = {
     ("meshwright/cli/reference.py", "mkdir"): NAMED,
     ("planner/catalog/machine_figures.py", "mkdir"): NAMED,
     ("planner/catalog/machine_figures.py", "os.open"): LOCK,
+    ("meshwright/launch/plan_script.py", "mkdir"): NAMED,
+    ("meshwright/launch/plan_script.py", "unlink"): OURS,
     ("profiler/machine.py", "NamedTemporaryFile"): NEW,
     ("profiler/profile.py", "rmtree"): OURS,
     ("profiler/profile.py", "unlink"): OURS,
@@ -55,6 +58,13 @@ ALLOWED = {
     ("runtime/resilience/heartbeat.py", "open"): OURS,
     ("runtime/resilience/shared_memory.py", "truncate"): OURS,
     ("runtime/resilience/shared_memory.py", "open"): OURS,
+    ("runtime/resilience/shared_memory.py", "mkdir"): PRIVATE,
+    ("runtime/resilience/shared_memory.py", "os.open"): PRIVATE,
+    ("runtime/resilience/shared_memory.py", "write_text"): PRIVATE,
+    ("runtime/resilience/shared_memory.py", "rmtree"): OURS,
+    ("runtime/resilience/state_rescue.py", "mkdir"): NAMED,
+    ("runtime/resilience/state_rescue.py", "rename"): OURS,
+    ("runtime/resilience/state_rescue.py", "rmtree"): OURS,
     ("runtime/checkpoint/checkpoint.py", "copyfile"): NEW,
     ("runtime/checkpoint/checkpoint.py", "rename"): OURS,
     ("runtime/checkpoint/checkpoint.py", "rmtree"): OURS,
@@ -82,6 +92,8 @@ ALLOWED = {
     ("runtime/models/safetensors_weights.py", "save_file"): NEW,
     ("runtime/models/safetensors_weights.py", "write_text"): NEW,
     ("runtime/launch/script_run.py", "unlink"): OURS,
+    ("runtime/launch/script_run.py", "mkdir"): NAMED,
+    ("runtime/launch/transient_errors.py", "unlink"): OURS,
     ("runtime/engine/engine_state.py", "torch.save"): NEW,  # into memory
     ("runtime/checkpoint/storage.py", "open"): NEW,
     ("runtime/checkpoint/writer.py", "rmtree"): OURS,

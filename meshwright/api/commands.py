@@ -27,10 +27,12 @@ from meshwright.api.inputs import (
 )
 from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
+from meshwright.planner.catalog import hub
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
 from meshwright.planner.costs.predict import predict as predict_plan
+from meshwright.planner.costs.uncertainty import bounded_by_words
 from meshwright.planner.documents import document
 from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
@@ -39,6 +41,7 @@ from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
 from meshwright.planner.documents.plan import Job, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
+from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.documents.units import (
     bytes_text,
     count_text,
@@ -47,6 +50,7 @@ from meshwright.planner.documents.units import (
     seconds_text,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
+from meshwright.planner.requests.lengths import LENGTH_MULTIPLE, LengthsOfJob, summary
 from meshwright.planner.requests.pins import (
     check_micro_batches,
     outside,
@@ -61,7 +65,12 @@ from meshwright.planner.requests.request import (
     pinned_layout,
 )
 from meshwright.planner.search.answer import Alternative, Answer, Progress
-from meshwright.planner.search.cluster_parts import dividing_batch, search_parts, used_text
+from meshwright.planner.search.cluster_parts import (
+    PartAnswer,
+    dividing_batch,
+    search_parts,
+    used_text,
+)
 from meshwright.planner.search.plan_preference import Prefer, alternative_row, not_worth_eight_bits
 from meshwright.planner.search.proof_budget import GapProgress, effort_to
 from meshwright.planner.search.search import search
@@ -86,6 +95,8 @@ class PlanCommand(PlanOptions):
     """File of the plan."""
     html: str | None = None
     """Page that says why, with the alternatives and the pipeline's timeline."""
+    offline: bool = False
+    """Fetch no model's config.json from the Hugging Face hub."""
     progress: Progress | None = None
 
 
@@ -114,7 +125,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
-    graph, script = model_and_script(model, seq_len=options.seq_len)
+    with hub.offline(options.offline):
+        graph, script = model_and_script(model, seq_len=options.seq_len)
     measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
     if script is not None and not options.global_batch:
@@ -128,6 +140,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         gap=options.gap,
         progress=options.progress,
     )
+    notes = tuple(_length_notes(options.lengths_of_job(), answer.plan, graph, machine))
+    answer = replace(answer, prediction=answer.prediction.with_notes(*notes))
     if script is not None:
         answer = _of_samples(answer, script.leaves)
     if options.output is not None:
@@ -145,6 +159,28 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         )
         document.write_text(page, options.html)
     return answer
+
+
+def _length_notes(
+    of_job: LengthsOfJob, plan: Plan, graph: ModelGraph, machine: ClusterSpec
+) -> Iterator[str]:
+    """Yield what samples of several lengths waste, and what a step of mean ones takes."""
+    lengths = of_job.lengths
+    if lengths is None:
+        return
+    if of_job.batching == "packed":
+        empty = 1 - lengths.packed_share(plan.seq_len)
+        yield f"{summary(lengths)}; packed in {plan.seq_len:,}, {empty:.0%} of positions are empty"
+        return
+    multiple = LENGTH_MULTIPLE * plan.mesh.context * plan.mesh.tensor
+    mean_len = min(plan.seq_len, of_job.mean_len(plan.micro_batch, multiple))
+    mean = predict_plan(plan.model_copy(update={"seq_len": mean_len}), graph, machine)
+    padded = 1 - lengths.mean / mean_len
+    yield (
+        f"a step of mean samples takes {seconds_text(mean.step_time_s)}, {mean_len:,} tokens each, "
+        f"{padded:.0%} padding; time and memory above are those of the longest"
+    )
+    yield summary(lengths)
 
 
 def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
@@ -167,18 +203,28 @@ def answer_to(
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     gap_progress = None if progress is None or gap is None else _closing(progress)
-    try:
-        searched = search_parts(
-            request,
-            prefer,
-            solver=solver,
-            top=top,
-            progress=progress,
-            effort=effort_to(gap),
-            gap_progress=gap_progress,
-        )
-    except NoPlanFits as error:
-        raise type(error)(f"{error}{_with_less_surety(request)}") from error
+    searched: PartAnswer | None = None
+    refused: NoPlanFits | None = None
+    for wanted in _with_packed_weights(request):
+        try:
+            result = search_parts(
+                wanted,
+                prefer,
+                solver=solver,
+                top=top,
+                progress=progress,
+                effort=effort_to(gap),
+                gap_progress=gap_progress,
+            )
+        except NoPlanFits as error:
+            refused = error
+            continue
+        step_s = result.answer.prediction.step_time_s
+        if searched is None or step_s < searched.answer.prediction.step_time_s:
+            searched, request = result, wanted
+    if searched is None:
+        assert refused is not None
+        raise type(refused)(f"{refused}{_with_less_surety(request)}") from refused
     answer = searched.answer
     prediction = answer.prediction.on(
         request.cluster.devices,
@@ -192,6 +238,20 @@ def answer_to(
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
+
+
+def _with_packed_weights(request: Request) -> Iterator[Request]:
+    """Yield a request, and the same with frozen weights in 4 bits where that is allowed.
+
+    Experts of gpt-oss are published in MXFP4.
+    """
+    yield request
+    lora, a = request.job.lora, request.model.architecture
+    if "quantized" not in request.pins.allowed or lora is None or lora.packs_weights:
+        return
+    published = "mxfp4" if a is not None and a.family == "gpt_oss" else "nf4"
+    packed = lora.model_copy(update={"weights": published})
+    yield replace(request, job=replace(request.job, lora=packed))
 
 
 def _open_gap(certificate: Certificate, asked: float | None) -> Iterator[str]:
@@ -245,7 +305,7 @@ def compare(
         for plan in plans
     ]
     fitting = [entry for entry in named if entry[2].fits] or named
-    _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
+    _, first, fastest = min(fitting, key=lambda row: row[2].step_time_s / _work(row[1]))
     return tuple(
         alternative_row(what, plan, prediction, fastest, same=_work(first) / _work(plan))
         for what, plan, prediction in named
@@ -292,10 +352,11 @@ def compare_best(
         fit_probability=min(SURE_TO_FIT, max(AS_PREDICTED, mine.fit_probability or 0.0)),
     )
     answer = answer_to(request, "fastest", progress=progress)
-    best = answer.plan.model_copy(update={"training": wanted.training})
+    words = wanted.not_understood
+    best = answer.plan.model_copy(update={"training": wanted.training, "not_understood": words})
     from meshwright.planner.search.plan_differences import waterfall  # noqa: PLC0415 - other commands need none
 
-    answer = replace(answer, plan=best)
+    answer = replace(answer, plan=best, prediction=bounded_by_words(answer.prediction, words))
     if output is not None:
         document.write(best, output)
     return PlanImprovement(
@@ -310,7 +371,7 @@ def compare_best(
 def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
     """Yield what to know before the figures are believed."""
     if not mine.fits:
-        yield "yours does not fit in memory: its time is that of larger devices"
+        yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
         yield from (f"{name} {note}" for note in prediction.notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
@@ -340,7 +401,6 @@ def import_plan(
     runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
-    from meshwright.planner.framework_configs.harmless_words import bounded  # noqa: PLC0415 - its table
 
     try:
         imported_plan = configs.import_plan(
@@ -359,15 +419,14 @@ def import_plan(
     graph = (
         plan_model(imported_plan.plan, None) if model is None else model_of(model, seq_len=seq_len)
     )
-    prediction = bounded(
-        _with_caveats(imported_plan.plan, graph, machine), imported_plan.not_understood
-    )
+    prediction = _with_caveats(imported_plan.plan, graph, machine)
     if output is not None:
         document.write(imported_plan.plan, output)
     return ImportedPlan(
         plan=imported_plan.plan,
         assumed=imported_plan.assumed,
         unknown=imported_plan.unknown,
+        without_effect=imported_plan.without_effect,
         not_understood=imported_plan.not_understood,
         prediction=prediction,
     )
@@ -405,6 +464,8 @@ class ImportedPlan:
     assumed: tuple[str, ...]
     unknown: tuple[str, ...]
     """Keys that were not used."""
+    without_effect: tuple[str, ...]
+    """Keys that decide nothing beside the others."""
     not_understood: tuple[str, ...]
     """Those that may change seconds or bytes, the most decisive first."""
     prediction: Prediction
@@ -451,13 +512,17 @@ def predict(
     global_batch: int | None = None,
     precision: Precision | None = None,
     lora: Sequence[str] = (),
+    optimizer: Optimizer = "adamw",
+    masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
     `lora` are settings of adapters that alone are trained, as of `plan`.
-    With another framework than ours a layout is priced by its accounting rules.
+    With another framework than ours a layout is priced by its accounting rules.  `offline` fetches
+    no model's config.json from the Hugging Face hub.
     """
     return predicted_plan(
         model_or_plan,
@@ -467,8 +532,11 @@ def predict(
         global_batch=global_batch,
         precision=precision,
         lora=lora,
+        optimizer=optimizer,
+        masters=masters,
         profile=profile,
         framework=framework,
+        offline=offline,
     ).prediction
 
 
@@ -481,8 +549,11 @@ def predicted_plan(
     global_batch: int | None = None,
     precision: Precision | None = None,
     lora: Sequence[str] = (),
+    optimizer: Optimizer = "adamw",
+    masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> PredictedPlan:
     """Predict as `predict` does, and say for which model, cluster and job."""
     if is_plan(model_or_plan):
@@ -494,6 +565,8 @@ def predicted_plan(
             "global-batch": global_batch,
             "precision": precision,
             "lora": lora or None,
+            "optimizer": None if optimizer == "adamw" else optimizer,
+            "masters": None if masters == "fp32" else masters,
         }
         for name, value in given.items():
             if value is not None:
@@ -511,7 +584,8 @@ def predicted_plan(
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
-    graph = model_of(model_or_plan, seq_len=seq_len)
+    with hub.offline(offline):
+        graph = model_of(model_or_plan, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     pins, idle = read_layout(layout or "", ["stale,compress"])
@@ -522,6 +596,8 @@ def predicted_plan(
         global_batch=global_batch,
         precision=precision,
         lora=lora,
+        optimizer=optimizer,
+        masters=masters,
         pins=pins,
         profile=measured,
         framework=framework,
@@ -529,7 +605,7 @@ def predicted_plan(
     wanted_layout = pinned_layout(request, idle=idle)
     check_micro_batches(layout or "", wanted_layout)
     notes = tuple(without_effect(pins, wanted_layout))
-    if framework != "native":
+    if base_of(framework) != "native":
         from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
             framework_plan,
             framework_prediction,
@@ -555,7 +631,9 @@ def _refuse_other_layers(request: Request) -> None:
     """
     space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
-        if pin.partition("=")[0] in ("recompute", "activations"):
+        # Attention's core may be recomputed where it is fused too, for nothing.
+        is_core = pin == "recompute=selective" and space is not None and space.selective_core
+        if pin.partition("=")[0] in ("recompute", "activations") and not is_core:
             raise DocumentError("layout", f"{pin}: {request.framework.name} {what}")
 
 

@@ -25,6 +25,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
+from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.search.answer import Alternative, Answer
 from meshwright.planner.whatif.run_study import Result
@@ -53,7 +54,6 @@ class ModulePlanOptions(PlanOptions):
     batch: Any = None
     loss: Callable[[Any, Any], Any] | None = None
     inputs: Callable[[Any], Any] | None = None
-    optimizer: Callable[[Any], Any] | None = None
     groups: Callable[[str, Any], Any] | None = None
     units: Sequence[str] | None = None
 
@@ -110,12 +110,21 @@ def _search(
     of_module = {name: getattr(options, name) for name in MODULE_FIELDS}
     of_plan = {field.name: getattr(options, field.name) for field in fields(PlanOptions)}
     if isinstance(model, str):
+        if isinstance(options.optimizer, str):
+            of_module["optimizer"] = None
         misplaced = next((name for name, value in of_module.items() if value is not None), None)
         if misplaced is not None:
             raise DocumentError(
                 misplaced, "goes with a function that builds a module; leave it out"
             )
         return commands.plan(model, cluster, **of_plan)
+    if isinstance(options.optimizer, str):
+        raise DocumentError(
+            "optimizer",
+            f"is the word {options.optimizer}, and a module's is a function of its parameters; "
+            "give torch.optim.AdamW or another",
+        )
+    of_plan["optimizer"] = None
     need_torch("building a module")
     from meshwright.runtime.engine.script_module import OwnScript  # noqa: PLC0415 - needs torch
 
@@ -168,6 +177,8 @@ def predict(
     global_batch: int | None = None,
     precision: Precision | None = None,
     lora: Sequence[str] = (),
+    optimizer: Optimizer = "adamw",
+    masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
 ) -> Prediction:
@@ -192,6 +203,8 @@ def predict(
             global_batch=global_batch,
             precision=precision,
             lora=lora,
+            optimizer=optimizer,
+            masters=masters,
             profile=profile,
             framework=framework,
         )
@@ -201,6 +214,8 @@ def predict(
         "global_batch": global_batch,
         "precision": precision,
         "lora": lora or None,
+        "optimizer": None if optimizer == "adamw" else optimizer,
+        "masters": None if masters == "fp32" else masters,
     }
     for name, value in given.items():
         if value is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from meshwright.planner.catalog import framework, frameworks
+from meshwright.planner.catalog import framework, frameworks, hub
 from meshwright.planner.catalog.expressions import (
     locate_model,
     resolve_beside,
@@ -14,7 +14,7 @@ from meshwright.planner.catalog.expressions import (
 )
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.document import nearest
+from meshwright.planner.documents.document import is_there, nearest
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import RECORDED, ModelGraph, is_factory, is_own, is_recorded
 from meshwright.planner.documents.plan import Plan, check_size
@@ -66,7 +66,9 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
         if error.path != "model_type" or importlib.util.find_spec("transformers") is None:
             raise
         try:
-            return _traced_model(f"{text}{RECORDED}", seq_len)
+            is_path = is_there(text) or not hub.is_hub_name(text)
+            folder = text if is_path else str(hub.config_file(text).parent)
+            return _traced_model(f"{folder}{RECORDED}", seq_len)
         except DocumentError as refused:
             raise error from refused
 

@@ -107,7 +107,12 @@ def main(arguments: list[str] | None = None) -> int:
     apart = results_apart() if json else contextlib.nullcontext()
     try:
         with apart:
-            status = app(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
+            try:
+                status = app(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
+            finally:
+                hub = sys.modules.get("meshwright.planner.catalog.hub")
+                while hub and hub.FETCHED:
+                    print_message(str(hub.FETCHED.pop(0)))
         if status == INTERRUPTED:
             print_message("interrupted")
             _fail(json, "Interrupted", "interrupted", INTERRUPTED)

@@ -34,6 +34,43 @@ class Precision(StrEnum):
     NVFP4 = "nvfp4"
 
 
+class OptimizerName(StrEnum):
+    """What updates weights."""
+
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw-bf16"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAMW_8BIT_PAGED = "adamw-8bit-paged"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    MUON = "muon"
+    SGD = "sgd"
+
+
+class BatchingName(StrEnum):
+    """What batches make of samples of several lengths."""
+
+    PACKED = "packed"
+    LONGEST = "longest"
+    EXACT = "exact"
+
+
+class ObjectiveName(StrEnum):
+    """What is learned."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    REWARD = "reward"
+    GRPO = "grpo"
+
+
+class MasterCopies(StrEnum):
+    """Copies of 16-bit weights that are trained in their place."""
+
+    FP32 = "fp32"
+    NONE = "none"
+
+
 class Solver(StrEnum):
     """How the partition problem of each layout is solved."""
 
@@ -50,7 +87,17 @@ class Preferred(StrEnum):
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(help="A catalogue name, a config.json or its folder, file.py:factory"),
+    typer.Argument(
+        help="A name of the catalogue or of the Hugging Face hub, a config.json or its folder, "
+        "file.py:factory"
+    ),
+]
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        help="Fetch no model's config.json from the Hugging Face hub",
+    ),
 ]
 CLUSTERS = "8xh100-sxm-80gb, 16x8xh100-sxm-80gb, 4xp5.48xlarge, local:2, cluster.yaml"
 ClusterOption = Annotated[
@@ -97,7 +144,21 @@ ProfileOption = Annotated[
 ]
 LoraOption = Annotated[
     list[str] | None,
-    typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+    typer.Option(
+        "--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj], weights=nf4"
+    ),
+]
+_OPTIMIZERS = (
+    "What updates weights: adamw (default), adamw-bf16, adamw-8bit, adamw-8bit-paged, adafactor, "
+    "lion, muon, sgd"
+)
+OptimizerOption = Annotated[
+    OptimizerName | None,
+    typer.Option("--optimizer", metavar="WORD", help=_OPTIMIZERS),
+]
+MastersOption = Annotated[
+    MasterCopies,
+    typer.Option("--masters", help="fp32 copies of 16-bit weights, or none: those are trained"),
 ]
 PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seq_len": (SeqLen, None),
@@ -111,9 +172,36 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "lengths": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--lengths", help="Lengths that vary: MEAN,P95,MAX or a file, a sample on each line"
+            ),
+        ],
+        None,
+    ),
+    "batching": (
+        Annotated[
+            BatchingName | None,
+            typer.Option(
+                "--batching", help="packed (default), padded to the longest, or exact: unpadded"
+            ),
+        ],
+        None,
+    ),
     "global_batch": (GlobalBatch, None),
     "precision": (PrecisionOption, None),
     "lora": (LoraOption, None),
+    "optimizer": (OptimizerOption, None),
+    "masters": (MastersOption, MasterCopies.FP32),
+    "objective": (
+        Annotated[
+            ObjectiveName,
+            typer.Option("--objective", help="dpo and reward: samples are pairs; grpo: one each"),
+        ],
+        ObjectiveName.SFT,
+    ),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[
@@ -127,7 +215,8 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
             list[str] | None,
             typer.Option(
                 "--allow",
-                help="offload to the host, async-tensor; stale or compress, which change training",
+                help="offload to the host, async-tensor; stale, compress or quantized (frozen "
+                "weights beside --lora), which change training",
             ),
         ],
         None,

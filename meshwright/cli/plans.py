@@ -20,8 +20,12 @@ from meshwright.cli.options import (
     Html,
     Json,
     LoraOption,
+    MasterCopies,
+    MastersOption,
     ModelArgument,
+    Offline,
     OfPlan,
+    OptimizerOption,
     Output,
     PrecisionOption,
     ProfileOption,
@@ -47,6 +51,7 @@ def plan(
     html: Html = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
     from meshwright.api import commands
@@ -66,6 +71,7 @@ def plan(
             model,
             where,
             **{**options, **defaults},
+            offline=offline,
             output=output,
             html=html,
             progress=progress,
@@ -114,9 +120,10 @@ def _then(answer: Answer, output: str | None) -> str:
 
 def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
+    from meshwright.planner.documents.framework import base_of
     from meshwright.planner.documents.model import is_script
 
-    if plan.framework != "native":
+    if base_of(plan.framework) != "native":
         return f"meshwright export {file}"
     if is_script(plan.model.source):
         return f"meshwright run --plan {file} SCRIPT.py"
@@ -175,8 +182,9 @@ def import_(
         str,
         typer.Option(
             "--from",
-            help="megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, "
-            "nanotron, fsdp; slurm: a script that runs one of them",
+            help="megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, "
+            "transformers, trl, llama-factory, axolotl, ms-swift, litgpt, verl, nanotron, fsdp; "
+            "slurm: a script that runs one of them",
         ),
     ],
     cluster: ClusterOption = None,
@@ -196,6 +204,7 @@ def import_(
     output: Output = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Read another framework's configuration as a plan.
 
@@ -203,20 +212,22 @@ def import_(
     """
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
+    from meshwright.planner.catalog import hub
     from meshwright.render.json_output import as_json, imported_json
     from meshwright.render.text import imported_facts
 
     mine = of_user()
-    imported = commands.import_plan(
-        file,
-        of=of,
-        cluster=_required_cluster(mine.value_of("cluster", cluster)),
-        model=model,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        output=output,
-        values=values or (),
-    )
+    with hub.offline(offline):
+        imported = commands.import_plan(
+            file,
+            of=of,
+            cluster=_required_cluster(mine.value_of("cluster", cluster)),
+            model=model,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            output=output,
+            values=values or (),
+        )
     if json:
         print(as_json(imported_json(imported)))
         return
@@ -234,10 +245,13 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     lora: LoraOption = None,
+    optimizer: OptimizerOption = None,
+    masters: MastersOption = MasterCopies.FP32,
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
     json: Json = False,
+    offline: Offline = False,
 ) -> None:
     """Predict the time and memory of a plan or a layout."""
     from meshwright.api import commands
@@ -264,8 +278,11 @@ def predict(
         global_batch=global_batch,
         precision=usual,
         lora=lora or (),
+        optimizer=optimizer.value if optimizer else "adamw",
+        masters=masters.value,
         profile=profile,
         framework=framework or "native",
+        offline=offline,
     )
     prediction = predicted.prediction
     if json:
@@ -280,6 +297,10 @@ def predict(
             }
         )
     adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
+    if optimizer is not None:
+        adapters += f" --optimizer {optimizer.value}"
+    if masters is not MasterCopies.FP32:
+        adapters += f" --masters {masters.value}"
     then = (
         f"compare {model} --best"
         if is_plan(model)

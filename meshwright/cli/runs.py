@@ -90,18 +90,33 @@ def launch(
 def run(
     script: Annotated[str, typer.Argument(help="Your script, which makes a meshwright.Engine")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script")] = None,
-    plan: Annotated[str, typer.Option("--plan", help="A plan.yaml")] = "plan.yaml",
+    plan: Annotated[str | None, typer.Option("--plan", help="A plan.yaml")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Plan the script for N ranks of this host")
+    ] = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
     ] = None,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="Restart at most N times if a rank fails")
     ] = 0,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Go on after hangs, crashes and losses, as launch does"),
+    ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", help="Save here what engine.resume() goes on from"),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option("--checkpoint-every", help="Steps; default: where the least is lost"),
+    ] = None,
     profile: ProfileOption = None,
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
 ) -> None:
-    """Run your own script on the ranks of a plan.
+    """Run your own script on the ranks of a plan: plan.yaml, or one that is made for --ranks N.
 
     Options stand before the script's name; what stands behind it is the script's.
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
@@ -113,8 +128,12 @@ def run(
         plan,
         script,
         arguments or (),
+        ranks=ranks,
         output=output,
         restarts=restarts,
+        elastic=elastic,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
         profile=profile,
         where=where,
         dry_run=dry_run,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +16,8 @@ from meshwright.planner.documents.events import Decision, Expected, Reaction
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import seconds_text
-from meshwright.planner.errors import HandedOver, LaunchError
+from meshwright.planner.errors import HandedOver, LaunchError, MeshwrightError
+from meshwright.planner.errors.shown import lines
 from meshwright.planner.frameworks.native_limits import caveat
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_HOUR
 from meshwright.planner.whatif.pricing.goodput import expected_of, save_figures
@@ -27,6 +30,7 @@ from meshwright.runtime.run.run_folder import account_of, append_record, events_
 
 if TYPE_CHECKING:
     from meshwright.runtime.launch.launch_config import Launch
+    from meshwright.runtime.resilience.shared_memory import Slots
     from meshwright.runtime.run.run_report import Comparison, RunReport
 
 LONG_RUN_HOURS = 1.0
@@ -163,3 +167,41 @@ def stop_if_preempted(noticed: Sequence[int], failed: LaunchError) -> None:
     """Raise HandedOver where a notice came while no ranks ran: all that counts is saved."""
     if noticed:
         raise HandedOver(f"a notice came after this: {failed}; start it again with --resume")
+
+
+def copy_bytes(fit: LaunchablePlan) -> float:
+    """Return the bytes that copies of a node's ranks take, with those of a ward's; inf if unknown.
+
+    A state has at most what parameters and optimizer take in the fullest stage.
+    """
+    from meshwright.runtime.resilience.shared_memory import GENERATIONS  # noqa: PLC0415 - the runtime
+
+    try:
+        prediction = predict_plan(fit.plan, fit.graph, fit.machine, fit.measured)
+    except MeshwrightError:
+        return math.inf
+    state = max(
+        stage.memory_parts.get("parameters", 0) + stage.memory_parts.get("optimizer", 0)
+        for stage in prediction.stages
+    )
+    here = min(fit.plan.mesh.devices, fit.machine.groups[0].devices_per_node)
+    return state * here * GENERATIONS * (2 if fit.machine.devices > here else 1)
+
+
+@contextlib.contextmanager
+def copies_rescued(slots: Slots, folder: Path | None, *, quiet: bool) -> Iterator[None]:
+    """Have the newest state on disk, whatever ends a run; an error says what is saved then."""
+    from meshwright.runtime.launch.failure_report import RunEnded, saved_text  # noqa: PLC0415 - the runtime
+    from meshwright.runtime.resilience.state_rescue import rescue  # noqa: PLC0415
+
+    def print_notice(text: str) -> None:
+        if not quiet:
+            print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+    try:
+        yield
+    except BaseException as error:
+        saved = rescue(slots, folder, say=print_notice) if folder is not None else None
+        if saved is not None and isinstance(error, RunEnded):
+            error.saved = saved_text(folder)
+        raise

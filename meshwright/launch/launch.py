@@ -12,6 +12,8 @@ from meshwright.api.inputs import check_code, machine_of, need_torch, plan_model
 from meshwright.api.option_words import option_words
 from meshwright.launch.attempt import (
     LaunchResult,
+    copies_rescued,
+    copy_bytes,
     decision_record,
     log_decision,
     run_attempt,
@@ -102,7 +104,10 @@ def launch(
     with (
         signals_kept() as noticed,
         Zygote() as zygote,
-        Slots() as slots,
+        Slots(
+            run.checkpoint if elastic else None, expected_bytes=copy_bytes(fit) if elastic else 0
+        ) as slots,
+        copies_rescued(slots, run.checkpoint, quiet=quiet),
         FallbackSolver(planned, run) as keeper,
     ):
         asked = Launch(

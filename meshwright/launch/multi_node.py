@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.launch.attempt import LaunchResult, log_decision, run_attempt, stop_if_preempted
+from meshwright.launch.attempt import (
+    LaunchResult,
+    copies_rescued,
+    copy_bytes,
+    log_decision,
+    run_attempt,
+    stop_if_preempted,
+)
 from meshwright.launch.fallback_plans import FallbackPlans, FallbackSolver, fallback
 from meshwright.launch.launchable_plan import LaunchablePlan
 from meshwright.launch.replan import leave_out
@@ -83,7 +90,8 @@ def on_nodes(
     with (
         signals_kept() as signals,
         Zygote() as zygote,
-        Slots() as slots,
+        Slots(folder, expected_bytes=copy_bytes(fit)) as slots,
+        copies_rescued(slots, folder, quiet=quiet),
         agent_of(node_rank, folder, members=members, output=str(output)) as agent,
         agent.copies(slots) as copies,
     ):
@@ -169,6 +177,8 @@ class Epochs:
         self._fit = self._planned if epoch.plan is None else self._planned.with_plan(epoch.plan)
         if self._fit.machine.devices == self._planned.machine.devices:
             self._planned = self._fit  # with less memory, from here on
+        if epoch.ends and epoch.ends[-1].cause == "corruption":
+            self._means.slots.forget()
         self._hide_lost(epoch)
 
     def _hide_lost(self, epoch: Epoch) -> None:

@@ -180,6 +180,7 @@ def imported_json(imported: ImportedPlan) -> dict[str, Any]:
         "layout": imported.plan.layout.text(),
         "assumed": list(imported.assumed),
         "unknown": list(imported.unknown),
+        "without_effect": list(imported.without_effect),
         "not_understood": list(imported.not_understood),
         "prediction": imported.prediction.model_dump(mode="json", exclude_none=True),
     }

@@ -125,7 +125,7 @@ def notes_of(prediction: Prediction | None) -> tuple[str, ...]:
     """Return what must be said beside the figures of a plan that is one of several."""
     if prediction is None:
         return ()
-    misfit = () if prediction.fits else ("does not fit in memory",)
+    misfit = () if prediction.fits else (prediction.misfit,)
     return (*misfit, *prediction.notes)
 
 
@@ -163,16 +163,19 @@ def improved_parts(
     of_s = mine.step_time_s
     both = " -> ".join(seconds_text(prediction.step_time_s) for prediction in (mine, best))
     memory = " -> ".join(map(_memory_text, (mine, best)))
+    is_whole = not improved.mine.not_understood
     facts = [
         Fact(label="yours", text=improved.mine.layout.text()),
-        Fact(label="best", text=improved.best.plan.layout.text()),
+        Fact(label="best" if is_whole else "other", text=improved.best.plan.layout.text()),
     ]
     if improved.changes:
         saved_s = of_s - best.step_time_s
         saved = _worth(saved_s, *_tenths([saved_s], of_s))
         text = f"{both} a step, {saved}; memory {memory}"
-    else:
+    elif is_whole:
         text = f"yours is the best plan that was found: {seconds_text(mine.step_time_s)} a step"
+    else:
+        text = f"none was found for what was understood: {seconds_text(mine.step_time_s)} a step"
     facts.append(Fact(label="gain", text=text))
     if not explain:
         shown = max(1, FEW - len(improved.warnings))
@@ -219,7 +222,7 @@ def _changes_table(improved: PlanImprovement) -> Table:
             change.what,
             seconds_text(change.prediction.step_time_s),
             f"{'-' if change.saved_s < 0 else ''}{seconds_text(abs(change.saved_s))}",
-            memory if change.prediction.fits else f"{memory}, does not fit",
+            memory if change.prediction.fits else f"{memory}, {change.prediction.misfit}",
         )
     return table
 
@@ -247,6 +250,9 @@ def imported_facts(
     elif imported.assumed:
         facts.append(Fact(label="assumed", text="; ".join(imported.assumed)))
     harmless = [word for word in imported.unknown if word not in imported.not_understood]
+    if explain and imported.without_effect:
+        idle = ", ".join(imported.without_effect)
+        facts.append(Fact(label="no effect", text=f"{idle} (beside the other settings)"))
     if explain and imported.not_understood:
         facts.append(Fact(label="not read", text=", ".join(imported.not_understood)))
     if explain and harmless:

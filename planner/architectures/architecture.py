@@ -128,6 +128,7 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
     3072
     """
     kind = config.get("model_type")
+    kind = _SAME_FIGURES.get(str(kind), kind)
     if not isinstance(kind, str):
         raise DocumentError(
             "model_type", f"is missing in {name}; it says which architecture the figures are for"
@@ -354,6 +355,23 @@ _READERS: dict[str, Callable[[Config], Architecture]] = {
     "vit": _vit,
 }
 SUPPORTED = tuple(sorted(_READERS))
+_SAME_FIGURES = {"kimi_k2": "deepseek_v3"}
+"""Types that are built as another one, under a name of their own."""
+
+
+def language_model(config: Config) -> Config | None:
+    """Return the language model's own configuration of a type that joins it with other inputs.
+
+    None where the type has figures itself, or its language model has none.
+
+    >>> language_model({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
+    {'model_type': 'gemma3_text'}
+    """
+    text, kind = config.get("text_config"), config.get("model_type")
+    if kind in _READERS or kind in _SAME_FIGURES or not isinstance(text, Mapping):
+        return None
+    inner = text.get("model_type")
+    return text if inner in _READERS or inner in _SAME_FIGURES else None
 
 
 def _encoder(config: Config, family: str) -> dict[str, Any]:

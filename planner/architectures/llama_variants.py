@@ -41,6 +41,7 @@ def _gemma(config: Config) -> Architecture:
 def _gemma3(config: Config) -> Architecture:
     bias = flag(config, "attention_bias", False)
     window = optional(config, "sliding_window", 4096) or 0
+    config = {"num_attention_heads": 8, "vocab_size": 262208, **config}
     return Architecture(
         **decoder(config, "gemma3_text", kv_heads=4, head_dim=256),
         tied_embeddings=flag(config, "tie_word_embeddings", True),
@@ -187,6 +188,56 @@ def _qwen2_moe(config: Config) -> Architecture:
     )
 
 
+def _minimax_m2(config: Config) -> Architecture:
+    """A mixture as Qwen3-MoE, whose query and key norms are over all heads, turned in part."""
+    figures = decoder(config, "minimax_m2", kv_heads=8, head_dim=128)
+    turned = optional(config, "rotary_dim", None)
+    if turned is None:
+        turned = rotated_features(
+            config, figures["head_dim"], key="partial_rotary_factor", default=1.0
+        )
+    return Architecture(
+        **figures,
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qk_norm=True,
+        rotary_dim=turned,
+        experts=routed_experts(config, count_key="num_local_experts", ffn_key="intermediate_size"),
+    )
+
+
+def _llama4(config: Config) -> Architecture:
+    """A shared expert beside the routed ones; attention in chunks, but in every fourth block.
+
+    A chunk counts as a window of as many tokens: the same up to its length, and more beyond.
+    """
+    config = {"interleave_moe_layer_step": 1, **config}
+    layers = count(config, "num_hidden_layers")
+    every = config.get("moe_layers") or list(range(layers))
+    if config["interleave_moe_layer_step"] != 1 or every != list(range(layers)):
+        raise without_figures(
+            "interleave_moe_layer_step",
+            f"is {config['interleave_moe_layer_step']!r:.20}: blocks with experts and without take "
+            "turns",
+        )
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        renamed = {"chunked_attention": "sliding_attention"}
+        config = {**config, "layer_types": [renamed.get(str(kind), kind) for kind in types]}
+    chunk = optional(config, "attention_chunk_size", 8192) or 0
+    interval = optional(config, "no_rope_layer_interval", 4) or 4
+    bias = flag(config, "attention_bias", False)
+    return Architecture(
+        **decoder(config, "llama4_text", kv_heads=8, head_dim=128),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=bias,
+        output_bias=bias,
+        **windows(config, window=chunk, every=interval),
+        experts=routed_experts(
+            config, count_key="num_local_experts", ffn_key="intermediate_size", shared=1
+        ),
+    )
+
+
 READERS: dict[str, Callable[[Config], Architecture]] = {
     "deepseek_v2": lambda config: deepseek(config, "deepseek_v2"),
     "gemma": _gemma,
@@ -194,6 +245,8 @@ READERS: dict[str, Callable[[Config], Architecture]] = {
     "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
     "granite": lambda config: llama(config, "granite"),
+    "llama4_text": _llama4,
+    "minimax_m2": _minimax_m2,
     "nemotron": _nemotron,
     "olmo2": lambda config: _olmo2(config, "olmo2"),
     "olmo3": _olmo3,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.planner.documents.model import Architecture, LatentAttention, Layer, ModelGraph
 
-WIDE_QK_NORM = ("olmo2", "olmo3")
+WIDE_QK_NORM = ("minimax_m2", "olmo2", "olmo3")
 """Families whose query and key norms are over all heads together, not over each."""
 SINKS = ("gpt_oss",)
 """Families with one more score per head, a parameter, in each softmax of attention."""

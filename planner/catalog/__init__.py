@@ -55,6 +55,8 @@ class AcceleratorEntry(Part):
     vendor: Text
     kind: AcceleratorKind = "cuda"
     memory_bytes: Positive
+    memory_range_bytes: tuple[Positive, Positive] | None = None
+    """Where it lies, if no log of what CUDA reports was found."""
     peak_flops: dict[Precision, Rate]
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None

@@ -1,10 +1,11 @@
 """What a user writes for MODEL and CLUSTER, turned into documents.
 
-MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
-document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
-(`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a cluster
-document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.  A user's
-own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
+MODEL is a name of the catalogue or of the Hugging Face hub, a `config.json` or a folder that has
+one, or a model document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a
+node type (`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a
+cluster document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.
+
+A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from meshwright.planner.architectures.architecture import architecture_of
+from meshwright.planner.architectures.architecture import architecture_of, language_model
 from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.catalog import (
     AcceleratorEntry,
     NodeEntry,
     accelerator_name,
     accelerators,
+    hub,
     model_config,
     model_name,
+    models,
     node_name,
     nodes,
     pcie,
     rents,
 )
+from meshwright.planner.catalog.cluster_settings import ClusterSettings
+from meshwright.planner.catalog.host_capacity import host_capacity
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
 from meshwright.planner.documents.document import (
     is_file,
@@ -35,7 +41,6 @@ from meshwright.planner.documents.document import (
     is_there,
     nearest,
     plain,
-    read,
     read_text,
     unreadable,
 )
@@ -49,6 +54,8 @@ simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
+ALONE = "-language-model-alone"
+"""What a model is called of which the towers for images or sound are left out."""
 CLUSTER_FORMS = (
     "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
     "of them joined by +"
@@ -82,12 +89,35 @@ def resolve_model(text: str) -> ModelGraph:
     if _is_path(text):
         return _model_at(_path(text), text)
     try:
-        name = model_name(text)
+        name = _catalogued_model(text)
     except DocumentError as error:
+        if hub.is_hub_name(text):
+            file = hub.config_file(text)
+            return _model_at(file, text, called=text.rpartition("/")[2])
         way = "a config.json, a folder that has one, or file.py:factory"
         begin = " Or give" if error.message.endswith("?") else "; give a name,"
         raise DocumentError("", f"{error.message}{begin} {way}") from error
     return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
+
+
+def _catalogued_model(text: str) -> str:
+    """Return the name in the catalogue that MODEL stands for, also by a variant of one shape.
+
+    The configuration that the hub's cache has of exactly this name goes before a variant's.
+
+    >>> _catalogued_model("Qwen/Qwen2.5-32B-Instruct"), _catalogued_model("google/gemma-3-27b-it")
+    ('qwen2.5-32b', 'gemma-3-27b')
+    """
+    try:
+        return model_name(text)
+    except DocumentError:
+        is_cached = hub.is_hub_name(text) and hub.cached_config(text) is not None
+        shape = hub.plain_name(text).lower()
+        for name, entry in models().items():
+            shapes = {hub.plain_name(alias).lower() for alias in (name, *entry.aliases)}
+            if shape in shapes and not is_cached:
+                return name
+        raise
 
 
 def locate_model(source: str, document: str | os.PathLike[str]) -> str:
@@ -125,9 +155,18 @@ def resolve_cluster(text: str) -> ClusterSpec:
 
         return local.cluster(_ranks(text))
     if _is_path(text):
-        return read(ClusterSpec, _path(text))
-    if "+" in text:
-        return _join_groups(text)
+        return _read_cluster(_path(text))
+    return _join_groups(text) if "+" in text else _of_one_kind(text)
+
+
+def _of_one_kind(text: str) -> ClusterSpec:
+    """Return nodes of one kind, with the settings that stand behind their name."""
+    plain_text, comma, words = text.partition(",")
+    if comma:
+        settings = ClusterSettings.parse(words)
+        return settings.replace_figures(_of_one_kind(plain_text)).model_copy(
+            update={"name": text[:200]}
+        )
     counts, name = _counts(text)
     if len(counts) <= 1 and _is_node_type(name):
         return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
@@ -141,6 +180,56 @@ def resolve_cluster(text: str) -> ClusterSpec:
             f"For CLUSTER, {CLUSTER_FORMS}, local or a cluster.yaml.",
         ) from error
     return _of_accelerator(accelerator, counts, text)
+
+
+def _read_cluster(path: Path) -> ClusterSpec:
+    """Read a cluster document, in which names of the catalogue may stand for its accelerators."""
+    data = plain(read_text(path))
+    try:
+        if isinstance(data, dict) and isinstance(data.get("groups"), list):
+            named = [
+                _with_accelerator(number, group) for number, group in enumerate(data["groups"])
+            ]
+            data = {**data, "groups": [group for group, _ in named]}
+            entries = [entry for _, entry in named if entry is not None]
+            if "tiers" not in data and len(named) == len(entries) == 1:
+                data["tiers"] = _usual_tiers(entries[0], data["groups"][0])
+        return ClusterSpec.of(data)
+    except DocumentError as error:
+        raise error.in_file(str(path)) from error
+
+
+def _with_accelerator(number: int, group: object) -> tuple[object, AcceleratorEntry | None]:
+    """Return a group of a document with the figures of the accelerator that it names."""
+    if not isinstance(group, dict) or not isinstance(group.get("accelerator"), str):
+        return group, None
+    try:
+        name = accelerator_name(group["accelerator"])
+    except DocumentError as error:
+        raise DocumentError(f"groups[{number}].accelerator", error.message) from error
+    entry = accelerators()[name]
+    usual: dict[str, object] = {"name": name, "nodes": 1}
+    if entry.host_link_bytes_per_s is not None:
+        usual["host_link_bytes_per_s"] = entry.host_link_bytes_per_s
+    count = group.get("devices_per_node")
+    if "host_memory_bytes" not in group and isinstance(count, int) and 0 < count <= MOST_DEVICES:
+        usual["host_memory_bytes"], *span = host_capacity(name, entry, count)
+        usual["host_memory_range_bytes"] = span
+    shown = entry.accelerator(name).model_dump(mode="json", exclude_none=True)
+    return {**usual, **group, "accelerator": shown}, entry
+
+
+def _usual_tiers(entry: AcceleratorEntry, group: dict[str, object]) -> list[object]:
+    """Return the links of nodes as the catalogue has them, for a group of one accelerator."""
+    nodes_in, each = group.get("nodes"), group.get("devices_per_node")
+    if not isinstance(nodes_in, int) or not isinstance(each, int) or not 1 <= each <= MOST_DEVICES:
+        return []
+    within = _clip_tiers(_widen_tiers(entry.tiers or pcie(entry), each), each)
+    between: tuple[LinkTier, ...] = ()
+    if nodes_in > 1:
+        network = {"devices": nodes_in * each, "least_round_s": ROUND_S}
+        between = (_network(entry, each, None).model_copy(update=network),)
+    return [tier.model_dump(mode="json", exclude_none=True) for tier in (*within, *between)]
 
 
 def _part_of_cluster(whole: ClusterSpec, nodes: int, each: int, text: str) -> ClusterSpec:
@@ -188,7 +277,7 @@ def _join_groups(text: str) -> ClusterSpec:
             raise DocumentError(
                 "", f"'{text:.60}' joins '{term:.40}', which is no kind of node; {CLUSTER_FORMS}"
             )
-        parts.append(resolve_cluster(term))
+        parts.append(_joined_part(term))
     devices = sum(part.devices for part in parts)
     networks = [_network_of(term, part.groups[0]) for term, part in zip(terms, parts, strict=True)]
     slowest = min(networks, key=lambda tier: tier.bytes_per_s)
@@ -205,8 +294,28 @@ def _join_groups(text: str) -> ClusterSpec:
     )
 
 
+def _joined_part(term: str) -> ClusterSpec:
+    """Return one kind of node among several, of which a single node has a network too."""
+    plain_term, comma, words = term.partition(",")
+    part = resolve_cluster(plain_term)
+    if not comma:
+        return part
+    settings = ClusterSettings.parse(words)
+    if all(tier.name != "network" for tier in part.tiers):
+        settings = replace(settings, network_bytes_per_s=None, oversubscription=None)
+    return settings.replace_figures(part)
+
+
 def _network_of(term: str, group: DeviceGroup) -> LinkTier:
     """Return the tier between nodes of one kind."""
+    plain_term, comma, words = term.partition(",")
+    if comma:
+        usual, given = _network_of(plain_term, group), ClusterSettings.parse(words)
+        figures = {
+            "bytes_per_s": given.network_bytes_per_s or usual.bytes_per_s,
+            "oversubscription": given.oversubscription or usual.oversubscription,
+        }
+        return usual.model_copy(update=figures)
     _, name = _counts(term)
     node = nodes()[node_name(name)] if _is_node_type(name) else None
     if node is not None and node.network is not None:
@@ -276,16 +385,27 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
             )
     else:
         in_all, per_node = (1, counts[0]) if len(counts) == 1 else (counts[0], counts[1])
+    several = next(
+        (n for n in nodes().values() if (n.accelerator, n.devices_per_node) == (name, per_node)),
+        None,
+    )
+    if per_node > most and several is not None:
+        return _cluster(
+            f"{in_all}x{per_node}x{name}",
+            name,
+            entry,
+            entry.tiers,
+            nodes=in_all,
+            devices_per_node=per_node,
+            host_memory_bytes=several.host_memory_bytes,
+            network=several.network or _network(entry, per_node, None),
+        )
     if per_node > most:
         raise DocumentError(
             "",
             f"'{text}' puts {per_node} devices in a node; a node has {most} {name}, others need "
             "a cluster.yaml",
         )
-    usual = next(
-        (n for n in nodes().values() if n.accelerator == name and n.devices_per_node == most), None
-    )
-    whole = usual if per_node == most else None
     return _cluster(
         f"{in_all}x{per_node}x{name}" if in_all > 1 else f"{per_node}x{name}",
         name,
@@ -293,7 +413,7 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
         entry.tiers,
         nodes=in_all,
         devices_per_node=per_node,
-        host_memory_bytes=whole.host_memory_bytes if whole else None,
+        host_memory_bytes=None,
         network=_network(entry, per_node, None),
     )
 
@@ -327,8 +447,13 @@ def _cluster(
     price: Price | None = None,
 ) -> ClusterSpec:
     devices = nodes * devices_per_node
+    host_range = None
+    if host_memory_bytes is None:
+        host_memory_bytes, *host_range = host_capacity(accelerator, entry, devices_per_node)
     joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
     tiers = _clip_tiers(within, devices if joined else devices_per_node)
+    if joined and tiers and devices_per_node < tiers[-1].devices < devices:
+        tiers = (*tiers[:-1], _rack(tiers[-1], devices, devices_per_node))
     if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
         reach = tiers[-1].devices if tiers else 1
         raise DocumentError(
@@ -347,12 +472,30 @@ def _cluster(
                 nodes=nodes,
                 devices_per_node=devices_per_node,
                 host_memory_bytes=host_memory_bytes,
+                host_memory_range_bytes=host_range and (host_range[0], host_range[1]),
                 host_link_bytes_per_s=entry.host_link_bytes_per_s,
             ),
         ),
         tiers=tiers,
         price=price,
     )
+
+
+def _rack(tier: LinkTier, devices: int, devices_per_node: int) -> LinkTier:
+    """Return the links of racks whose hosts are counted: so many devices of each as divide all.
+
+    >>> [resolve_cluster(text).tiers[0].devices for text in ("1024x4xgb200", "36x4xgb200")]
+    [64, 72]
+    """
+    reach = max(
+        reach
+        for reach in range(devices_per_node, tier.devices + 1, devices_per_node)
+        if devices % reach == 0
+    )
+    if reach == tier.devices or 2 * reach < tier.devices:
+        return tier
+    source = f"{tier.source}; assumed: {reach} of {tier.devices} devices of each rack"
+    return tier.model_copy(update={"devices": reach, "source": source})
 
 
 def _clip_tiers(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]:
@@ -454,8 +597,11 @@ def _path(text: str) -> Path:
         raise unreadable(error, text) from error
 
 
-def _model_at(path: Path, text: str) -> ModelGraph:
-    """Read a model document, a config.json, or the config.json in a folder."""
+def _model_at(path: Path, text: str, called: str | None = None) -> ModelGraph:
+    """Read a model document, a config.json, or the config.json in a folder.
+
+    The model is `called` so, by default after its file or folder.
+    """
     if is_folder(path):
         path = path / "config.json"
         if not is_file(path):
@@ -469,7 +615,11 @@ def _model_at(path: Path, text: str) -> ModelGraph:
         if not isinstance(data, dict):
             raise DocumentError("", "is no mapping; a model's config.json is one")
         stem = path.parent.resolve().name if path.name == "config.json" else path.stem
-        name = name_of(stem or "model")
+        name = called or stem or "model"
+        text_alone = language_model(data)
+        if text_alone is not None:
+            data, name = dict(text_alone), f"{name}{ALONE}"
+        name = name_of(name)
         return graph_of(architecture_of(data, name=name), name=name, source=text)
     except DocumentError as error:
         raise error.in_file(str(path)) from error

@@ -80,6 +80,9 @@ def joined_by_nvlink(links: Links, devices: Sequence[int]) -> int | None:
 
 
 MIB = 2**20
+CUDA_SHARE, LEAST_CUDA_SHARE = 0.993, 0.98
+"""Of the memory that the driver shows, what CUDA reports as total: the median of nine boards
+(`CUDA_SHARE` in sources.yaml), and below the least of them."""
 MOST_CORES = 8
 """Processor ranks that are taken unless a number is asked for."""
 ATTENTION_FRACTION = 0.5
@@ -106,7 +109,7 @@ class LocalDevice(NamedTuple):
 
 def cluster(ranks: int | None = None) -> ClusterSpec:
     """Return this machine as a cluster of `ranks` devices: all there are, or up to 8 cores."""
-    devices = nvidia_devices()
+    devices = [usable(device) for device in nvidia_devices()]
     if devices:
         if ranks is not None and ranks > len(devices):
             raise DocumentError(
@@ -169,6 +172,21 @@ def of_cores(core: MachineFigures, *, cores: int, ranks: int) -> ClusterSpec:
         ),
         tiers=(tier,) if ranks > 1 else (),
     )
+
+
+def usable(device: LocalDevice) -> LocalDevice:
+    """Return a device with the memory that CUDA reports, of which the driver shows more.
+
+    >>> round(usable(LocalDevice("NVIDIA H100 80GB HBM3", 85520809984)).memory_bytes / 2**30, 2)
+    79.11
+    >>> usable(LocalDevice("a new board", 1000)).memory_bytes
+    993
+    """
+    _, entry, is_catalogued = _entry_of(device)
+    total = round(CUDA_SHARE * device.memory_bytes)
+    if is_catalogued and LEAST_CUDA_SHARE <= entry.memory_bytes / device.memory_bytes <= 1:
+        total = entry.memory_bytes
+    return device._replace(memory_bytes=total)
 
 
 def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[LocalDevice, ...]:

@@ -232,16 +232,17 @@ def dispatch_s(copy_bytes: Amount, group: Levels, routing: Routing) -> Amount:
     Over each level a rank sends one copy of a token to each subgroup that has experts of it, and
     what arrived there is forwarded over the faster links inside:
 
-        c D(n_i ... n_last) (n_i - 1) / n_i / W_i      of level i of n_i members, fastest first
+        c D(m) L(m) (n_i - 1) / n_i / W_i      of level i of n_i members, fastest first
 
-    c are `copy_bytes`, D the subgroups that a token goes to (Routing.distinct).  Levels flow into
-    each other, so that the slowest counts.  Source: DeepEP, csrc/kernels/internode.cu, and
-    DeepSeek-V3, section 3.2.2.
+    c are `copy_bytes`, m = n_i ... n_last the subgroups, D how many of them a token goes to
+    (Routing.distinct), L what the busiest of them gets over their mean (Routing.busiest_load).
+    Levels flow into each other, so that the slowest counts.  Source: DeepEP,
+    csrc/kernels/internode.cu, and DeepSeek-V3, section 3.2.2.
     """
     total = ranks_of(group)
     moving, latencies, inner = [], 0.0, 1
     for level in group:
-        copies = routing.distinct(total // inner)
+        copies = routing.distinct(total // inner) * routing.busiest_load(total // inner)
         latency_s, whole_s = _level_s(
             "all_to_all",
             copies * copy_bytes * total / (inner * level.members),

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from meshwright.planner.documents.cluster import (
@@ -25,6 +23,7 @@ from meshwright.planner.documents.cluster import (
     DeviceCurve,
 )
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.operators.expert_routing import expected_largest
 from meshwright.planner.operators.operator_table import Operator
 
 if TYPE_CHECKING:
@@ -229,24 +228,6 @@ def slowest(devices: int) -> float:
     """
     many = 2 ** math.ceil(math.log2(max(devices, ONE_NODE)))
     return 1 / (1 + DEVICES_SPREAD * (expected_largest(many) - expected_largest(ONE_NODE)))
-
-
-@lru_cache(maxsize=64)
-def expected_largest(count: int) -> float:
-    """Return the expected largest of `count` standard normal deviations.
-
-        ∫₀^∞ 1 - Φ(x)^n - Φ(-x)^n dx
-
-    by Simpson's rule, to seven digits.
-
-    >>> [round(expected_largest(n), 4) for n in (2, 8, 100)]
-    [0.5642, 1.4236, 2.5076]
-    """
-    normal, step, steps = NormalDist(), 0.01, 1000
-    values = [
-        1 - normal.cdf(step * k) ** count - normal.cdf(-step * k) ** count for k in range(steps + 1)
-    ]
-    return step / 3 * (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]))
 
 
 def attention_share(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from meshwright.planner.costs.collectives import Level, group_levels
 from meshwright.planner.costs.cut_tensors import crossings
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
-from meshwright.planner.costs.memory.host_memory import host_room_bytes
 from meshwright.planner.costs.stage_placement import StagePlacement, StagePlacements, passed_on
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class GroupCosts:
                     costs=costs[g],
                     accelerator=held[g].accelerator,
                     passing=passing,
-                    host_room_bytes=host_room_bytes(held[g], costs[g].host_share),
+                    group=held[g],
                 )
                 for g, passing in zip(groups, passings, strict=True)
             ),

@@ -79,6 +79,8 @@ class Rates:
     host_memory_bytes_per_s: float = 0.0
     """Of one device's share of its host while all devices' processes work."""
     multiprocessors: int = USUAL_MULTIPROCESSORS
+    fastest_link_bytes_per_s: float = 0.0
+    """Of a device's links to its nearest peers."""
 
     @property
     def action_s(self) -> float:
@@ -185,10 +187,31 @@ class Rates:
             return self.overheads.optimizer_s_per_parameter * parameters
         return self.memory_s(updated_bytes(types, self.framework.optimizer) * parameters)
 
-    def exposed_s(self, communication_s: float, window_s: float, hidden: Hidden = "units") -> float:
+    def beside_products(self, group: Levels) -> float:
+        """Return the rate of a unit's collective beside products over that of one alone.
+
+            r, or of registered buffers min(1, r W / W')
+
+        Multiprocessors limit what a collective moves, to r of what it moves alone.  Of buffers that
+        are registered with the collective library network cards read and write themselves, so that
+        only W, the rate of the fastest links of a device, is limited, not a network of rate W'.
+        """
+        if not (group and self.framework.sharding.registered):
+            return BESIDE_PRODUCTS
+        slowest = min(level.tier.bytes_per_s for level in group)
+        return min(1.0, BESIDE_PRODUCTS * max(1.0, self.fastest_link_bytes_per_s / slowest))
+
+    def exposed_s(
+        self,
+        communication_s: float,
+        window_s: float,
+        hidden: Hidden = "units",
+        beside: float = BESIDE_PRODUCTS,
+    ) -> float:
         """Seconds of a sharding collective that computation of `window_s` does not hide.
 
         `meshwright.planner.costs.sharding` has the law.  A measured overlap has it in itself.
+        `beside` is the rate of a unit's collective beside products over that of one alone.
         """
         if self.overheads:
             return shown_s(communication_s, window_s, self.overheads.overlap)
@@ -197,7 +220,7 @@ class Rates:
         rule, rate = self.framework.sharding, 1.0
         match hidden:
             case "units":
-                overlap, rate = rule.overlap, BESIDE_PRODUCTS
+                overlap, rate = rule.overlap, beside
             case "copies":
                 overlap = rule.overlap
             case "gather":
@@ -207,7 +230,7 @@ class Rates:
             case _:
                 assert_never(hidden)
         taken = min(1.0, rule.channels / self.multiprocessors)
-        rate = max(rate, taken)
+        rate = larger(rate, taken)
         progress = (rate - taken) / (1 - taken) if taken < 1 else 0.0
         beside_s = overlap * communication_s
         seen_s = larger(beside_s * taken / rate, beside_s - window_s * progress)
@@ -286,6 +309,7 @@ def rates(
         * (group.host_memory_bytes_per_s or USUAL_HOST_MEMORY_BYTES_PER_S)
         / group.devices_per_node,
         multiprocessors=accelerator.multiprocessors or USUAL_MULTIPROCESSORS,
+        fastest_link_bytes_per_s=cluster.tiers[0].bytes_per_s if cluster.tiers else 0.0,
     )
 
 

@@ -321,7 +321,9 @@ class LayerFigures:
             layer_seconds.collectives(table, again, link_s, rule, on), kernel_s, rule
         )
         window = self._rates.framework.host.window
-        counted = self._rates.framework.experts.counts == "host" and routes(layer.kind)
+        experts = self._rates.framework.experts
+        # Behind another micro-batch's passes the device has work while its host waits for counts.
+        counted = experts.counts == "host" and not experts.overlap and routes(layer.kind)
         links_s = forward_tensor_s + backward_tensor_s
         seen = layer_seconds.with_host(kernel_s, host, links_s, window, counted=counted)
         forward_s, backward_s, recompute_s = (

@@ -49,6 +49,8 @@ from meshwright.planner.costs.memory.resident_states import (
 from meshwright.planner.costs.memory.state_bytes import FP32, States, StateSharding
 from meshwright.planner.costs.slowdown import pace_of, slower_framework, slower_profile
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
+from meshwright.planner.documents.framework import base_of
+from meshwright.planner.documents.training import SEQUENCES
 from meshwright.planner.frameworks.native_limits import caveat, refusal
 from meshwright.planner.operators import layer_operators as arithmetic
 from meshwright.planner.operators.kernels import kernels_of
@@ -160,9 +162,11 @@ class CostTables:
             self._rates.framework,
             job.precision,
             frozen=job.lora is not None,
-            quantised=job.lora is not None and job.lora.quantised,
+            weights=job.lora.weights if job.lora is not None else "full",
         )
-        native = request.framework.name == "native"  # others' constants are fitted to their rule
+        native = (
+            base_of(request.framework.name) == "native"
+        )  # others' constants are fitted to their rule
         if native and job.lora is not None and not reach_feed_forward(model, job.lora):
             self._kernels = replace(self._kernels, frozen="attention")
         warning = caveat(model, cluster) if native else None
@@ -390,7 +394,7 @@ class CostTables:
     def _setting(self, layout: Layout) -> Setting:
         a = self.model.architecture
         return Setting(
-            micro_batch=layout.micro_batch,
+            micro_batch=layout.micro_batch * SEQUENCES[self.job.objective],
             seq_len=self.job.seq_len,
             document_len=self.job.document_len,
             precision=self.job.precision,

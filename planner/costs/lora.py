@@ -152,6 +152,24 @@ def _adapters(model: ModelGraph, kind: str, lora: Lora, tensor: int) -> Iterator
             yield lora.rank * linear.outputs / (1 if linear.rows else tensor)
 
 
+def packed_matrices(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1) -> float:
+    """Return the parameters of a block's linear layers on a rank that are stored packed.
+
+    Norms, biases and routers are not.  MXFP4 is of routed experts alone, where a model has any, as
+    gpt-oss is published.
+
+    >>> from meshwright.planner.catalog.expressions import resolve_model
+    >>> llama = resolve_model("llama-3.1-8b")
+    >>> packed_matrices(llama, "block", Lora(rank=16, weights="nf4"))
+    218103808.0
+    """
+    a = model.architecture
+    if a is None or not lora.packs_weights or (lora.weights == "mxfp4" and a.experts is not None):
+        return 0.0
+    each = linears(a, experts=routes(kind))
+    return float(sum(linear.inputs * linear.outputs for linear in each)) / tensor
+
+
 def reach_feed_forward(model: ModelGraph, lora: Lora) -> bool:
     """Whether adapters stand beside products of the feed-forward, not of attention alone.
 

@@ -10,6 +10,7 @@ and at most 20 % above or 3 % below otherwise.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -21,7 +22,12 @@ from meshwright.planner.costs.cut_tensors import blocks_of, in_order
 from meshwright.planner.costs.group_costs import GroupCosts
 from meshwright.planner.costs.layer_seconds import ENDS
 from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
-from meshwright.planner.costs.memory.host_memory import overfull, unknown
+from meshwright.planner.costs.memory.host_memory import (
+    assumed_room,
+    filled_host,
+    fullest_host,
+    room_odds,
+)
 from meshwright.planner.costs.memory.rank_memory import (
     NOT_TENSORS,
     has_room,
@@ -32,11 +38,18 @@ from meshwright.planner.costs.memory.rank_memory import (
     widest,
 )
 from meshwright.planner.costs.stage_placement import StagePlacements, alike, branching
-from meshwright.planner.costs.uncertainty import fit_probability, memory_range, step_range
+from meshwright.planner.costs.uncertainty import (
+    bounded_by_words,
+    fit_probability,
+    memory_range,
+    step_range,
+)
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import Activations, Layout, Plan
 from meshwright.planner.documents.prediction import (
     Assumption,
+    HostUse,
+    Memory,
     Prediction,
     StagePrediction,
     compaction,
@@ -44,7 +57,8 @@ from meshwright.planner.documents.prediction import (
 from meshwright.planner.documents.profile import Profiles, Recompute
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.operators.layer_operators import step_flops
+from meshwright.planner.operators.expert_routing import routing_of
+from meshwright.planner.operators.layer_operators import step_flops, unmasked_step_flops
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import Order, orders, rank_of_stage
@@ -120,6 +134,7 @@ def predict(
         tables, seats = place_stages(plan, request)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
     prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
+    prediction = bounded_by_words(prediction, plan.not_understood)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
 
@@ -149,7 +164,9 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     accelerators = {group.name: group.accelerator for group in cluster.groups}
     peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
     frozen = plan.training.lora is not None
-    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.global_batch, frozen=frozen)
+    size = {"seq_len": plan.seq_len, "global_batch": plan.job.sequences}
+    flops = step_flops(model, **size, document_len=plan.document_len, frozen=frozen)
+    unmasked = unmasked_step_flops(model, **size, frozen=frozen)
     used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
@@ -157,8 +174,15 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
             "layout": plan.layout.text(),
             "stages": fullest,
             "fits": all(prediction.fits for prediction in each),
+            "host": max(
+                (prediction.host for prediction in each if prediction.host),
+                key=lambda use: use.used_bytes / (use.room_bytes or math.inf),
+                default=None,
+            ),
+            "overflows": tuple(dict.fromkeys(memory for part in each for memory in part.overflows)),
             "fit_probability": min(prediction.fit_probability or 0.0 for prediction in each),
             "mfu": flops / used if used else 0.0,
+            "unmasked_mfu": unmasked / used if used else 0.0,
             "assumptions": tuple(dict.fromkeys(every)),
             "notes": tuple(dict.fromkeys(note for part in each for note in part.notes)),
         }
@@ -342,9 +366,12 @@ def placement_prediction(
         measured=tables.profile is not None,
         assumed=assumed,
     )
-    flops = step_flops(
-        model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
+    size, frozen = (
+        {"seq_len": job.seq_len, "global_batch": job.sequences},
+        job.lora is not None,
     )
+    flops = step_flops(model, **size, document_len=job.document_len, frozen=frozen)
+    unmasked = unmasked_step_flops(model, **size, frozen=frozen)
     every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
     peak = every_peak / layout.stages
     peaks = [sum(of_stage.values()) for of_stage in memory]
@@ -361,8 +388,12 @@ def placement_prediction(
             stages, peaks, capacities, memory, home, strict=True
         )
     )
-    hosts_fit = _hosts_fit(tables, layout, seats, home, on_host)
-    fits = fits and hosts_fit
+    host = _host_use(tables, layout, seats, home, on_host)
+    hosts_fit = host is None or host.fits
+    overflows: list[Memory] = []
+    overflows += [] if fits else ["device memory"]
+    overflows += [] if hosts_fit else ["host memory"]
+    fits = not overflows
     probability = min(
         fit_probability(
             tensors_bytes(of_stage),
@@ -378,23 +409,41 @@ def placement_prediction(
         step_time_low_s=low_s,
         step_time_high_s=high_s,
         step_parts=parts,
-        tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
+        tokens_per_s=job.sequences * job.seq_len / step_s if step_s else 0.0,
         samples_per_s=job.global_batch / step_s
         if is_script(model.source or "") and step_s
         else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
+        unmasked_mfu=unmasked / (step_s * layout.devices * peak) if step_s else 0.0,
         compile_s=_compile_s(tables, layout, placements, home),
         fits=fits,
-        fit_probability=probability if hosts_fit else 0.0,
+        fit_probability=probability * (1.0 if host is None else room_odds(host)),
+        links=(tables.request.cluster.links_text or None) if tables.profile is None else None,
+        host=host,
+        overflows=tuple(overflows),
         peak_memory_range_bytes=memory_range(max(peaks), tables.memory_spread),
         stages=predicted,
-        notes=() if compacted is None else (compacted,),
+        notes=tuple(note for note in (compacted, _routing_note(tables.request, layout)) if note),
         assumptions=(
             *((basis,) if basis is not None else ()),
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
             *seats.assumptions([on_host[rank] > 0 for rank in home]),
-            *unknown(tables.cluster, layout, on_host),
+            *assumed_room(host),
         ),
+    )
+
+
+def _routing_note(request: Request, layout: Layout) -> str | None:
+    """Say what natural routers cost, where ranks have experts of their own."""
+    a = request.model.architecture
+    if a is None or a.experts is None or layout.expert <= 1:
+        return None
+    load = routing_of(a.experts, request.framework.experts.load_spread).busiest_load(layout.expert)
+    if load == 1:
+        return None
+    return (
+        f"routing is natural: of {layout.expert} ranks of experts the busiest gets {load:.1f} "
+        "times the mean; for forced balance add +balanced-routing to --framework"
     )
 
 
@@ -409,22 +458,24 @@ def _slow_host_s(
     return max(of_rank.values())
 
 
-def _hosts_fit(
+def _host_use(
     tables: CostTables,
     layout: Layout,
     seats: StagePlacements,
     home: Sequence[int],
     on_host: Sequence[float],
-) -> bool:
-    """Whether ranks find room on their hosts."""
-    rooms = [
-        (on_host[rank], seat.host_room_bytes)
+) -> HostUse | None:
+    """Return what the fullest host has to hold, None where nothing is put there."""
+    if not any(on_host):
+        return None
+    uses = [
+        filled_host(seat.group, seat.group.devices_per_node * on_host[rank], seat.costs.host_share)
         for rank, seat in zip(home, seats.stages, strict=True)
-        if seat.host_room_bytes is not None
+        if seat.group is not None
     ]
-    if rooms:
-        return all(used <= room * (1 + ROUNDING) for used, room in rooms)
-    return overfull(tables.cluster, layout, on_host, seats.stages[0].costs.host_share) is None
+    if uses:
+        return max(uses, key=lambda use: use.used_bytes / (use.room_bytes or math.inf))
+    return fullest_host(tables.cluster, layout, on_host, seats.stages[0].costs.host_share)
 
 
 def _seconds(seats: StagePlacements, placements: Sequence[Placement]) -> list[StageSeconds]:

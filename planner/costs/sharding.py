@@ -19,7 +19,7 @@ back, and where the host adds them up it moves 12 N/d bytes in its own memory.
 
 Exposure.  A collective of c seconds runs beside its own layer's computation, of w seconds, which is
 slower meanwhile, as its kernel has the share k of the multiprocessors; the collective itself goes
-at the rate r of one that runs alone (`rates.BESIDE_PRODUCTS`; 1 for what runs once per step).  If
+at the rate r of one that runs alone (`Rates.beside_products`; 1 for what runs once per step).  If
 it ends first, it takes c/r, in which (1 - k) c/r of the computation are done.  Else the computation
 takes w/(1 - k), in which r w/(1 - k) of the collective are done, and the rest goes alone.  So
 
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 from meshwright.planner.costs import compute
 from meshwright.planner.costs.collectives import Levels, ranks_of
 from meshwright.planner.costs.memory.state_bytes import FP32, NARROW, StateSharding, StateTypes
-from meshwright.planner.operators.operator_table import either, larger
+from meshwright.planner.operators.operator_table import either, larger, smaller
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.hardware_rates import Hidden, Rates
@@ -91,6 +91,8 @@ class ShardingTraffic:
     """Of each reduction: gradients go to the host."""
     implicit: float = 0.0
     """1 where a forward's gather starts no sooner than the host comes by its unit."""
+    beside: float = 1.0
+    """Rate of these collectives beside products over that of ones that run alone."""
 
     def __add__(self, other: ShardingTraffic) -> ShardingTraffic:
         """Both, one after the other."""
@@ -105,6 +107,7 @@ class ShardingTraffic:
             host_gather_s=self.host_gather_s + other.host_gather_s,
             host_reduce_s=self.host_reduce_s + other.host_reduce_s,
             implicit=larger(self.implicit, other.implicit),
+            beside=smaller(self.beside, other.beside),
         )
 
 
@@ -176,6 +179,7 @@ def traffic(
             backward_s=back_s + reduce_s,
             backward_copies_s=unpack_s * (sharing.between != 1) + pack_s + added_s,
             implicit=float(rule.implicit_gathers and not sharing.prefetch),
+            beside=rates.beside_products(links.shard),
             host_gather_s=host_gather_s,
             host_reduce_s=host_reduce_s,
         )
@@ -185,6 +189,7 @@ def traffic(
         gather_per_step_s=gather_s,
         reduce_per_step_s=0.0 if each else reduce_s,
         copies_per_step_s=unpack_s + (0.0 if each else pack_s),
+        beside=rates.beside_products(links.shard),
         host_gather_s=host_gather_s,
         host_reduce_s=host_reduce_s,
     )
@@ -257,12 +262,19 @@ def seen_in_passes(
     by_the_way = moving.implicit * (forward_waits_s > 0)
     window_s = either(by_the_way > 0, forward_waits_s, forward_s)
     gather = _exposed_sharding(
-        moving.forward_gather_s, moving.host_gather_s if anew else 0.0, window_s, rates, "units"
+        moving.forward_gather_s,
+        moving.host_gather_s if anew else 0.0,
+        window_s,
+        rates,
+        "units",
+        moving.beside,
     )
     returned_s = (moving.host_gather_s if again else 0.0) + (
         moving.host_reduce_s if each or anew else 0.0
     )
-    reduce = _exposed_sharding(moving.backward_s, returned_s, backward_s, rates, "units")
+    reduce = _exposed_sharding(
+        moving.backward_s, returned_s, backward_s, rates, "units", moving.beside
+    )
     return (
         ExposedSharding(gather.shard_s + moving.forward_copies_s, gather.host_s),
         ExposedSharding(
@@ -285,11 +297,11 @@ def seen_once(
     """
     anew = sharing.gathers_again and not sharing.pipelined_units
     fetched_s = 0.0 if anew else moving.host_gather_s
-    gather = _exposed_sharding(moving.gather_per_step_s, fetched_s, forward_s, rates, "gather")
+    gather = _exposed_sharding(moving.gather_per_step_s, fetched_s, forward_s, rates, "gather", 1.0)
     late = not (anew or sharing.reduces_each_micro_batch)
     returned_s = moving.host_reduce_s if late else 0.0
     window_s = 0.0 if sharing.pipelined_units else backward_s
-    reduce = _exposed_sharding(moving.reduce_per_step_s, returned_s, window_s, rates, "reduce")
+    reduce = _exposed_sharding(moving.reduce_per_step_s, returned_s, window_s, rates, "reduce", 1.0)
     copies_s = moving.copies_per_step_s
     return ExposedSharding(
         copies_s + gather.shard_s + reduce.shard_s, gather.host_s + reduce.host_s
@@ -297,10 +309,15 @@ def seen_once(
 
 
 def _exposed_sharding(
-    links_s: float, host_s: float, window_s: float, rates: Rates, hidden: Hidden
+    links_s: float,
+    host_s: float,
+    window_s: float,
+    rates: Rates,
+    hidden: Hidden,
+    beside: float,
 ) -> ExposedSharding:
     """Return what a window leaves of a collective, and what a copy of the host adds to it."""
-    seen_s = rates.exposed_s(links_s, window_s, hidden)
+    seen_s = rates.exposed_s(links_s, window_s, hidden, beside)
     if isinstance(host_s, float) and not host_s:
         return ExposedSharding(seen_s, 0.0)
     among: Hidden = "copies" if hidden == "units" else hidden

@@ -16,7 +16,7 @@ from meshwright.planner.costs.memory.rank_memory import StageTraffic
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.layout_costs import CostTables, LayoutCosts
-    from meshwright.planner.documents.cluster import Accelerator
+    from meshwright.planner.documents.cluster import Accelerator, DeviceGroup
     from meshwright.planner.documents.model import ModelGraph
     from meshwright.planner.documents.plan import Layout
     from meshwright.planner.documents.prediction import Assumption
@@ -29,8 +29,8 @@ class StagePlacement:
     costs: LayoutCosts
     accelerator: Accelerator
     passing: StageTraffic | None = None
-    host_room_bytes: float | None = None
-    """Of the host's memory, what each of its devices may fill; None leaves it to the host."""
+    group: DeviceGroup | None = None
+    """Whose hosts alone it fills; None where all hosts are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ class Accelerator(Part):
     name: Line
     kind: AcceleratorKind = "cuda"
     memory_bytes: Positive
-    """What a program can use, as the driver shows it; less than the label says."""
+    """What a program can use: what CUDA reports as total, less than label and driver say."""
     peak_flops: dict[Precision, Rate]
     """Dense, fp32 accumulation."""
     memory_bytes_per_s: Rate
@@ -151,6 +151,14 @@ class LinkTier(Part):
     provenance: Provenance = "quoted"
     source: Text | None = None
 
+    @property
+    def rate_text(self) -> str:
+        """Name and rate, as people read it."""
+        shared = (
+            f" ({self.oversubscription:g}:1 oversubscribed)" if self.oversubscription > 1 else ""
+        )
+        return f"{self.name} {self.bytes_per_s / 1e9:.4g} GB/s{shared}"
+
 
 class DeviceGroup(Part):
     """Nodes that are alike.
@@ -164,6 +172,9 @@ class DeviceGroup(Part):
     devices_per_node: Devices
     host_memory_bytes: Count | None = None
     """Of one node."""
+    host_memory_range_bytes: tuple[Count, Count] | None = None
+    """What such nodes have, where this one's memory is assumed.  None where it is known, as it is
+    too outside of these."""
     host_link_bytes_per_s: Rate | None = None
     """Of one device, one direction."""
     host_memory_bytes_per_s: Rate | None = None
@@ -237,6 +248,18 @@ class ClusterSpec(Document):
         """Whether devices differ between groups."""
         return any(group.accelerator != self.groups[0].accelerator for group in self.groups)
 
+    @property
+    def links_text(self) -> str:
+        """Rates of all links, of each device and direction; empty where there are none."""
+        inside = (tier for group in self.groups for tier in group.tiers or ())
+        every = (*inside, *self.tiers)
+        if not every:
+            return ""
+        shown = ", ".join(dict.fromkeys(tier.rate_text for tier in every))
+        racks = [part for tier in every for part in (tier.source or "").split("; assumed: ")[1:]]
+        rack = f"; assumed: {racks[0]}" if racks else ""
+        return f"{shown} a device and direction{rack}"
+
     def precision_for(self, wanted: Precision | None) -> Precision:
         """Return the precision to train in, which is what all devices have units for.
 
@@ -271,7 +294,7 @@ class ClusterSpec(Document):
         Links keep their rates; one that joins no more devices than a faster one is left out.
         """
         [group] = self.groups
-        shape = {"nodes": nodes, "devices_per_node": devices_per_node}
+        shape: dict[str, object] = {"nodes": nodes, "devices_per_node": devices_per_node}
 
         def fewer(tiers: tuple[LinkTier, ...]) -> tuple[LinkTier, ...]:
             kept: dict[int, LinkTier] = {}
@@ -286,6 +309,11 @@ class ClusterSpec(Document):
             return tuple(kept.values())
 
         inside = None if group.tiers is None else fewer(group.tiers)
+        if group.host_memory_bytes is not None and group.host_memory_range_bytes is not None:
+            # What is assumed of a host is a share for each device.
+            sizes = (group.host_memory_bytes, *group.host_memory_range_bytes)
+            host, *span = (size * devices_per_node // group.devices_per_node for size in sizes)
+            shape |= {"host_memory_bytes": host, "host_memory_range_bytes": (span[0], span[1])}
         return ClusterSpec(
             name=f"{self.name}:{nodes}x{devices_per_node}"[-200:],
             groups=(group.model_copy(update={**shape, "tiers": inside}),),

@@ -14,7 +14,15 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from meshwright.planner.documents.document import Part
-from meshwright.planner.documents.units import Amount, Count, Positive, Proportion, Text
+from meshwright.planner.documents.units import (
+    Amount,
+    Count,
+    Positive,
+    Proportion,
+    Text,
+    bytes_text,
+    seconds_text,
+)
 
 LONGEST_EVENT_BYTES = 1 << 16
 START_TIMES = 10.0
@@ -28,6 +36,7 @@ Cause = Literal[
     "out_of_memory",
     "not_a_number",
     "corruption",
+    "transient",
     "program",
     "notice",
     "user",
@@ -143,6 +152,26 @@ class SaveFailed(_Event):
         )
 
 
+class CopyInterval(_Event):
+    """How often ranks copy their state to memory that outlives them, from now on."""
+
+    event: Literal["copies"] = "copies"
+    every_steps: Positive
+    step_s: Amount
+    state_bytes: Count
+    """Of one rank."""
+
+    @property
+    def text(self) -> str:
+        """What a run says of it: the most that the loss of a rank costs."""
+        every, most = self.every_steps, self.every_steps + 1
+        steps = "each step" if every == 1 else f"every {every} steps"
+        return (
+            f"the state of a rank ({bytes_text(self.state_bytes)}) is copied in memory {steps}: "
+            f"a rank that is lost costs {most} steps ({seconds_text(most * self.step_s)}) at most"
+        )
+
+
 class Incident(_Event):
     """Something went wrong, or was announced."""
 
@@ -220,6 +249,7 @@ Event = Annotated[
     | PhaseDone
     | Saved
     | SaveFailed
+    | CopyInterval
     | Incident
     | Drift
     | Paced

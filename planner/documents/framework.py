@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,16 @@ BackwardPrefetch = Literal["before", "behind"]
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
-SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "modules"]
+RecomputeModule = Literal[
+    "act", "core-attn", "layernorm", "mla-up-proj", "mlp", "moe", "moe-act", "shared-experts"
+]
+"""Parts of a block that Megatron Core recomputes one by one (transformer_config.py,
+recompute_modules): norms, projections up from latents and activations of experts are made again
+without their outputs being kept; the others are checkpoints of their own.  `act` is the activation
+of a feed-forward without experts."""
+CHEAP_MODULES: tuple[RecomputeModule, ...] = ("act", "layernorm", "mla-up-proj", "moe-act")
+"""Those that are cheap to make again (DeepSeek-V3, section 3.2.3, arXiv:2412.19437)."""
 Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
@@ -71,6 +80,8 @@ class Types(Part):
     wide_frozen: Flag = False
     """Of a model in 4 bits whose states are not divided, all that is not is cast to fp32: both ends
     and norms, so that blocks hand on fp32."""
+    wide_adapters: Flag = False
+    """Where states are not divided, adapters are trained in fp32, whatever the model is in."""
     full_with_zero: Flag = False
     """Under ZeRO masters and moments are fp32 whatever a single device trains in, and gradients are
     reduced as they are summed."""
@@ -131,6 +142,9 @@ class Sharding(Part):
     are; else a shard stands beside the copy that it is gathered into."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
+    registered: Flag = False
+    """Buffers of ZeRO-3's collectives are registered with the collective library, whose kernels
+    then need no multiprocessors to reach the network."""
     bridged: Flag = True
     """Collectives use bridges between pairs of cards, where a machine has them."""
 
@@ -179,6 +193,8 @@ class Kernels(Part):
     restored_bytes: Amount = 5.0
     """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
     written, at half of the bandwidth of a plain copy."""
+    restored_indices: Amount = 0.0
+    """Bytes of indices for each weight that is restored from 4 bits, of some weights at a time."""
     tuned: Flag = True
     """Products are tuned to their shapes, and reach the device's rate of those; else that of
     torch's own choice, or of the device's measured curve."""
@@ -270,8 +286,8 @@ class RecomputeRule(Part):
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
     every second product's; all outputs but products', attention's and those of collectives that
-    shrink; all of every second block; or what is `cheap` to make again: norms, gated products and
-    the projections up from latents."""
+    shrink; all of every second block; or what belongs to `modules`."""
+    modules: tuple[RecomputeModule, ...] = ()
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
     reentrant: Flag = False
@@ -304,6 +320,15 @@ class TensorRule(Part):
     pass ahead; the transfers of a pipeline hold it back."""
 
 
+NATURAL_SPREAD = 0.3
+"""How uneven routers load experts where nothing forces them: of runs of one layout with
+natural and with forced routing, Qwen3-235B with 16 thousand tokens on 256 H100 takes 1.24 times as
+long, with 32 thousand 1.21, for which 0.3 to 0.5 is needed; steps of 4 thousand tokens that nothing
+is compared with show 0 to 0.2 (moe_zoo).  Mixtral-8x7B's experts get about 0.6 to 1.6 of their mean
+(arXiv:2401.04088, figure 7, from memory), which is 0.17.  Of one layer at a step, not of a whole
+training, over which routers are less uneven."""
+
+
 class ExpertRule(Part):
     """Expert parallelism."""
 
@@ -332,8 +357,13 @@ class ExpertRule(Part):
     shared_overlap: Amount = Field(default=0.0, le=1)
     """Share of sending tokens to experts, and of bringing their gradients back, that hides behind
     the products of experts that all tokens share."""
-    skew: Rate = 1.0
-    """Busiest expert rank over the mean."""
+    load_spread: Amount = NATURAL_SPREAD
+    """How uneven natural routers load a layer's experts, from 0, balanced, to 1, where all tokens
+    go to the same ones; the busiest rank's load follows from it
+    (`meshwright.planner.operators.expert_routing.Routing.busiest_load`)."""
+    fused: Flag = False
+    """Gates of experts are computed in the products that make them, which read and write nothing
+    for them but what the next product reads."""
     counts: Literal["device", "host"] = "device"
     """Where tokens of each expert are counted.  A host that reads the counts waits for all that the
     device has to do before it starts what takes them (Megatron Core, token_dispatcher.py,
@@ -492,6 +522,8 @@ class Seen(Part):
     pretraining: Flag = True
     tuning: Flag = False
     eight_bits: Flag = False
+    releases: dict[Text, Text] = Field(default_factory=dict)
+    """The last release of each product, as runs name them: `nemo: "26.08"`."""
 
 
 class RunsWith(Part):
@@ -649,8 +681,10 @@ FEWEST_OTHERS = 2
 """Sources that must support a fitted figure for it to stand without one more."""
 
 
-def resting_on(framework: Framework, source: str, sources: Collection[str]) -> frozenset[str]:
-    """Return the fitted figures that would not stand without the runs of one source.
+def resting_on(
+    framework: Framework, left: Collection[str], sources: Collection[str]
+) -> frozenset[str]:
+    """Return the fitted figures that would not stand without the runs of some sources.
 
     Those that fewer than two other studies of `sources` support, and which runs were measured.
     Their names stand in a basis's `source`; what is derived from code or measured by itself rests
@@ -661,8 +695,8 @@ def resting_on(framework: Framework, source: str, sources: Collection[str]) -> f
         fields = (
             entry.fields if entry.provenance == "fitted" else {"accuracy.seen"} & {*entry.fields}
         )
-        if fields and _names(entry.source, source):
-            others = studies(entry, sources) - {_study(source)}
+        if fields and any(_names(entry.source, source) for source in left):
+            others = studies(entry, sources) - {_study(source) for source in left}
             if len(others) < FEWEST_OTHERS:
                 paths.update(fields)
     return frozenset(paths)
@@ -681,16 +715,17 @@ def _study(source: str) -> frozenset[str]:
     return next((study for study in ONE_STUDY if source in study), frozenset({source}))
 
 
-def without_source(
-    framework: Framework, source: str, sources: Collection[str], usual: Framework
+def without_sources(
+    framework: Framework, left: Collection[str], sources: Collection[str], usual: Framework
 ) -> Framework:
-    """Return a framework as it would stand had nobody seen the runs of one source.
+    """Return a framework as it would stand had nobody seen the runs of the sources that are `left`
+    out.
 
     Fitted figures that rest on it are those of `usual`, of which nothing else is known; what its
     runs alone are known to have had is gone.
     """
-    runs_with = tuple(run for run in framework.accuracy.runs_with if run.source != source)
-    dependents = resting_on(framework, source, sources)
+    runs_with = tuple(run for run in framework.accuracy.runs_with if run.source not in left)
+    dependents = resting_on(framework, left, sources)
     if not dependents and runs_with == framework.accuracy.runs_with:
         return framework
     instead = dict(figures(usual))
@@ -722,7 +757,12 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     # CollectiveFingerPrint::verify (torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp).  Of Gloo,
     # one takes 35 µs on an idle CPU and 46 to 63 µs while it checks (measured 2026-11-23).
     "checked-collectives": {"host.checked_s": 0.2e-3},
-    "cheap-recompute": {"recompute.selective": "cheap"},
+    "cheap-recompute": {"recompute.selective": "modules", "recompute.modules": CHEAP_MODULES},
+    **{
+        f"recompute-{module}": {"recompute.selective": "modules", "recompute.modules": (module,)}
+        for module in get_args(RecomputeModule)
+    },
+    "adapter-dropout": {"kernels.adapter_dropout": True},
     "narrow-frozen": {"types.wide_frozen": False},
     "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
@@ -742,8 +782,23 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "fused-cross-entropy": {"loss.fused": True},
     "fused-norms": {"kernels.norm": "fused", "kernels.rotary": "fused"},
     "fused-gates": {"kernels.gate": "fused"},
+    "liger": {
+        **{f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
+        "space.chunked_loss": True,
+    },
     "fa3": {"kernels.attention": "fa3"},
-    "balanced-experts": {"experts.skew": 1.0},
+    "balanced-routing": {"experts.load_spread": 0.0},
+    "fused-experts": {"experts.fused": True, "experts.counts": "device"},
+    # Reduced gradients are of the type of the shards (torch, fully_shard/_fsdp_collectives.py,
+    # foreach_reduce), which accelerate makes fp32 (fsdp_utils.py, fsdp2_prepare_model).
+    "layer-units": {
+        "sharding.unit": "layer",
+        "sharding.copies": "around_collectives",
+        "types.gradient": 4,
+    },
+    "flat-units": {"sharding.unit": "flat", "sharding.copies": "none"},
+    "narrow-activations": {"eight_bit.narrow_states": True},
+    "8-bit-gathers": {"eight_bit.gathered": ("activations", "parameters")},
     # A graph is launched whole: nothing of a step's Python and launches is left but the optimizer's
     # and the data's (torch.cuda.CUDAGraph.replay is one call).
     "graphed-steps": {
@@ -752,6 +807,10 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
+    },
+    # Attention and the router of each layer and pass are replayed, the experts are launched.
+    "graphed-attention": {
+        "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
     },
     # A replay of each layer and pass: a Python call, copies of its inputs, one launch.
     "graphed-layers": {
@@ -772,10 +831,16 @@ OPTION_BASIS: Mapping[str, str] = {
     "polled-transfers": "derived: nanotron, p2p.py, time.sleep(0.1)",
     "checked-collectives": "derived: four messages, of which Gloo's take 35 to 63 µs; 50 was taken "
     "after 45 and 53 had scored",
+    "liger": "derived: Liger-Kernel, transformers/monkey_patch.py (rms_norm, swiglu, rope, "
+    "fused_linear_cross_entropy)",
     "compiled-loss": "derived: what a compiler keeps of the loss",
     "shifted-logits": "derived: transformers 4.46 to 4.49, loss_utils.py",
 }
 """What figures of options are fitted to, or derived from."""
+
+
+OF_ROUTERS = ("balanced-routing",)
+"""Options that speak of a model's routers, which every framework may have."""
 
 
 def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
@@ -797,6 +862,24 @@ def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
         if entry.of in versions and _version(entry.since) <= versions[entry.of]:
             options_of[entry.of] = entry
     return tuple(option for release in options_of.values() for option in release.options)
+
+
+def is_newer(framework: Framework, release: str) -> bool:
+    """Say whether a release is later than those of a framework's measured runs.
+
+    >>> seen = Seen(accelerators=("h100",), parameters=(1e9, 2e9), devices=(8, 16),
+    ...     seq_len=(2048, 4096), releases={"nemo": "26.08"})
+    >>> framework = Framework(name="plain", summary="x", accuracy=Accuracy(seen=seen))
+    >>> [is_newer(framework, f"nemo-{version}") for version in ("25.11", "26.08", "27.01")]
+    [False, False, True]
+    """
+    newest = framework.accuracy.seen.releases if framework.accuracy.seen else {}
+    versions = (_RELEASE.match(part) for part in release.lower().split("/"))
+    return any(
+        match[1] in newest and _version(match[2]) > _version(newest[match[1]])
+        for match in versions
+        if match
+    )
 
 
 _RELEASE = re.compile(r"([a-z_]+)-v?(\d{1,5}(?:[.-]\d{1,5})*)")
@@ -822,17 +905,23 @@ def with_options(framework: Framework, options: Sequence[str]) -> Framework:
             raise DocumentError(
                 "framework", f"'{option:.40}' is no option; {nearest(option, list(OPTIONS))}"
             )
-        if framework.name == "native":
+        if base_of(framework.name) == "native" and option not in OF_ROUTERS:
             raise DocumentError(
                 "framework",
                 f"native has kernels of its own, so no '{option}'; "
                 "leave it out, or name another --framework",
             )
-        changed = with_figures(framework, OPTIONS[option])
+        values = dict(OPTIONS[option])
+        if "recompute.modules" in values:  # each adds its own to those before
+            modules = (*framework.recompute.modules, *OPTIONS[option]["recompute.modules"])  # type: ignore[misc]
+            values["recompute.modules"] = tuple(dict.fromkeys(modules))
+        changed = with_figures(framework, values)
         if changed != framework:
             framework = changed.model_copy(update={"name": f"{framework.name}+{option}"})
     space = framework.space
-    if space is None or not space.selective_core or framework.kernels.flash_attention:
+    writes_core = space is not None and space.selective_core
+    has_core = writes_core and not framework.kernels.flash_attention
+    if space is None or not (has_core or framework.recompute.modules):
         return framework
     choices = tuple(dict.fromkeys(("none", "selective", *space.recompute)))
     return framework.model_copy(update={"space": space.model_copy(update={"recompute": choices})})

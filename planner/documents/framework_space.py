@@ -39,6 +39,7 @@ from meshwright.planner.documents.plan import (
     WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import Recompute
+from meshwright.planner.documents.training import FrozenWeights, Objective, Optimizer
 from meshwright.planner.documents.units import Flag, Positive, Text
 
 StageRule = Literal["any", "even", "even_but_ends", "by_products"]
@@ -80,7 +81,7 @@ def _experts(facts: Facts) -> Value:
 
 def _adapters(facts: Facts) -> Value:
     lora = facts.job.lora
-    return "no" if lora is None else "qlora" if lora.quantised else "lora"
+    return "no" if lora is None else "qlora" if lora.packs_weights else "lora"
 
 
 def _attention(facts: Facts) -> Value:
@@ -106,6 +107,7 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     **{name: attrgetter(f"job.{name}") for name in _OF_JOBS},
     **{name: attrgetter(f"model.architecture.{name}") for name in _OF_MODELS},
     "adapters": _adapters,
+    "optimizer": lambda facts: facts.job.optimizer,
     "attention": _attention,
     "experts": _experts,
     "family": _family,
@@ -127,6 +129,7 @@ WORDS = frozenset(
         *(axis.name for axis in LAYOUT_AXES if axis.values),
         "precision",
         "adapters",
+        "optimizer",
         "attention",
         "family",
         "layers_form",
@@ -260,7 +263,7 @@ class Space(Part):
     schedules: tuple[ScheduleName, ...] | None = None
     """None: every schedule there is."""
     virtual_stages: Positive = 8
-    """The most stages on a rank."""
+    """The most stages on a rank that are searched; where it is 1, a rank has no more."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     selective_core: Flag = False
     """Blocks may recompute written-out attention too, where it is written out."""
@@ -301,6 +304,13 @@ class Space(Part):
     tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
     precisions: tuple[Precision, ...] | None = None
     """None: every precision there is."""
+    optimizers: tuple[Optimizer, ...] = ("adamw",)
+    """What may update weights."""
+    trains_working: Flag = False
+    """16-bit weights may be trained without an fp32 copy, where a framework has one otherwise."""
+    objectives: tuple[Objective, ...] = ("sft",)
+    packed_weights: tuple[FrozenWeights, ...] = ()
+    """How frozen weights may be packed."""
     pads_vocabulary: Flag = False
     """A vocabulary that tensor ranks do not divide has rows added until they do."""
     shares_heads: Flag = False
@@ -344,6 +354,15 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
     yield from _outside(space, facts, of_degrees=of_degrees)
     if space.precisions is not None and job.precision not in space.precisions:
         yield f"precision {job.precision}: it trains in {' or '.join(space.precisions)}"
+    if job.optimizer not in space.optimizers:
+        yield f"optimizer {job.optimizer}: it has {', '.join(space.optimizers)}"
+    if job.objective not in space.objectives:
+        yield f"objective {job.objective}: it trains {', '.join(space.objectives)}"
+    if job.master_weights == "none" and not space.trains_working:
+        yield "masters none: it trains an fp32 copy of its weights"
+    if job.lora is not None and job.lora.weights not in ("full", *space.packed_weights):
+        packed = ", ".join(space.packed_weights) or "none"
+        yield f"frozen weights in {job.lora.weights}: it packs them as {packed}"
     for rule in space.divisible:
         if of_degrees and _of_layouts((rule.what, rule.by), rule.when):
             continue
@@ -371,7 +390,16 @@ _POSSIBLE: dict[tuple[int, int, int], tuple[Space, ModelGraph, Job, tuple[Confli
 """By the ids of a space, a model and a job, which stay alive so that ids stay theirs."""
 _MOST_KNOWN = 64
 _OF_MODEL_AND_JOB = frozenset(
-    {*_OF_JOBS, *_OF_MODELS, "adapters", "attention", "experts", "family", "layers_form"}
+    {
+        *_OF_JOBS,
+        *_OF_MODELS,
+        "adapters",
+        "optimizer",
+        "attention",
+        "experts",
+        "family",
+        "layers_form",
+    }
 )
 """Facts that all layouts of a request share."""
 
@@ -419,7 +447,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield "sharding within groups of replicas"
     if layout.pipeline > 1 and layout.schedule not in (space.schedules or (layout.schedule,)):
         yield f"schedule {layout.schedule}"
-    if layout.virtual_stages > space.virtual_stages:
+    if layout.virtual_stages > 1 and space.virtual_stages == 1:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"

@@ -22,7 +22,14 @@ from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part, nearest
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_own
 from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
-from meshwright.planner.documents.training import Lora, Training
+from meshwright.planner.documents.training import (
+    SEQUENCES,
+    Lora,
+    MasterWeights,
+    Objective,
+    Optimizer,
+    Training,
+)
 from meshwright.planner.documents.units import (
     MOST_DEVICES,
     MOST_SAMPLES,
@@ -83,6 +90,10 @@ Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
 
+MOST_WORDS = 500
+"""Words that were not understood of a configuration and that a plan keeps."""
+
+
 def check_size(name: str, value: int, most: int) -> None:
     """Refuse a count of samples or tokens that nobody trains with."""
     if not 1 <= value <= most:
@@ -99,10 +110,18 @@ class Job:
     precision: Precision = "bf16"
     lora: Lora | None = None
     """Adapters that alone are trained; None trains the whole model."""
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
+    objective: Objective = "sft"
     document_len: int | None = None
     """Tokens of the document that a token is in, on average over tokens: the sum of documents'
     squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
     is one."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step: samples of preference training are pairs."""
+        return self.global_batch * SEQUENCES[self.objective]
 
     def __post_init__(self) -> None:
         if self.document_len is not None:
@@ -423,6 +442,12 @@ class Plan(Document):
     """Of each data-parallel rank in order, where they lie on devices that differ."""
     stages: tuple[Stage, ...]
     """In the order in which the model runs through them."""
+    read_from: Line | None = None
+    """The kind of configuration that it was read from, and that its framework therefore runs;
+    written only where there is one."""
+    not_understood: Annotated[tuple[Text, ...], Field(max_length=MOST_WORDS)] = ()
+    """Words of the configuration it was read from that may change seconds or bytes, the most
+    decisive first; predictions are wider and never certain.  Written only where there are any."""
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -430,7 +455,7 @@ class Plan(Document):
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
         brief = (axis.name for axis in LAYOUT_AXES if not axis.always_written)
-        for name in ("document_len", *brief):
+        for name in ("document_len", "read_from", "not_understood", *brief):
             if fields.get(name) == type(self).model_fields[name].default:
                 fields.pop(name, None)
         return fields
@@ -669,6 +694,9 @@ class Plan(Document):
             global_batch=self.global_batch,
             precision=self.precision,
             lora=self.training.lora,
+            optimizer=self.training.optimizer,
+            master_weights=self.training.master_weights,
+            objective=self.training.objective,
             document_len=self.document_len,
         )
 

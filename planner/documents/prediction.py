@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, Self
 
 from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import (
     Count,
     Finite,
@@ -21,6 +22,9 @@ from meshwright.planner.errors.shown import html_table
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 """The variable, and its value, under which torch's allocator leaves the least memory unused; ranks
 of the native framework have it."""
+
+
+Memory = Literal["device memory", "host memory"]
 
 
 class StagePrediction(Part):
@@ -53,6 +57,34 @@ class StagePrediction(Part):
         return size
 
 
+class HostUse(Part):
+    """What is put into the memory of a host, of the node where that is most of its room."""
+
+    used_bytes: Finite
+    room_bytes: Finite | None = None
+    """What may be filled of it; None where nobody says how much memory the node has."""
+    memory_bytes: Finite | None = None
+    range_bytes: tuple[Finite, Finite] | None = None
+    """What such nodes have, where the node's own memory is assumed."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has room, or nobody says."""
+        return self.room_bytes is None or self.used_bytes <= self.room_bytes * (1 + ROUNDING)
+
+    def __str__(self) -> str:
+        """Return how much of a node's memory is used, and how much that may be."""
+        used = f"{bytes_text(self.used_bytes)} in each node's host memory, of which"
+        if self.memory_bytes is None or self.room_bytes is None:
+            return f"{used} nobody says how much there is"
+        room, memory = bytes_text(self.room_bytes), bytes_text(self.memory_bytes)
+        has = f"{used} {room} of {memory} may be so filled"
+        if self.range_bytes is None:
+            return has
+        low, high = map(bytes_text, self.range_bytes)
+        return f"{has} (assumed; such nodes have {low} to {high})"
+
+
 class Assumption(Part):
     """A figure that was not measured on this machine for this model, and where it came from."""
 
@@ -77,6 +109,9 @@ class Prediction(Document):
     samples_per_s: Finite | None = None
     """Where samples are not divided into tokens: those of a script's own module."""
     mfu: Finite
+    """Of pairs of tokens that attend to each other; recomputation does not count."""
+    unmasked_mfu: Finite = 0.0
+    """The same with the pairs that masks leave out, as PaLM's and torchtitan's figures count."""
     compile_s: Finite = 0.0
     """Before the first step; no part of a step."""
     fits: Flag
@@ -85,6 +120,12 @@ class Prediction(Document):
     peak_memory_range_bytes: tuple[Finite, Finite] | None = None
     """Where the peak of the fullest stage should lie, in 80 of 100 runs."""
     stages: tuple[StagePrediction, ...]
+    links: Text | None = None
+    """Rates of the links between devices, where none was measured."""
+    host: HostUse | None = None
+    """Of the fullest node, where anything is put there."""
+    overflows: tuple[Memory, ...] = ()
+    """The memories that are too small; empty if it fits."""
     assumptions: tuple[Assumption, ...] = ()
     idle_devices: Count = 0
     """Devices of the cluster that no rank uses."""
@@ -119,8 +160,13 @@ class Prediction(Document):
     @property
     def _title(self) -> str:
         span = f"{seconds_text(self.step_time_low_s)} to {seconds_text(self.step_time_high_s)}"
-        fits = "" if self.fits else "; does not fit in memory"
+        fits = "" if self.fits else f"; {self.misfit}"
         return f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
+
+    @property
+    def misfit(self) -> str:
+        """Which memory is too small, in words."""
+        return f"does not fit in {' and in '.join(self.overflows) or 'memory'}"
 
     @property
     def environment(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -19,7 +19,6 @@ from meshwright.planner.documents.units import (
     LONGEST_S,
     Amount,
     Count,
-    Flag,
     Fraction,
     Positive,
     Proportion,
@@ -46,6 +45,33 @@ def check_lengths(**lengths: float | None) -> None:
             raise LaunchError(f"{name}: is {value:g}; it must be more than 0, at most {most:,.0f}")
 
 
+FrozenWeights = Literal["full", "nf4", "int8", "fp8", "mxfp4"]
+"""How frozen matrices are stored: in the type of the computation, or packed with scales."""
+Optimizer = Literal[
+    "adamw",
+    "adamw-bf16",
+    "adamw-8bit",
+    "adamw-8bit-paged",
+    "adafactor",
+    "lion",
+    "muon",
+    "sgd",
+]
+"""What updates weights.  AdamW has its moments as the framework does, in bf16, or in 8 bits with a
+scale for each block, which pages may bring to the host."""
+MasterWeights = Literal["fp32", "none"]
+"""Whether an fp32 copy of the 16-bit weights is trained, or these weights themselves."""
+
+
+Objective = Literal["sft", "dpo", "reward", "grpo"]
+"""What is learned: the next token; which of two answers is preferred, beside a frozen reference
+(DPO) or as a score; or answers of one's own by their rewards, beside a reference (GRPO)."""
+SEQUENCES: Mapping[Objective, int] = {"sft": 1, "dpo": 2, "reward": 2, "grpo": 1}
+"""Sequences of a sample: a pair has two."""
+REFERENCED: tuple[Objective, ...] = ("dpo", "grpo")
+"""What a frozen reference model is beside; with adapters it is the model without these."""
+
+
 class Lora(Part):
     """Adapters of low rank beside frozen linear layers."""
 
@@ -54,8 +80,13 @@ class Lora(Part):
     """What the adapters add is scaled by alpha / rank."""
     targets: tuple[Text, ...] = ("all-linear",)
     """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
-    quantised: Flag = False
-    """Frozen weights are stored in 4 bits; written only where they are."""
+    weights: FrozenWeights = "full"
+    """How frozen matrices of the blocks are stored; written only where they are packed."""
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether frozen weights are packed in fewer bits than they are computed in."""
+        return self.weights != "full"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -66,15 +97,19 @@ class Lora(Part):
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = written(self)
-        if not self.quantised:
-            fields.pop("quantised", None)
+        if not self.packs_weights:
+            fields.pop("weights", None)
         return fields
 
 
 class Training(Part):
     """The optimizer's settings, and how its learning rate changes from step to step."""
 
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
+    """Written only where there are none."""
+    objective: Objective = "sft"
+    """Written only where it is another."""
     learning_rate: Fraction = 3e-4
     """The highest, reached at the end of the warm-up."""
     warmup_steps: Steps = 0
@@ -126,7 +161,15 @@ class Training(Part):
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what is not used."""
         fields: dict[str, Any] = written(self)
-        for name in ("rate_schedule", "rate_steps", "decay_steps", "floor", "lora"):
+        for name in (
+            "rate_schedule",
+            "rate_steps",
+            "decay_steps",
+            "floor",
+            "lora",
+            "master_weights",
+            "objective",
+        ):
             if name in fields and fields.get(name) == type(self).model_fields[name].default:
                 del fields[name]
         return fields

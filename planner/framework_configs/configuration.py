@@ -20,6 +20,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.plugins import load_plugin, plugins
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs import (
+    fine_tuners,
     megatron,
     megatron_bridge,
     torchtitan,
@@ -61,7 +62,8 @@ def configuration(
         raise DocumentError("to", f"is '{to:.40}'; {nearest(to, targets)}")
     reasons = obstacles(plan, model, to, cluster)
     if reasons:
-        raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(reasons)}")
+        cannot = "has no words here for" if plan.read_from is not None else "cannot run"
+        raise DocumentError("to", f"{to} {cannot} this plan: {'; '.join(reasons)}")
     wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe)
     return _writer(to).text(wanted)
 
@@ -95,10 +97,13 @@ def obstacles(
 
 
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Say why the framework of a plan does not run it: by its configuration, or by its space.
+    """Say what of a plan lies outside of its framework's space, or of what is written for it.
 
-    A plan has figures all the same: those of the framework, were it to run the plan.
+    A plan has figures all the same: those of the framework, were it to run the plan.  One that was
+    read from a configuration of it is run by it.
     """
+    if plan.read_from is not None:
+        return ()
     framework, layout = base_of(plan.framework), plan.layout
     request = Request.of_plan(plan, model, cluster)
     reason = rules_of(request.framework)(model, cluster, plan.job, layout)
@@ -106,7 +111,7 @@ def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, .
     if is_written(framework):
         reasons += obstacles(plan, model, framework, cluster)
     text = "; ".join(dict.fromkeys(reasons))
-    return (f"{plan.framework} cannot run this plan: {text}",) if text else ()
+    return (f"outside of what is planned for {plan.framework}: {text}",) if text else ()
 
 
 def with_environment(text: str, environment: Mapping[str, str]) -> str:
@@ -145,10 +150,40 @@ FRAMEWORKS = {
         torchtitan_toml.obstacles, torchtitan_toml.text, torchtitan_toml.outside, torchtitan.SAYS
     ),
     "megatron-bridge": Written(
-        megatron_bridge.obstacles, megatron_bridge.text, megatron_bridge.outside, megatron.SAYS
+        megatron_bridge.obstacles,
+        megatron_bridge.text,
+        megatron_bridge.outside,
+        megatron.SAYS | {"lora"},
     ),
     "transformers": Written(
-        writers.transformers_obstacles, writers.transformers_text, writers.transformers_outside
+        writers.transformers_obstacles,
+        writers.transformers_text,
+        writers.transformers_outside,
+        fine_tuners.SAYS,
+    ),
+    "trl": Written(
+        fine_tuners.adapter_obstacles,
+        fine_tuners.trl_text,
+        fine_tuners.trl_outside,
+        fine_tuners.SAYS | {"document_len", "objective"},
+    ),
+    "axolotl": Written(
+        fine_tuners.adapter_obstacles,
+        fine_tuners.axolotl_text,
+        fine_tuners.outside,
+        fine_tuners.SAYS | {"document_len", "objective"},
+    ),
+    "llama-factory": Written(
+        fine_tuners.llama_factory_obstacles,
+        fine_tuners.llama_factory_text,
+        fine_tuners.outside,
+        fine_tuners.SAYS | {"document_len", "objective"},
+    ),
+    "torchtune": Written(
+        fine_tuners.torchtune_obstacles,
+        fine_tuners.torchtune_text,
+        fine_tuners.torchtune_outside,
+        fine_tuners.SAYS | {"document_len"},
     ),
     "deepspeed": Written(
         writers.deepspeed_obstacles, writers.deepspeed_text, writers.deepspeed_outside

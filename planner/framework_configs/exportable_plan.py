@@ -110,6 +110,7 @@ _WRITTEN = {
     *("format", "model", "cluster", "framework", "seq_len", "global_batch", "precision", "mesh"),
     *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches"),
     *("training", "timeout_s", "groups", "shares", "stages"),
+    *("read_from", "not_understood"),
     *(axis.name for axis in LAYOUT_AXES if axis.exported is None),
 }
 """Fields of a plan that configurations say, or that are refused by name."""
@@ -138,8 +139,14 @@ def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:
         yield "its gradients are one step old"
     if plan.mesh.order != INSIDE_OUT:
         yield f"its axes lie in another order ({plan.layout.text()})"
-    if plan.training.lora is not None:
+    if plan.training.lora is not None and "lora" not in says:
         yield "adapters are trained, which is set in the training script"
+    if plan.training.optimizer != "adamw" and "optimizer" not in says:
+        yield f"weights are updated by {plan.training.optimizer}"
+    if plan.training.objective != "sft" and "objective" not in says:
+        yield f"its objective is {plan.training.objective}"
+    if plan.training.master_weights == "none" and "master_weights" not in says:
+        yield "16-bit weights are trained without an fp32 copy"
 
 
 def degrees_above(wanted: FrameworkPlan, **most: int) -> Iterator[str]:

@@ -9,30 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from meshwright.planner.documents.prediction import Prediction
-
 _MEGATRON = """
     log-.* timing-log-.* eval-.* test-mode save save-.* load load-.* data-path split
     .*-data-path data-cache-path data-args-path tokenizer-.* vocab-file merge-file vocab-extra-ids
     tensorboard-.* wandb-.* distributed-backend distributed-timeout-minutes init-method-std
     num-workers no-load-.* no-save-.* exit-.* ckpt-.* async-save dist-ckpt-.* use-dist-ckpt
     auto-detect-ckpt-format finetune dataloader-type no-data-sharding mock-data
-    no-create-attention-mask-in-dataloader no-mmap-bin-files
-    position-embedding-type rotary-.* use-rotary-position-embeddings no-rope-fusion
-    max-position-embeddings
-    normalization norm-epsilon swiglu disable-bias-linear untie-embeddings-and-output-weights
-    make-vocab-size-divisible-by use-mcore-models add-qkv-bias qk-layernorm kv-channels
-    transformer-impl moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff
+    no-create-attention-mask-in-dataloader no-mmap-bin-files use-persistent-ckpt-worker
+    rotary-.* use-rotary-position-embeddings use-rope-scaling rope-.* mscale.*
+    max-position-embeddings norm-epsilon layernorm-epsilon
+    make-vocab-size-divisible-by use-mcore-models moe-router-load-balancing-type
+    moe-aux-loss-coeff moe-z-loss-coeff moe-router-dtype
     moe-router-score-function moe-router-enable-expert-bias moe-router-bias-update-rate
     moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor
-    moe-router-pre-softmax moe-per-layer-logging moe-layer-freq
-    kv-lora-rank q-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim multi-latent-attention
-    moe-shared-expert-intermediate-size reset-.* eod-mask-loss squared-relu
+    moe-router-pre-softmax moe-per-layer-logging eod-mask-loss
     attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32 loss-scale initial-loss-scale
     min-loss-scale loss-scale-window hysteresis lr-warmup-init override-opt_param-scheduler
-    override-opt-param-scheduler use-checkpoint-.* enable-experimental
-    check-for-nan-in-loss-and-grad
-    no-check-for-nan-in-loss-and-grad ddp-average-in-collective train-data-path valid-data-path
+    override-opt-param-scheduler use-checkpoint-opt_param-scheduler enable-experimental
+    check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad
+    ddp-average-in-collective fp8-amax-.* fp8-margin fp8-interval
+    mock-data no-one-logger attention-dropout hidden-dropout
+    train-iters train-samples lr-decay-.* lr-warmup-.* min-lr lr-wsd-decay-.*
     job-name output partition account time error exclusive mem mail-.* comment container-.*
     label network kill-on-bad-exit export ntasks cpus-per-task gpus-per-task
 """
@@ -44,55 +41,147 @@ _TRANSFORMERS = """
     greater_is_better ddp_timeout ddp_find_unused_parameters disable_tqdm remove_unused_columns
     num_train_epochs template trust_remote_code tokenizer_name cache_dir token use_auth_token
     chat_template.* prediction_loss_only include_.* per_device_eval_batch_size stage
-    local_rank use_fast_tokenizer model_revision config_name
+    local_rank use_fast_tokenizer model_revision config_name max_train_samples max_eval_samples
+    fsdp_transformer_layer_cls_to_wrap fsdp_config\\.(fsdp_)?transformer_layer_cls_to_wrap
+    fsdp_config\\.(fsdp_)?((final_)?state_dict_type|sync_module_states|use_orig_params)
+    fsdp_config\\.(fsdp_)?cpu_ram_efficient_loading warmup_.* lr_scheduler_.* max_steps
+    learning_rate weight_decay lora_dropout adam_.* max_grad_norm model_name_or_path trackio.*
+    project eos_token pad_token
+    bnb_4bit_compute_dtype use_bnb_nested_quant completion_only_loss assistant_only_loss
+    lora_task_type max_prompt_length model_init_kwargs low_cpu_mem_usage streaming
+    config gradient_checkpointing_kwargs\\.preserve_rng_state ddp_backend
 """
 _TORCHTITAN = """
-    job\\..* metrics\\..* checkpoint\\..* profiling\\..* comm\\..* validation\\..* experimental\\..*
+    job\\..* metrics\\..* checkpoint\\..* profiling\\..* comm\\..* validation\\..*
+    experimental\\..*
     debug\\..* dump_folder description model\\.tokenizer_path model\\.hf_assets_path
     model\\.print_after_conversion training\\.dataset training\\.dataset_path
     training\\.deterministic training\\.seed training\\.steps metrics checkpoint profiling comm
     validation job hf_assets_path dataloader\\..* dataloader lr_scheduler\\..*
-    optimizer\\.eps profiler
+    pattern optimizer\\.(eps|lr|betas|beta1|beta2|weight_decay) profiler validator tokenizer
+    activation_checkpoint\\.(preserve_rng_state|determinism_check|debug)
 """
 _DEEPSPEED = """
     steps_per_print wall_clock_breakdown dump_state wandb tensorboard csv_monitor comms_logger
     flops_profiler checkpoint data_types\\.grad_accum_dtype memory_breakdown
-    zero_allow_untested_optimizer (bf16|fp16)\\..*(loss_scale|hysteresis|initial).*
-    prescale_gradients
-    zero_optimization\\.(round_robin_gradients|elastic_checkpoint)
+    zero_allow_untested_optimizer (bf16|fp16)\\.(auto_cast|consecutive_hysteresis)
+    (bf16|fp16)\\..*(loss_scale|hysteresis|initial).*
+    prescale_gradients zero_force_ds_cpu_optimizer
+    zero_optimization\\.(round_robin_gradients|elastic_checkpoint|ignore_unused_parameters)
     zero_optimization\\.stage3_gather_16bit_weights_on_model_save
+    zero_optimization\\.gather_16bit_weights_on_model_save
     gradient_predivide_factor
+    scheduler\\.params\\.(warmup_min_lr|warmup_type|last_batch_iteration)
+    optimizer\\.params\\.(adam_w_mode|bias_correction) scheduler\\..*
 """
 _ACCELERATE = """
     debug downcast_bf16 enable_cpu_affinity gpu_ids use_cpu fsdp_config\\.fsdp_activation_cpu_.*
+    compute_environment num_machines machine_rank main_training_function main_process_.*
+    rdzv_backend
+    same_network tpu_.*
     deepspeed_config\\.deepspeed_(hostfile|exclusion_filter|inclusion_filter) .*_logging.*
-    fsdp_config\\.fsdp_(forward_prefetch|backward_prefetch_policy|min_num_params)
+    deepspeed_config\\.(zero3_save_16bit_model|zero3_init_flag|deepspeed_multinode_launcher)
+    fsdp_config\\.fsdp_(state_dict_type|cpu_ram_efficient_loading|sync_module_states)
+    fsdp_config\\.fsdp_(transformer_layer_cls_to_wrap|use_orig_params)
 """
 _NANOTRON = """
     checkpoints\\..* checkpoints general\\..* general logging\\..* logging data_stages.*
     profiler tokenizer\\..* tokenizer lighteval s3_upload metrics_logging
     tokens\\.(limit_.*|val_check_interval|train_steps)
-    model\\.(init_method|make_vocab_size_.*|ddp_bucket_cap_mb).*
-    parallelism\\.recompute_layer_name
+    model\\.(init_method|make_vocab_size_.*).*
+    parallelism\\.recompute_layer_name optimizer\\.weight_decay_exclude_named_params
+    optimizer\\.learning_rate_scheduler\\..*
     model\\.model_config\\.(bos|eos|pad|initializer|rope|rms).*
-    model\\.model_config\\.(use_cache|pretraining|hidden_act|is_).*
+    model\\.model_config\\.(use_cache|pretraining|hidden_act|is_|_attn_impl|max_position).*
+"""
+_LLAMA_FACTORY = """
+    plot_loss max_samples tokenized_path val_size dataset_dir media_dir eval_dataset resize_vocab
+    mask_history train_on_prompt mix_strategy interleave_probs buffer_size tool_format
+    default_system enable_thinking ray_.* add_tokens add_special_tokens new_special_tokens.*
+    split_special_tokens use_swanlab swanlab_.* hf_hub_token ms_hub_token om_hub_token
+    print_param_status data_shared_file_system create_new_adapter adapter_name_or_path
+    adapter_folder image_max_pixels image_min_pixels video_.* double_quantization
+    early_stopping_steps ignore_pad_token_for_loss compute_accuracy export_.* infer_.*
+    rope_scaling image_resolution
+"""
+_AXOLOTL = """
+    datasets test_datasets val_set_size dataset_prepared_path dataset_processes
+    wandb_.* mlflow_.* comet_.* saves_per_epoch evals_per_epoch num_epochs train_on_inputs
+    tokenizer_.* model_type special_tokens tokens base_model_config is_.*_derived_model
+    hf_use_auth_token hub_.* early_stopping_patience loss_watchdog_.* local_rank
+    chat_template.* default_system_message shuffle_merged_datasets strict save_safetensors
+    lora_model_dir lora_fan_in_fan_out eot_tokens auto_resume_from_checkpoints
+    revision_of_model eval_.* skip_prepare_dataset use_tensorboard save_first_step
+    cosine_min_lr_ratio processor_type warmup_ratio roles_to_train train_on_eos
+    remove_unused_columns pad_to_sequence_len load_best_model_at_end resume_from_checkpoint debug
+"""
+_MS_SWIFT = """
+    system val_dataset split_dataset_ratio dataset_num_proc load_from_cache_file model_author
+    model_name model_type loss_scale add_version check_model use_hf create_checkpoint_symlink
+    custom_.* interleave_prob data_seed strict val_dataset_shuffle lazy_tokenize agent_template
+    save_only_model swanlab_.* truncation_strategy external_plugins
+    cached_dataset hub_token norm_bbox response_prefix task_type
+"""
+_LITGPT = """
+    out_dir data logger_name
+    train\\.(save_interval|log_interval|epochs|max_tokens|max_time|min_lr)
+    train\\.(lr_warmup_fraction|lr_warmup_steps|max_steps|tie_embeddings) eval log resume
+    tokenizer_dir access_token seed generate lora_dropout
+"""
+_VERL = """
+    data\\.(train_files|val_files|prompt_key|tokenizer|shuffle|val_batch_size|return_raw_.*)
+    data\\.(filter_overlong_.*|truncation|dataloader_.*|image_key|reward_fn_key|seed|custom_cls)
+    data\\.(trust_remote_code|val_max_samples|train_max_samples|apply_chat_template.*)
+    trainer\\..* algorithm reward_model custom_reward_function ray_init ray_kwargs critic
+    hydra global_profiler transfer_queue actor_rollout_ref\\.(hybrid_engine|nccl_timeout)
+    actor_rollout_ref\\.rollout\\..*
+    actor_rollout_ref\\.model\\.(external_lib|trust_remote_code|tokenizer_path|use_shm)
+    actor_rollout_ref\\.model\\.custom_chat_template
+    actor_rollout_ref\\.actor\\.(clip_.*|kl_loss_.*|use_kl_loss|entropy_coeff|ppo_epochs|shuffle)
+    actor_rollout_ref\\.actor\\.(loss_agg_mode|checkpoint|policy_loss|data_loader_seed|loss_scale.*)
+    actor_rollout_ref\\.actor\\.optim\\.(lr_.*|min_lr_ratio|warmup_style|total_training_steps|num_.*)
+    actor_rollout_ref\\.actor\\.fsdp_config\\.wrap_policy
+"""
+_NEMO = """
+    name restore_from_path exp_manager run hydra trainer\\.(logger|max_.*|log_every_n_steps)
+    trainer\\.(val_check_interval|limit_.*|enable_.*|accelerator|use_distributed_sampler)
+    trainer\\.(num_sanity_val_steps|check_val_every_n_epoch|replace_sampler_ddp)
+    model\\.(data|tokenizer|nsys_profile|activation|init_method_std|layernorm_epsilon|seed)
+    model\\.(share_embeddings_and_output_weights|max_position_embeddings|mcore_gpt|resume_.*)
+    model\\.(pre_process|post_process|rotary_.*|hidden_dropout|attention_dropout|ffn_dropout)
+    model\\.(make_vocab_size_divisible_by|use_scaled_init_method|native_amp_.*|hysteresis)
+    model\\.(megatron_amp_O2|bias|persist_layer_norm|apply_query_key_layer_scaling|precision)
+    model\\.optim\\.(sched|weight_decay|betas|lr|bucket_cap_mb)
 """
 _OF_LAUNCH = """
     nproc-per-node nnodes node-rank master-addr master-port rdzv-.* num-machines machine-rank
     main-process-.* standalone max-restarts tee redirects log-dir role run-path
 """
+_TRAINER = _TRANSFORMERS + _DEEPSPEED + _OF_LAUNCH
 TABLES: dict[str, str] = {
-    "megatron": _MEGATRON + _OF_LAUNCH,
-    "megatron-bridge": _MEGATRON + "checkpoint logger profiling rng tokenizer dist validation",
+    "megatron": _MEGATRON + _OF_LAUNCH + "ENV_VARS TEST_TYPE METRICS LAUNCHER",
+    "megatron-bridge": " ".join(
+        f"(model|train|dataset|ddp|optimizer|scheduler)\\.{pattern}"
+        for pattern in _MEGATRON.split()
+    )
+    + " checkpoint logger profiling rng tokenizer dist validation",
     "torchtitan": _TORCHTITAN,
     "torchtitan@0.2": _TORCHTITAN,
     "deepspeed": _DEEPSPEED,
     "accelerate": _ACCELERATE + _DEEPSPEED,
-    "transformers": _TRANSFORMERS + _DEEPSPEED + _OF_LAUNCH,
+    "transformers": _TRAINER,
+    "trl": _TRAINER,
+    "llama-factory": _TRAINER + _LLAMA_FACTORY,
+    "axolotl": _TRAINER + _AXOLOTL,
+    "ms-swift": _TRAINER + _MS_SWIFT,
+    "litgpt": _LITGPT,
+    "verl": _VERL,
+    "nemo": _NEMO,
     "nanotron": _NANOTRON,
     "fsdp": "",
-    "slurm": _MEGATRON + _TRANSFORMERS + _TORCHTITAN + _OF_LAUNCH,
+    "slurm": "",
 }
+TABLES["slurm"] = " ".join(TABLES.values()).replace("ENV_VARS", "")
 """Patterns of whole words, by reader."""
 _WEIGHT = (
     r"offload|fsdp|zero|shard",
@@ -105,9 +194,6 @@ _WEIGHT = (
     r"another script|\$",
 )
 """What a word is about, the most decisive first."""
-WIDER = 1.25
-"""How much farther the ends of a range lie for the first word, and less for each other one."""
-LEAST_ODDS, MOST_ODDS = 0.15, 0.85
 
 
 def not_understood(unknown: Sequence[str], reader: str) -> tuple[str, ...]:
@@ -126,23 +212,3 @@ def _rank(word: str) -> int:
     lower = word.lower()
     matching = (at for at, pattern in enumerate(_WEIGHT) if re.search(pattern, lower))
     return next(matching, len(_WEIGHT))
-
-
-def bounded(prediction: Prediction, words: Sequence[str]) -> Prediction:
-    """Return a prediction of what was understood: its range is wider, nothing in it is certain."""
-    if not words:
-        return prediction
-    wider = WIDER * (1 + 0.05 * min(len(words) - 1, 5))
-    odds = prediction.fit_probability
-    odds = (1.0 if prediction.fits else 0.0) if odds is None else odds
-    named = ", ".join(word[:60] for word in words[:3])
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    peak = prediction.peak_memory_range_bytes
-    update = {
-        "step_time_low_s": prediction.step_time_low_s / wider,
-        "step_time_high_s": prediction.step_time_high_s * wider,
-        "fit_probability": min(max(odds, LEAST_ODDS), MOST_ODDS),
-        "peak_memory_range_bytes": None if peak is None else (peak[0] / wider, peak[1] * wider),
-    }
-    bounded = prediction.model_copy(update=update)
-    return bounded.with_notes(f"not understood: {named}{more}; time and memory may differ")

@@ -9,20 +9,31 @@ A batch script: whose command it runs, on how many ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
 
 from meshwright.planner.catalog import models
 from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.documents import document
 from meshwright.planner.documents.axes import AXIS_NAMES
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.document import first_error, nearest
 from meshwright.planner.documents.model import Architecture, ModelGraph
-from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.plan import (
+    MOST_WORDS,
+    Mesh,
+    PlacedLayer,
+    Plan,
+    PlannedModel,
+    Stage,
+)
+from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.training import Training
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
@@ -30,12 +41,16 @@ from meshwright.planner.framework_configs.harmless_words import not_understood
 from meshwright.planner.framework_configs.readers import (
     accelerate,
     deepspeed,
+    finetuning,
     fsdp,
+    litgpt,
     megatron,
     nanotron,
+    nemo,
     shell,
     torchtitan,
     transformers,
+    verl,
 )
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, named_file
@@ -60,30 +75,149 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
     nodes = _plain_count(flags, "nnodes", "num-machines", "num-nodes", "nodes")
     processes = _plain_count(flags, "num-processes")
     launch = [name for name in flags if name in _OF_LAUNCH]
-    if any(name.startswith("parallelism.") for name in flags) or any(
+    arguments = {name: value for name, value in flags.items() if name not in launch}
+    tuner = next((word for word in map(_program, words) if word in _TUNERS), None)
+    if words[:1] == ["megatron"]:  # of ms-swift
+        tuner = "swift"
+    if tuner is not None:
+        config = _TUNERS[tuner](words, arguments, text, surroundings)
+    elif any(name.startswith("parallelism.") for name in flags) or any(
         "torchtitan" in word for word in words
     ):
-        config = torchtitan.of_flags({k: v for k, v in flags.items() if k not in launch})
+        config = torchtitan.of_flags(arguments, surroundings)
     elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
         config = megatron.of_flags(flags, text)
     elif "per-device-train-batch-size" in flags:
-        trainer = {k: v for k, v in flags.items() if k not in launch}
-        config = transformers.of_flags(trainer, surroundings)
-        if "config-file" in flags:  # of accelerate, which starts the trainer
-            named = flags["config-file"]
-            file = named[0] if isinstance(named, list) else named  # and then the trainer's script
-            name, own = named_file("--config_file", file, surroundings)
-            started = accelerate.of_settings(limits.settings(own, name), surroundings)
-            config = _started_by(config, started, says_type=bool({"bf16", "fp16"} & set(flags)))
+        config = transformers.of_flags(arguments, surroundings, trl=_is_trl(words))
+    elif (read := _reader_of_file(words, surroundings)) is not None:
+        config = _of_file(read, "the command")(words, arguments, text, surroundings)
     else:
         raise DocumentError(
             "slurm",
-            "runs no command that is known: Megatron, torchtitan or a Hugging Face trainer; "
+            "runs no command that is known: Megatron, torchtitan, a Hugging Face trainer, "
+            "LLaMA-Factory, axolotl, ms-swift, TRL, verl; "
             "give the command's own file, or its configuration",
         )
+    if "config-file" in flags and "launch" in words:  # of accelerate, which starts the trainer
+        named = flags["config-file"]
+        file = named[0] if isinstance(named, list) else named  # and then the trainer's script
+        name, inside = named_file("--config_file", file, surroundings)
+        started = accelerate.of_settings(limits.settings(inside, name), surroundings)
+        config = _started_by(config, started, says_type=bool({"bf16", "fp16"} & set(flags)))
+    config.unknown += _other_stages(words)
     config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
     config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
     return config
+
+
+def _program(word: str) -> str:
+    """Return the name by which a program, or a module of Python, is known."""
+    return PurePosixPath(word).name.removesuffix(".py")
+
+
+_STAGES = re.compile(r"(online_)?(dpo|grpo|ppo|kto|orpo|cpo|rloo|xpo|gkd|rlhf|reward|rm|prm)(_.*)?")
+"""Stages of training with more than one forward of one model for each backward."""
+
+
+def _other_stages(words: Sequence[str]) -> list[str]:
+    """Return the words of a command that name such a stage: a script, or a program's command."""
+    named = [word for word in words if word.endswith(".py")]
+    named += [word for before, word in pairwise(words) if _program(before) in ("trl", "swift")]
+    return [word for word in named if _STAGES.fullmatch(_program(word))]
+
+
+def _reader_of_file(
+    words: Sequence[str], surroundings: ScriptEnvironment | None
+) -> Callable[..., ParsedConfig] | None:
+    """Return what reads the file that a trainer's script is given, by its settings."""
+    behind = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    files = [word for word in words[behind:] if word.endswith((".yaml", ".yml"))]
+    if not files:
+        return None
+    name, inside = named_file("slurm", files[-1], surroundings)
+    keys = set(limits.settings(inside, name))
+    if keys & {"finetuning_type", "stage"}:
+        return finetuning.of_llama_factory
+    if "base_model" in keys:
+        return finetuning.of_axolotl
+    return transformers.of_settings if "model_name_or_path" in keys else None
+
+
+def _is_trl(words: Sequence[str]) -> bool:
+    """Whether a command runs one of TRL's scripts, which have these names."""
+    return any("trl" in PurePosixPath(word).parts for word in words if word.endswith(".py"))
+
+
+def _of_file(read: Callable[..., ParsedConfig], program: str) -> Callable[..., ParsedConfig]:
+    """Return what reads the file that a program is given, and no flags beside it."""
+
+    def parse(
+        words: list[str],
+        arguments: dict[str, Any],
+        _text: str,
+        surroundings: ScriptEnvironment | None,
+    ) -> ParsedConfig:
+        files = [word for word in words if word.endswith((".yaml", ".yml", ".json"))]
+        if not files:
+            raise DocumentError("slurm", f"{program} is given no file; give its configuration")
+        name, inside = named_file(program, files[-1], surroundings)
+        given = {key.replace("-", "_"): value for key, value in arguments.items()}
+        given.pop("config", None)
+        data = {**limits.settings(inside, name), **_plain_values(given)}
+        data |= _plain_values(dict(word.split("=", 1) for word in words if _SETTING.match(word)))
+        return read(data, surroundings)
+
+    return parse
+
+
+_SETTING = re.compile(r"[a-z_0-9]+=")
+
+
+def _plain_values(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of flags as a YAML document has them."""
+    values = {key: value[0] if isinstance(value, list) else value for key, value in flags.items()}
+    return {
+        key: document.plain(value) if _NUMBER.fullmatch(str(value)) else value
+        for key, value in values.items()
+    }
+
+
+_NUMBER = re.compile(r"-?\d{1,18}(\.\d+)?|true|false", re.IGNORECASE)
+
+
+def _of_swift(
+    words: list[str], arguments: dict[str, Any], text: str, surroundings: ScriptEnvironment | None
+) -> ParsedConfig:
+    """Return what arguments of ms-swift say, of its own trainer or of Megatron's."""
+    data = {key.replace("-", "_"): value for key, value in arguments.items()}
+    if "megatron" in map(_program, words):
+        lengths = {"max-length": "seq-length"}
+        return megatron.of_flags({lengths.get(k, k): v for k, v in arguments.items()}, text)
+    if not data:
+        return _of_file(finetuning.of_ms_swift, "swift")(words, arguments, text, surroundings)
+    return finetuning.of_ms_swift(data, surroundings)
+
+
+def _of_trl(
+    words: list[str], arguments: dict[str, Any], text: str, surroundings: ScriptEnvironment | None
+) -> ParsedConfig:
+    """Return what arguments of TRL's command say, or the file that it is given."""
+    if "config" in arguments:
+        return _of_file(transformers.of_trl, "trl")(words, arguments, text, surroundings)
+    return transformers.of_flags(arguments, surroundings, trl=True)
+
+
+_TUNERS: dict[str, Callable[..., ParsedConfig]] = {
+    "llamafactory-cli": _of_file(finetuning.of_llama_factory, "llamafactory-cli"),
+    "lmf": _of_file(finetuning.of_llama_factory, "lmf"),
+    "axolotl": _of_file(finetuning.of_axolotl, "axolotl"),
+    "axolotl.cli.train": _of_file(finetuning.of_axolotl, "axolotl"),
+    "litgpt": _of_file(lambda data, _: litgpt.of_settings(data), "litgpt"),
+    "swift": _of_swift,
+    "trl": _of_trl,
+    "verl.trainer.main_ppo": lambda words, _own, _text, _files: verl.of_words(words),
+}
+"""Programs and modules that train, by their names."""
 
 
 def _started_by(config: ParsedConfig, started: ParsedConfig, *, says_type: bool) -> ParsedConfig:
@@ -110,6 +244,7 @@ def _started_by(config: ParsedConfig, started: ParsedConfig, *, says_type: bool)
         compile=started.compile if config.compile == "none" else config.compile,
         precision=config.precision if says_type or not started.precision else started.precision,
         assumed=[*config.assumed, *started.assumed],
+        without_effect=[*config.without_effect, *started.without_effect],
         unknown=[*config.unknown, *started.unknown],
         understood=config.understood + started.understood,
     )
@@ -144,10 +279,20 @@ READERS: dict[str, Callable[..., ParsedConfig]] = {
     "transformers": transformers.read,
     "nanotron": nanotron.read,
     "fsdp": fsdp.read,
+    "trl": transformers.read_trl,
+    "llama-factory": finetuning.read_llama_factory,
+    "axolotl": finetuning.read_axolotl,
+    "ms-swift": finetuning.read_ms_swift,
+    "litgpt": litgpt.read,
+    "verl": verl.read,
+    "nemo": nemo.read,
     "slurm": read_batch_script,
 }
 """By the framework, or the kind of file, that is imported from."""
-_LOOK_AROUND = ("megatron", "accelerate", "transformers", "slurm")
+_LOOK_AROUND = (
+    *("megatron", "torchtitan", "torchtitan@0.2", "accelerate", "transformers", "trl"),
+    *("llama-factory", "axolotl", "ms-swift", "slurm"),
+)
 """Readers that follow variables and other files."""
 _FRAMEWORKS = {"megatron-bridge": "megatron"}
 
@@ -161,8 +306,13 @@ class Imported:
     """What the configuration does not say, or says of what plans do not have."""
     unknown: tuple[str, ...]
     """Keys that were not understood, or that say nothing of how the model is trained."""
-    not_understood: tuple[str, ...] = ()
-    """Those that may change seconds or bytes, the most decisive first."""
+    without_effect: tuple[str, ...] = ()
+    """Keys that decide nothing beside the others."""
+
+    @property
+    def not_understood(self) -> tuple[str, ...]:
+        """Unknown words that may change seconds or bytes, the most decisive first."""
+        return self.plan.not_understood
 
 
 def import_plan(
@@ -192,6 +342,9 @@ def import_plan(
         )
     assumed = list(config.assumed)
     graph = model if model is not None else _model(config, assumed)
+    names = str(config.model.get("registered", ""))
+    if model is not None and names and _catalogue_name(names) != graph.name:
+        assumed.append(f"the model is {graph.name} (--model); the configuration names {names:.60}")
     _check_figures(config, graph)
     request = Request.create(
         graph,
@@ -205,9 +358,24 @@ def import_plan(
         assumed.append(f"precision {request.job.precision}")
     replicate, shard, zero = _data(config, cluster, assumed)
     data = replicate * shard
+    ranks = data * config.context * config.tensor
+    if config.expert > 1 and ranks % (config.expert * config.expert_tensor):
+        raise DocumentError(
+            "mesh",
+            f"expert {config.expert} x expert tensor {config.expert_tensor} does not divide the "
+            f"{ranks} ranks of a pipeline stage; change a degree, or the number of ranks",
+        )
+    if data * config.context == 1:
+        config.without_effect.append("overlap_grad_reduce")
+    elif not config.overlaps_reduction:
+        assumed.append("gradients are reduced beside backwards, as with --overlap-grad-reduce")
     micro_batch, micro_batches = _batches(config, data, global_batch, request, assumed)
     stages = _stages(config, graph, assumed)
     pipelined = config.pipeline > 1
+    local = config.samples_of_schedule
+    if pipelined and local is not None and local != micro_batch * micro_batches:
+        # Several schedules a step, each with its bubble.
+        config.unknown.append(f"training.local_batch_size={local}")
     schedule = (config.schedule if pipelined else None) or PLAIN
     virtual = config.virtual_stages if pipelined else 1
     reason = obstacle(
@@ -216,7 +384,10 @@ def import_plan(
     if pipelined and reason:
         raise DocumentError(reason[0], reason[1])
     training = _training(config)
-    framework = "+".join([_FRAMEWORKS.get(config.framework, config.framework), *config.options])
+    unknown = tuple(dict.fromkeys(config.unknown))
+    framework = "+".join(
+        [_FRAMEWORKS.get(config.framework, config.framework), *dict.fromkeys(config.options)]
+    )
     try:
         plan = Plan(
             model=PlannedModel.of(graph),
@@ -241,32 +412,30 @@ def import_plan(
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             **{axis: getattr(config, axis) for axis in AXIS_NAMES if hasattr(config, axis)},
+            **_loss_of(config, micro_batch * request.job.seq_len),
             **config.axes,
             training=training,
             stages=stages,
+            read_from=of,
+            not_understood=tuple(word[:200] for word in not_understood(unknown, of))[:MOST_WORDS],
         )
     except ValidationError as error:
         raise first_error(error) from error
     plan.check_model(graph)
-    unknown = tuple(dict.fromkeys(config.unknown))
     return Imported(
         plan=plan,
         assumed=tuple(assumed),
         unknown=unknown,
-        not_understood=not_understood(unknown, of),
+        without_effect=tuple(dict.fromkeys(config.without_effect)),
     )
 
 
 def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
     """Return the model of the catalogue that a configuration means, by its name or its figures."""
     name = str(config.model.get("registered", ""))
-    by_function = [name_ for name_, (_, function) in REGISTERED.items() if function == name]
-    if by_function:
-        return resolve_model(by_function[-1])
-    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
-    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
-        if plain.removesuffix(ending) in models():
-            return resolve_model(plain.removesuffix(ending))
+    wanted = _catalogue_name(name)
+    if wanted is not None:
+        return resolve_model(wanted)
     figures = {key: config.model[key] for key in _FIGURES if key in config.model}
     if {"layers", "hidden_size"} <= set(figures):
         alike = [
@@ -287,22 +456,53 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
     )
 
 
-_FIGURES = ("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab_size", "experts")
+def _catalogue_name(name: str) -> str | None:
+    """Return the model of the catalogue that a name means, by itself or as torchtitan has it."""
+    by_function = [model for model, (_, function) in REGISTERED.items() if function == name]
+    if by_function:
+        return by_function[-1]
+    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
+    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
+        if plain.removesuffix(ending) in models():
+            return plain.removesuffix(ending)
+    return None
 
 
-def _figure(a: Architecture, name: str) -> int:
+_FIGURES = (
+    *("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab_size", "head_dim"),
+    *("experts", "per_token", "expert_ffn_size", "shared_ffn_size", "dense_layers"),
+    *("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "value_head_dim", "is_latent"),
+    *("gated_mlp", "tied_embeddings", "qkv_bias", "mlp_bias", "qk_norm", "norm", "positions"),
+)
+"""Figures of a configuration that a model of the catalogue has too."""
+
+
+def _figure(a: Architecture, name: str) -> Any:
+    """Return a figure of a model; 0 where it has no such part."""
     if name == "experts":
         return a.experts.count if a.experts else 0
-    figure: int = getattr(a, name)
-    return figure
+    if name == "is_latent":
+        return a.latent is not None
+    if name == "shared_ffn_size" and a.experts is not None:
+        return a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
+    part = next((part for part, names in _PARTS.items() if name in names), None)
+    if part is None:
+        return getattr(a, name)
+    return getattr(getattr(a, part), name.removeprefix("expert_"), 0)
 
 
-def _differs(a: Architecture, name: str, value: int) -> bool:
+_PARTS = {
+    "experts": ("per_token", "expert_ffn_size", "shared_ffn_size", "dense_layers"),
+    "latent": ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "value_head_dim"),
+}
+
+
+def _differs(a: Architecture, name: str, value: Any) -> bool:
     """Whether a figure is another model's; vocabularies are padded, experts have their own MLP."""
     have = _figure(a, name)
     if name == "vocab_size":
         return not have <= value <= 1.02 * have + 1024
-    return have != value and not (name == "ffn_size" and a.experts is not None)
+    return bool(have != value) and not (name == "ffn_size" and a.experts is not None)
 
 
 def _differences(figures: dict[str, Any], graph: ModelGraph) -> list[str]:
@@ -367,6 +567,14 @@ def _data(config: ParsedConfig, cluster: ClusterSpec, assumed: list[str]) -> tup
     return replicate, shard, zero
 
 
+def _loss_of(config: ParsedConfig, tokens: int) -> dict[str, Any]:
+    """Return how the loss of a micro-batch is computed, if not from all its logits."""
+    if config.loss_chunks is None:
+        return {}
+    rows = -(-tokens // (config.context * config.loss_chunks))
+    return {"loss": ChunkedLoss(rows=rows)}
+
+
 def _batches(
     config: ParsedConfig, data: int, wanted: int | None, request: Request, assumed: list[str]
 ) -> tuple[int, int]:
@@ -426,6 +634,7 @@ def _stages(config: ParsedConfig, graph: ModelGraph, assumed: list[str]) -> tupl
         for place in range(first, last):
             inside = before <= place < before + blocks
             chosen = config.recompute if inside and block in again else "none"
+            chosen = chosen if (seen + 1) % config.recompute_every == 0 else "none"
             if inside and config.recomputed is not None and seen >= config.recomputed:
                 chosen = "none"
             seen += inside

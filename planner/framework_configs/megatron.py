@@ -162,13 +162,16 @@ def recompute_flags(wanted: FrameworkPlan) -> Iterator[str]:
         yield "--recompute-num-layers 1"
     elif recompute_of(wanted) == "selective":
         yield "--recompute-granularity selective"
-        if modules := " ".join(_cheap_modules(wanted)):
+        if modules := " ".join(_recomputed_modules(wanted)):
             yield f"--recompute-modules {modules}"
 
 
-def _cheap_modules(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield the modules of what is cheap to make again, those that the model has."""
+def _recomputed_modules(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield modules that are named, or what is cheap to make again and the model has."""
     a = wanted.model.architecture
+    for option in wanted.plan.framework.split("+"):
+        if option.startswith("recompute-"):
+            yield option.removeprefix("recompute-").replace("-", "_")
     if "cheap-recompute" in wanted.plan.framework.split("+"):
         yield "layernorm"
         if a is not None and a.latent is not None:

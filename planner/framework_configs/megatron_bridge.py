@@ -8,8 +8,10 @@ from typing import Any
 import yaml
 
 from meshwright.planner.documents.plan import Plan
+from meshwright.planner.documents.training import Lora
 from meshwright.planner.framework_configs import megatron
 from meshwright.planner.framework_configs.exportable_plan import FrameworkPlan, recompute_of
+from meshwright.planner.framework_configs.fine_tuners import EVERY_LINEAR
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
@@ -17,6 +19,13 @@ def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     yield from megatron.obstacles(wanted)
     if wanted.plan.zero in (2, 3):
         yield f"ZeRO-{wanted.plan.zero}"
+    lora = wanted.plan.training.lora
+    if lora is not None and lora.packs_weights:
+        yield f"frozen weights in {lora.weights}"
+    if lora is not None and EVERY_LINEAR not in lora.targets:
+        unknown = set(lora.targets) - set(_PEFT_MODULES)
+        if unknown:
+            yield f"adapters beside {', '.join(sorted(unknown))}"
 
 
 def text(wanted: FrameworkPlan) -> str:
@@ -49,6 +58,8 @@ def text(wanted: FrameworkPlan) -> str:
         "scheduler": _rates(wanted),
         "mixed_precision": _PRECISIONS[_recipe(plan)],
     }
+    if t.lora is not None:
+        config["peft"] = _peft(t.lora)
     if not wanted.recipe:
         config["optimizer"] = {"use_distributed_optimizer": plan.zero > 0}
         del config["scheduler"]
@@ -65,6 +76,29 @@ _PRECISIONS = {
     "mxfp8": "bf16_with_mxfp8_mixed",
     "fp32": None,
 }
+
+
+_PEFT_MODULES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "linear_qkv"),
+    "o_proj": "linear_proj",
+    **dict.fromkeys(("gate_proj", "up_proj"), "linear_fc1"),
+    "down_proj": "linear_fc2",
+}
+"""Its products by those of models of transformers; queries, keys and values are one, as are gate
+and up."""
+
+
+def _peft(lora: Lora) -> dict[str, Any]:
+    """Return the section of adapters."""
+    every = EVERY_LINEAR in lora.targets
+    named = [_PEFT_MODULES[target] for target in lora.targets if not every]
+    return {
+        "_target_": "megatron.bridge.peft.lora.LoRA",
+        "target_modules": list(dict.fromkeys(named or _PEFT_MODULES.values())),
+        "dim": lora.rank,
+        "alpha": round(lora.alpha),
+        "dropout": 0.0,
+    }
 
 
 def _recipe(plan: Plan) -> str:

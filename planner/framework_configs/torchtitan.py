@@ -174,8 +174,9 @@ def _settings(wanted: FrameworkPlan) -> Iterator[str]:
         yield f'parallelism.pipeline_parallel_schedule = "{name}"'
         yield f"parallelism.pipeline_parallel_microbatch_size = {plan.micro_batch}"
         yield f"parallelism.module_fqns_per_model_part = {parts_of(wanted, 'lm_head')!r}"
-    yield f"compile.enable = {plan.compile == 'block'}"
-    yield 'compile.components = ["model"]'
+    components = compiled_parts(wanted)
+    yield f"compile.enable = {bool(components)}"
+    yield f"compile.components = {components or ['model']!r}"
     if plan.overlaps_tensors:
         yield "compile.enable_async_tensor_parallel = True"
     yield f"activation_checkpoint = {_POLICIES[recompute_of(wanted)]}"
@@ -187,6 +188,12 @@ def _settings(wanted: FrameworkPlan) -> Iterator[str]:
         yield f"model_spec = model_registry(config.model_spec.flavor, converters=[{calls}])"
     if wanted.recipe:
         yield from _rates(wanted)
+
+
+def compiled_parts(wanted: FrameworkPlan) -> list[str]:
+    """Return what is compiled, by torchtitan's words."""
+    parts = ["model"] if wanted.plan.compile == "block" else []
+    return [*parts, *(["loss"] if "compiled-loss" in options_of(wanted) else [])]
 
 
 def _rates(wanted: FrameworkPlan) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.planner.framework_configs import fine_tuners
 from meshwright.planner.framework_configs.exportable_plan import (
     FrameworkPlan,
     compile_text,
@@ -41,6 +42,7 @@ def transformers_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     if wanted.plan.zero and wanted.plan.mesh.data_replicate > 1:
         yield "sharding within groups of replicas"
     yield from of_one_kind(wanted)
+    yield from fine_tuners.optimizer_obstacles(wanted, fine_tuners.TRANSFORMERS_OPTIMIZERS)
 
 
 _LAYOUT_KEYS = (
@@ -62,14 +64,14 @@ def transformers_text(wanted: FrameworkPlan) -> str:
         "gradient_accumulation_steps": plan.micro_batches,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
-        "optim": "adamw_torch_fused",
+        "optim": fine_tuners.TRANSFORMERS_OPTIMIZERS[t.optimizer],
         "learning_rate": t.learning_rate,
         "adam_beta1": t.beta1,
         "adam_beta2": t.beta2,
         "adam_epsilon": t.epsilon,
         "weight_decay": t.weight_decay,
         "max_grad_norm": t.clip_norm,
-        **_transformers_rates(wanted),
+        **fine_tuners.transformers_rates(wanted),
         "gradient_checkpointing": not plan.zero and recompute_of(wanted) == "full",
         "torch_compile": plan.compile == "block",
     }
@@ -88,27 +90,17 @@ def transformers_text(wanted: FrameworkPlan) -> str:
     return text
 
 
-def _transformers_rates(wanted: FrameworkPlan) -> dict[str, Any]:
-    """Return the learning rates; without a fall they stay, however long the run is."""
-    t = wanted.plan.training
-    fields: dict[str, Any] = {"warmup_steps": t.warmup_steps}
-    if not wanted.falls:
-        name = "constant_with_warmup" if t.warmup_steps else "constant"
-        return {"lr_scheduler_type": name, **fields}
-    fields["max_steps"] = t.rate_steps
-    if t.rate_schedule == "wsd":
-        kind = {"num_decay_steps": t.decay_steps, "decay_type": "linear"}
-        name, kwargs = "warmup_stable_decay", {**kind, "min_lr_ratio": t.floor}
-    else:
-        name = f"{t.rate_schedule}_with_min_lr" if t.floor else t.rate_schedule
-        kwargs = {"min_lr_rate": t.floor} if t.floor else {}
-    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **fields}
-
-
 def transformers_outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan, steps = wanted.plan, wanted.plan.training.warmup_steps
     yield f"torchrun starts {plan.mesh.devices} ranks; samples have {plan.seq_len} tokens"
+    lora = plan.training.lora
+    if lora is not None:
+        yield f"adapters: {fine_tuners.peft_text(lora)}"
+    if lora is not None and lora.packs_weights:
+        yield f"frozen weights: {fine_tuners.quantization_text(lora, sharded=plan.zero > 0)}"
+    if plan.training.optimizer != "adamw" and not wanted.recipe:
+        yield f"optim: {fine_tuners.TRANSFORMERS_OPTIMIZERS[plan.training.optimizer]}"
     if steps:
         yield f"rates of the first {steps} steps lie 1/{steps} of the highest below the plan's"
     if wanted.falls:

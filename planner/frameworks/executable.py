@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from meshwright.planner.documents.cluster import ClusterSpec
-from meshwright.planner.documents.framework import Framework
+from meshwright.planner.documents.framework import Framework, base_of
 from meshwright.planner.documents.framework_space import EVERYTHING, Facts, obstacles
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
@@ -22,7 +22,7 @@ def rules_of(framework: Framework, *, of_degrees: bool = False) -> Rules:
 
     With `of_degrees` it speaks of any one layout for all that have its degrees.
     """
-    if framework.name == "native":
+    if base_of(framework.name) == "native":
         return refusal
     return partial(_refusal, framework, of_degrees)
 

@@ -580,9 +580,27 @@ def _foreign_choices(job: Job) -> Iterator[Obstacle]:
             "precision",
             "is nvfp4, and 4-bit matrix products are not supported here; use mxfp8 or fp8",
         )
-    if job.lora is not None and job.lora.quantised:
+    yield from _update_obstacles(job)
+
+
+def _update_obstacles(job: Job) -> Iterator[Obstacle]:
+    """Yield which optimizers and masters are not run."""
+    if job.optimizer not in (native().space or EVERYTHING).optimizers:
         yield Obstacle(
-            "training.lora.quantised", "is true, and frozen weights are stored in 16 bits here"
+            "training.optimizer",
+            f"is {job.optimizer}, whose pages are bitsandbytes' own; use adamw-8bit, or adamw with "
+            "offload optimizer",
+        )
+    if job.objective != "sft":
+        yield Obstacle(
+            "training.objective",
+            f"is {job.objective}, and launch trains on the next token alone; plan for TRL with "
+            "--framework transformers",
+        )
+    if job.master_weights == "none" and (job.precision != "bf16" or job.lora is not None):
+        yield Obstacle(
+            "training.master_weights",
+            "is none, and whole models in bf16 alone are trained so; use fp32",
         )
 
 

@@ -1,8 +1,9 @@
 """How tokens are routed among experts, and to how many nodes and ranks each of them goes.
 
-Routers are taken for balanced: every expert is as likely as every other.  Node-limited routing
-(DeepSeek-V3, section 2.1.2, arXiv:2412.19437) first chooses groups of experts and then experts of
-those alone, so that a token goes to few nodes.
+What nodes and ranks a token goes to is that of balanced routers: every expert is as likely as every
+other.  Node-limited routing (DeepSeek-V3, section 2.1.2, arXiv:2412.19437) first chooses groups of
+experts and then experts of those alone, so that a token goes to few nodes.  How much more than the
+mean the busiest rank gets of natural routers is `Routing.busiest_load`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.model import Experts
+LAYERS_A_RANK = 16
+"""Layers whose activations a rank keeps at once, where an operator does not know them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,35 @@ class Routing:
     per_token: int
     groups: int = 1
     groups_per_token: int = 1
+    spread: float = 0.0
+    """How uneven the loads of a layer's experts are: 0 of balanced routers, 1 of such as send all
+    tokens to the same experts."""
+
+    def busiest_load(self, ranks: int, layers: int = 1) -> float:
+        """Return the tokens of the busiest rank of experts over the mean of all ranks.
+
+            min(1 + σ E(n) / √(k l), min(c, k) n / c)        σ = f √(k n / c - 1)
+
+        n `ranks` have k experts each, and a token chooses c of all.  σ is the standard deviation of
+        experts' loads over their mean, of which f, the spread, is a share: √(k n / c - 1) is that
+        of c experts with all tokens.  E(n) is the expected largest of n standard normal deviations.
+        Every layer waits for its busiest rank.  At most all tokens choose as many experts of one
+        rank as they can.  What a rank keeps of l `layers` is uneven by less, since another rank is
+        busiest in each.
+
+        >>> [round(Routing(128, 8, spread=0.3).busiest_load(n), 2) for n in (1, 8, 16, 128)]
+        [1.0, 1.41, 1.73, 4.01]
+        """
+        if isinstance(ranks, np.ndarray):
+            each, place = np.unique(ranks, return_inverse=True)
+            return np.array([self.busiest_load(int(n), layers) for n in each])[place]
+        if ranks <= 1 or not self.spread:
+            return 1.0
+        here = self.experts / ranks
+        deviation = self.spread * math.sqrt(self.experts / self.per_token - 1)
+        deviation /= math.sqrt(here * layers)
+        most = min(self.per_token, here) * ranks / self.per_token
+        return min(1 + deviation * expected_largest(ranks), most)
 
     def distinct(self, units: int) -> float:
         """Return how many of `units` equal shares of the experts a token goes to, on average.
@@ -57,10 +90,28 @@ class Routing:
         return self.distinct(ranks // near), self.distinct(ranks)
 
 
-def routing_of(experts: Experts) -> Routing:
-    """Return how tokens are routed among these experts."""
+@lru_cache(maxsize=64)
+def expected_largest(count: int) -> float:
+    """Return the expected largest of `count` standard normal deviations.
+
+        ∫₀^∞ 1 - Φ(x)^n - Φ(-x)^n dx
+
+    by Simpson's rule, to seven digits.
+
+    >>> [round(expected_largest(n), 4) for n in (2, 8, 100)]
+    [0.5642, 1.4236, 2.5076]
+    """
+    normal, step, steps = NormalDist(), 0.01, 1000
+    values = [
+        1 - normal.cdf(step * k) ** count - normal.cdf(-step * k) ** count for k in range(steps + 1)
+    ]
+    return step / 3 * (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]))
+
+
+def routing_of(experts: Experts, spread: float = 0.0) -> Routing:
+    """Return how tokens are routed among these experts, whose loads have a spread."""
     groups = experts.groups or 1, experts.groups_per_token or 1
-    return Routing(experts.count, experts.per_token, *groups)
+    return Routing(experts.count, experts.per_token, *groups, spread)
 
 
 @lru_cache(maxsize=4096)

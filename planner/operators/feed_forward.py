@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.planner.operators.expert_routing import routing_of
+from meshwright.planner.operators.expert_routing import LAYERS_A_RANK, routing_of
 from meshwright.planner.operators.operator_table import FP32, GroupAxis, Operator, Setting, smaller
 from meshwright.planner.operators.operators import (
     elementwise,
@@ -75,17 +75,17 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         )
         gathered_experts = _of_gathered_tokens(a, setting, whole, combined, tokens=tokens)
         return [*operators, *gathered_experts, *(beside if shared else ())]
-    skew = kernels.expert_skew if spread else 1.0
+    skew = routing_of(experts, kernels.expert_spread).busiest_load(setting.expert if spread else 1)
     sent = experts.per_token * full
     if spread and setting.relays:
         there, arrived, back = _hierarchical_dispatch(a, setting, whole, combined, full)
     else:
         there, arrived, back = _dispatch_and_combine(a, setting, whole, combined, full)
-    operators += there
+    routed_to: list[Operator] = []
     count = tokens * experts.per_token * skew
     # Tiles are half empty at the end of each expert's tokens, on average.
     rate = kernels.expert_share * count / (count + local_experts * kernels.expert_tile / 2)
-    operators += _feed_forward(
+    routed_to += _feed_forward(
         a,
         setting,
         arrived,
@@ -106,8 +106,10 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         weights=matrix,
         share=rate,
     )
-    operators += linear(setting, down, size=count * width * e, adapted=False)
-    operators += back
+    routed_to += linear(setting, down, size=count * width * e, adapted=False)
+    if spread:
+        there, routed_to, back = (_as_kept(a, setting, each) for each in (there, routed_to, back))
+    operators += [*there, *routed_to, *back]
     if shared:
         operators += _shared_experts(
             a, setting, source, whole, routed, tokens=tokens, width=shared / divided
@@ -116,6 +118,28 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         whole_sum = reduce_activation(setting, "mlp_out_partial", "mlp_out", full)
         operators.append(replace(whole_sum, copied_bytes=0.0, workspace_bytes=0.0))
     return operators
+
+
+def _as_kept(a: Architecture, setting: Setting, operators: list[Operator]) -> list[Operator]:
+    """Return operators of the busiest rank's tokens with the bytes that a rank keeps of its layers.
+
+    Seconds are those of a layer's busiest rank; memory adds layers up.
+    """
+    experts = a.experts
+    assert experts is not None
+    routing = routing_of(experts, setting.kernels.expert_spread)
+    kept = routing.busiest_load(setting.expert, LAYERS_A_RANK)
+    kept = kept / routing.busiest_load(setting.expert)
+    return [
+        replace(
+            operator,
+            outputs={name: size * kept for name, size in operator.outputs.items()},
+            workspace_bytes=operator.workspace_bytes * kept,
+        )
+        if operator.name not in ("dispatch", "combine")
+        else operator
+        for operator in operators
+    ]
 
 
 def _routing(experts: Experts, kernels: KernelSettings, tokens: float) -> Operator:
@@ -149,7 +173,8 @@ def _of_gathered_tokens(
     experts_here = experts.count / setting.expert
     every = setting.expert * tokens
     rows = every * smaller(float(experts.per_token), experts_here)
-    filled = tokens * experts.per_token * kernels.expert_skew
+    load = routing_of(experts, kernels.expert_spread).busiest_load(setting.expert)
+    filled = tokens * experts.per_token * load
     full, held = every * a.hidden_size * e, rows * a.hidden_size * e
     beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
     rate = kernels.expert_share * filled / (filled + experts_here * kernels.expert_tile / 2)
@@ -254,8 +279,8 @@ def _dispatch_and_combine(
     back: list[Operator] = []
     arrived, returned, spread = "dispatched", "expert_down", setting.spreads_experts
     if spread:
-        there += _sent_to_experts(a, setting, sent * kernels.expert_skew, back=False)
-        back = _sent_to_experts(a, setting, sent * kernels.expert_skew, back=True)
+        there += _sent_to_experts(a, setting, sent, back=False)
+        back = _sent_to_experts(a, setting, sent, back=True)
         arrived, returned = "arrived", "returned"
     combine = Operator(
         name="combine",
@@ -282,7 +307,7 @@ def _hierarchical_dispatch(
     """
     experts, kernels = a.experts, setting.kernels
     assert experts is not None
-    skew = kernels.expert_skew
+    skew = routing_of(experts, kernels.expert_spread).busiest_load(setting.expert)
     nodes, ranks = routing_of(experts).hops(setting.expert, setting.hierarchical_all_to_all)
     choices = full / (a.hidden_size * setting.element_bytes) * experts.per_token
     across, inside, each = nodes * full * skew, ranks * full * skew, experts.per_token * full * skew
@@ -364,7 +389,7 @@ def _sent_to_experts(
     assert experts is not None
     beside = _goes_beside_shared(a)
     names = ("expert_down", "returned") if back else ("dispatched", "arrived")
-    routing = routing_of(experts)
+    routing = routing_of(experts, setting.kernels.expert_spread)
     moved = exchange(setting, *names, size, routing, back=back, beside_shared=beside and not back)
     if not setting.divides_experts:
         return [moved]
@@ -373,7 +398,7 @@ def _sent_to_experts(
         kind="reduce_scatter" if back else "all_gather",
         inputs=(names[0] if back else names[1],),
         outputs={},
-        moved_bytes=size,
+        moved_bytes=size * routing.busiest_load(setting.expert),
         axis="expert_tensor",
     )
     return [part, moved] if back else [moved, part]
@@ -549,6 +574,8 @@ def _feed_forward(
     last = elementwise(kernels, product, (gated, up.name), size)
     back = kernels.back(last.moved_bytes, 5 * size)
     last = replace(last, saved=kept, backward_moved_bytes=back)
+    if kernels.fused_experts and name == "expert":
+        last = replace(last, moved_bytes=size, backward_moved_bytes=2 * size, kernels=0)
     return [*operators, replace(last, holds=(whole,))]
 
 

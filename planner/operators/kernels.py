@@ -12,9 +12,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.framework import NATURAL_SPREAD
 
 if TYPE_CHECKING:
-    from meshwright.planner.documents.framework import Framework, Loss, SelectiveRecompute
+    from meshwright.planner.documents.framework import (
+        Framework,
+        Loss,
+        RecomputeModule,
+        SelectiveRecompute,
+    )
+    from meshwright.planner.documents.training import FrozenWeights
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -63,6 +70,8 @@ class KernelSettings:
     balanced: bool = True
     """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
+    modules: tuple[RecomputeModule, ...] = ()
+    """What selective recompute of `modules` drops."""
     early_stop: bool = True
     expert_moves: float = 0.0
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
@@ -70,8 +79,10 @@ class KernelSettings:
     """Rate of grouped products over that of one product as large."""
     expert_tile: float = 0.0
     """Rows to which the tokens of each expert are filled up in grouped products."""
-    expert_skew: float = 1.1
-    """Busiest expert rank over the mean."""
+    expert_spread: float = NATURAL_SPREAD
+    """How uneven natural routers load experts; 0: balanced."""
+    fused_experts: bool = False
+    """Gates of experts are part of the products that make them."""
     expert_once: bool = False
     """Tokens are sent once to every node and rank that has some of their experts."""
     expert_narrow: bool = False
@@ -84,6 +95,8 @@ class KernelSettings:
     """Adapters' inputs are dropped at random, so that each keeps its own copy and a mask."""
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
+    restored_indices: float = 0.0
+    """Bytes of indices for each weight while it is restored."""
     compiled: bool = False
     """A block is one compiled graph, which keeps what its backward needs and nothing else."""
 
@@ -100,9 +113,17 @@ MODULES = KernelSettings()
 """Modules of `transformers` one by one: those that the runtime trains."""
 
 
+FUSED_RESTORED_BYTES = 5.0
+"""Traffic per weight of restoring it in one kernel: 0.5 read and 2 written, at half of the rate of
+a copy."""
+
+
 @cache
 def compiled_kernels(kernels: KernelSettings) -> KernelSettings:
     """Return the kernels of a block that is compiled: what lies between products is fused."""
+    # In a graph codes are read and weights written, and nothing between them.
+    restored = min(kernels.restored_bytes, FUSED_RESTORED_BYTES)
+    kernels = replace(kernels, restored_bytes=restored, restored_indices=0.0)
     return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
 
 
@@ -112,7 +133,7 @@ def kernels_of(
     *,
     flash_attention: bool | None = None,
     frozen: bool = False,
-    quantised: bool = False,
+    weights: FrozenWeights = "full",
 ) -> KernelSettings:
     """Return a framework's kernels in a job; what a job does not say is as the framework has it."""
     rule = framework.kernels
@@ -140,19 +161,32 @@ def kernels_of(
         context=framework.context.kind,
         balanced=framework.context.balanced,
         selective=framework.recompute.selective,
+        modules=framework.recompute.modules,
         early_stop=framework.recompute.early_stop,
         expert_moves=framework.experts.moves,
         expert_share=framework.experts.grouped_share,
         expert_tile=float(framework.experts.tile_rows),
-        expert_skew=framework.experts.skew,
+        expert_spread=framework.experts.load_spread,
+        fused_experts=framework.experts.fused,
         expert_once=framework.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and framework.experts.narrow_sends,
         shared_divided=framework.experts.shared == "divided",
         frozen=rule.adapters if frozen else None,
         adapters_drop=frozen and rule.adapter_dropout,
-        restored_bytes=rule.restored_bytes if quantised else 0.0,
+        restored_bytes=_restored_bytes(rule.restored_bytes, weights),
+        restored_indices=rule.restored_indices if weights in ("nf4", "mxfp4") else 0.0,
     )
     return MODULES if settings == MODULES else settings
+
+
+def _restored_bytes(four_bits: float, weights: FrozenWeights) -> float:
+    """Return the traffic per weight of restoring it, by that of 4 bits and what is read, written.
+
+    >>> _restored_bytes(5.0, "nf4"), _restored_bytes(5.0, "int8")
+    (5.0, 6.0)
+    """
+    read = {"full": 0.0, "nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "fp8": 1.0}[weights]
+    return four_bits * (read + 2) / 2.5 if read else 0.0
 
 
 def _peak_logit_bytes(loss: Loss) -> float:

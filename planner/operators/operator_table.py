@@ -23,7 +23,7 @@ from meshwright.planner.operators.kernels import MODULES, KernelSettings
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import Collective, Precision
-    from meshwright.planner.documents.framework import SelectiveRecompute
+    from meshwright.planner.documents.framework import RecomputeModule, SelectiveRecompute
     from meshwright.planner.documents.plan import Dispatch, Scales
     from meshwright.planner.documents.profile import ChunkedLoss, Recompute
     from meshwright.planner.operators.expert_routing import Routing
@@ -43,11 +43,14 @@ KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
 )
 """Whose outputs selective recompute keeps; all others run a second time in backward."""
 
-CHEAP = frozenset({"q_linear", "kv_up", "rotary"})
-CHEAP_ENDS = ("_norm", "_latent", "_product")
-"""Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
-moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
-ones under these names."""
+UP_FROM_LATENTS = frozenset({"q_linear", "kv_up", "rotary", "q_latent", "kv_latent"})
+"""Operators of Megatron-LM's module mla_up_proj, which only families with latents have so."""
+_WITHOUT_OUTPUT = ("act", "layernorm", "mla-up-proj", "moe-act")
+"""Modules whose outputs are not kept (Megatron Core, CheckpointWithoutOutput)."""
+_BESIDE_ACTIVATION = ("norm", "post_norm", "residual", "gather", "scatter", "sum")
+"""Ends of the names of operators of a feed-forward that move bytes and are no activation."""
+_BEHIND_MLP = ("residual", "post_norm")
+"""Ends of the names of a block's operators behind its MLP."""
 
 BACKWARD_OF: dict[str, Collective] = {
     "all_gather": "reduce_scatter",
@@ -316,6 +319,8 @@ class OperatorTable:
     """How many trailing operators are not the layer's own and never recomputed: the loss."""
     selective: SelectiveRecompute = "outputs"
     """What selective recompute drops: see `planner.documents.framework.RecomputeRule`."""
+    modules: tuple[RecomputeModule, ...] = ()
+    """Those that selective recompute of `modules` makes again."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False
@@ -368,8 +373,8 @@ class OperatorTable:
             case "selective":
                 if self.selective == "attention":
                     return tuple(op for op in self._inside if op.in_core)
-                if self.selective == "cheap":
-                    return self._cheap
+                if self.selective == "modules":
+                    return self._of_modules
                 again = self._inside[: self._needed_again]
                 kept = self._kept_outputs
                 return tuple(op for op in again if op.name not in kept)
@@ -383,10 +388,8 @@ class OperatorTable:
                 names = _saved_tensors(self.operators)
             case "full" | "selective":
                 names = {"x"} | (_saved_tensors(self._outside) - _outputs(self._inside))
-                if recompute == "selective" and self.selective == "cheap":
-                    outputs = _outputs(self._cheap)
-                    needed = {name for op in self._cheap for name in op.saved or op.inputs}
-                    names = (_saved_tensors(self.operators) | needed) - outputs
+                if recompute == "selective" and self.selective == "modules":
+                    names = self._stored_beside_modules
                 elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
                     names = _saved_tensors(self.operators) - (_outputs(core[:-1]))
@@ -509,14 +512,55 @@ class OperatorTable:
         return again - sum(size for name, size in kept.items() if name in passed)
 
     @cached_property
-    def _cheap(self) -> tuple[Operator, ...]:
-        """Norms, gated products, projections up from latents, and copies of theirs in 8 bits."""
-        names = {
-            op.name
-            for op in self._inside
-            if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
+    def _of_modules(self) -> tuple[Operator, ...]:
+        """Operators of the modules that are recomputed, and copies of theirs in 8 bits."""
+        return tuple(op for op in self._inside if op.name in self._module_by_operator)
+
+    @cached_property
+    def _module_by_operator(self) -> dict[str, RecomputeModule]:
+        """The recomputed module that each operator of one belongs to, by the operator's name."""
+        names = [op.name for op in self._inside]
+        norms = [at for at, name in enumerate(names) if name.startswith("mlp_norm")]
+        behind_norm = frozenset(names[norms[-1] + 1 :] if norms else ())
+        whole: RecomputeModule = "moe" if "router" in names else "mlp"
+        result: dict[str, RecomputeModule] = {}
+        for op in self._inside:
+            name = op.name.removesuffix("_narrow")
+            first, _, last = name.partition("_")
+            moves_bytes = op.kind == "memory" or name != op.name
+            is_activation = moves_bytes and last not in _BESIDE_ACTIVATION
+            is_of: dict[RecomputeModule, bool] = {
+                "act": is_activation and first in ("mlp", "shared"),
+                "core-attn": op.in_core,
+                "layernorm": name.startswith(("attention_norm", "mlp_norm")),
+                "mla-up-proj": "kv_up" in names and name in UP_FROM_LATENTS,
+                whole: name in behind_norm and last not in _BEHIND_MLP,
+                "moe-act": is_activation and first == "expert",
+                "shared-experts": first == "shared" and last != "sum",
+            }
+            module = next((module for module in self.modules if is_of.get(module)), None)
+            if module is not None:
+                result[op.name] = module
+        return result
+
+    @property
+    def _stored_beside_modules(self) -> set[str]:
+        """Names of the tensors stored beside recomputed modules, whose inputs are among them.
+
+        A module that is a checkpoint of its own keeps what others read of it.
+        """
+        again = self._of_modules
+        others = [op for op in self.operators if op not in again]
+        outputs = _outputs(again)
+        needed = {name for op in again for name in (*op.inputs, *op.saved)} - outputs
+        passed = {
+            name
+            for op in again
+            if self._module_by_operator[op.name] not in _WITHOUT_OUTPUT
+            for name in op.outputs
+            if any(name in (*other.inputs, *other.saved) for other in others)
         }
-        return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
+        return (_saved_tensors(others) | needed) - (outputs - passed)
 
     @cached_property
     def _kept_outputs(self) -> frozenset[str]:

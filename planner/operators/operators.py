@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.planner.operators.kernels import MODULES, KernelSettings
-from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger
+from meshwright.planner.operators.operator_table import FP32, Operator, Setting, larger, smaller
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.model import Architecture
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NARROW_MULTIPLE = 16
 """Rows and columns of a matrix in 8 bits are multiples of it: cuBLAS (16 bytes), torchao's filter,
 Transformer Engine's assert_dim_for_fp8_exec."""
+INDEXED_TOGETHER = 2.0**22
+"""Weights whose indices are there at once (runtime/techniques/packed_weights.py)."""
 SCALED_TOGETHER = 64
 """Weights in 4 bits that have a scale together (bitsandbytes, quantize_4bit's blocksize)."""
 GEMMA = ("gemma", "gemma2", "gemma3_text")
@@ -261,7 +263,8 @@ def _restored_bytes(setting: Setting, product: Operator) -> float:
     """
     widest = reduce(larger, product.outputs.values()) / sum(product.outputs.values())
     share = widest if product.kernels > 1 else 1.0
-    return (setting.element_bytes + FP32 / SCALED_TOGETHER) * share * product.weights
+    indices = setting.kernels.restored_indices * smaller(INDEXED_TOGETHER, share * product.weights)
+    return indices + (setting.element_bytes + FP32 / SCALED_TOGETHER) * share * product.weights
 
 
 def _dropout_of_input(
@@ -428,20 +431,22 @@ def exchange(
 ) -> Operator:
     """All-to-all between the ranks that hold different experts; each sends its own tokens.
 
-    `back`: it brings them back, and its backward sends gradients to experts.  Sent once, what moves
-    is a copy of each token; sent in 8 bits, it moves half as much on its way to experts, and all of
-    it to be combined (DeepSeek-V3, section 3.2.2, arXiv:2412.19437).
+    `back`: it brings them back, and its backward sends gradients to experts.  `size` bytes reach
+    the mean rank; the exchange waits for the busiest.  Sent once, what moves is a copy of each
+    token, and links wait for the busiest of what they lead to (`collectives.dispatch_s`); sent in
+    8 bits, it moves half as much on its way to experts, and all of it to be combined (DeepSeek-V3,
+    section 3.2.2, arXiv:2412.19437).
     """
     kernels = setting.kernels
+    load = routing.busiest_load(setting.expert)
     moved = size / setting.expert_tensor
-    if kernels.expert_once:
-        moved = moved / routing.per_token
+    moved = moved / routing.per_token if kernels.expert_once else moved * load
     narrow = 0.5 if kernels.expert_narrow else 1.0
     return Operator(
         name=name,
         kind="all_to_all",
         inputs=(source,),
-        outputs={name: size},
+        outputs={name: size * load},
         moved_bytes=moved * (1.0 if back else narrow),
         backward_moved_bytes=moved * (narrow if back else 1.0),
         axis="expert",

@@ -11,10 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.planner.documents.units import bytes_text, count_text, seconds_text
-from meshwright.planner.report.facts import Fact, Summary, plain_table
-from meshwright.planner.whatif.conclusions import verdicts
+from meshwright.planner.report.facts import MOST_LINES, Fact, Summary, plain_table
+from meshwright.planner.whatif.conclusions import leading_texts, verdicts
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts, slack_days
-from meshwright.planner.whatif.formatting import days_text, names_text, price_ages, range_text
+from meshwright.planner.whatif.formatting import (
+    days_text,
+    names_text,
+    price_ages,
+    range_text,
+    short_usd_text,
+)
+from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
 from meshwright.planner.whatif.ranking import Rank, measured_first
 
 if TYPE_CHECKING:
@@ -25,6 +32,8 @@ if TYPE_CHECKING:
 
 FEW = 3
 """Candidates of a model that are listed in ten lines."""
+MOST_ROWS = 12
+"""Candidates that have a line each, however many lines that takes."""
 MOST_ASKED = 3
 """Sentences that answer what is asked beside the best cluster."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)
@@ -32,14 +41,14 @@ SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
-    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:MOST_ASKED]
-    longest = 4 if asked else 5
+    headlines = len(leading_texts(result)) + max(1, len(result.ranks))
+    asked = asked_texts(result)[:MOST_ASKED]
     facts = [
         Fact(
             label="answer",
             text=sentence,
-            lines=longest if place < headlines else 1,
-            detail=bool(asked) and place > headlines,
+            lines=6 if place < headlines else 3,
+            detail=place >= headlines,
         )
         for place, sentence in enumerate(verdicts(result))
     ]
@@ -47,27 +56,72 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
         Fact(label="" if place else "asked", text=sentence, detail=place > 0)
         for place, sentence in enumerate(asked)
     ]
+    first = result.best
+    if first is not None and len(result.ranks) == 1:
+        facts.append(
+            Fact(
+                label="a day",
+                text=a_day_text(first, result.candidates[first.candidate].tuning),
+                detail=True,
+            )
+        )
+    listed = len(result.outcomes) if len(result.outcomes) <= MOST_ROWS else 0
     for model, ranks in result.ranks.items():
-        for index, rank in enumerate(ranks[:FEW]):
+        for index, rank in enumerate(ranks if listed else ranks[:FEW]):
             facts.append(
                 Fact(
                     label=f"{rank.place}{' (tied)' if rank.tied else ''}",
                     text=_brief(result, model, rank),
-                    detail=bool(asked) or index > 0,
+                    detail=not listed and (bool(asked) or index > 0),
                 )
             )
     if len(result.ranks) == 1:  # before the last of three
         at = len(facts) - (len(ranks) >= FEW)
         near = nearest_texts(result)[-1:]
         facts[at:at] = [Fact(label="", text=sentence, detail=True) for sentence in near]
-    misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
-    if misfits:
-        facts.append(Fact(label="no plan", text=", ".join(misfits)))
+    misfits = [outcome for outcome in result.outcomes if not outcome.fits]
+    if misfits and listed:
+        facts += [
+            Fact(label="no plan", text=f"{o.candidate}: {_why_none(o)}", lines=6) for o in misfits
+        ]
+    elif misfits:
+        facts.append(Fact(label="no plan", text=", ".join(o.candidate for o in misfits)))
     texts = {fact.text for fact in facts}
     others = [sentence for sentence in answers(result) if sentence not in texts]
     facts += [Fact(label="", text=sentence, detail=True) for sentence in others]
     title = result.study.question or result.study.name
-    return Summary(title, [*facts, *extra])
+    return Summary(title, [*facts, *extra], most=MOST_LINES + max(0, listed - FEW))
+
+
+BYTES_PER_WEIGHT = {"qlora": 0.5}
+"""Of weights as a node reads them once, where they are not of 16 bits."""
+
+
+def _why_none(outcome: CandidateOutcome) -> str:
+    """Return what the closest plan needs and what would make it fit, or why there is none."""
+    of_first = outcome.binding.splitlines()[0] if outcome.binding else "nothing fits"
+    _, closest, rest = of_first.partition("The closest, ")
+    return f"the closest, {rest}" if closest else of_first
+
+
+def a_day_text(
+    outcome: CandidateOutcome, tuning: str = "", today: datetime.date | None = None
+) -> str:
+    """Return tokens a day, the date of the result, and the RAM that a node needs."""
+    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
+    daily = outcome.tokens_per_s.value * outcome.goodput.value * SECONDS_PER_DAY
+    parts = [f"{count_text(daily)} tokens"]
+    if outcome.result_hours is not None and not outcome.jobs:
+        day = (today or datetime.date.today()) + datetime.timedelta(
+            hours=min(outcome.result_hours.value, MOST_HOURS)
+        )
+        parts.append(f"the result on {day.isoformat()}")
+    ram = outcome.host_bytes + BYTES_PER_WEIGHT.get(tuning, 2.0) * outcome.parameters
+    return f"{'; '.join(parts)}; a node needs {bytes_text(ram)} of RAM or more"
+
+
+MOST_HOURS = 1e6
+"""Later results have no date that means anything."""
 
 
 def _brief(result: Result, model: str, rank: Rank) -> str:
@@ -77,9 +131,15 @@ def _brief(result: Result, model: str, rank: Rank) -> str:
     parts = [name]
     if outcome.result_hours is not None:
         parts.append(days_text(outcome.result_hours))
+    if outcome.hours is None and outcome.step_s is not None and outcome.tokens_per_s is not None:
+        parts.append(f"step {seconds_text(outcome.step_s.value)}")
+        parts.append(f"{count_text(outcome.tokens_per_s.value * SECONDS_PER_DAY)} tokens a day")
+        if outcome.usd_per_device_hour is not None:
+            hourly = outcome.usd_per_device_hour.times(outcome.devices)
+            parts.append(f"{short_usd_text(hourly)} an hour")
     if outcome.usd is not None:
-        parts.append(f"{range_text(outcome.usd)} USD")
-    return ", ".join(parts)
+        parts.append(short_usd_text(outcome.usd))
+    return ", ".join([*parts, *(f"misses {miss}" for miss in outcome.misses)])
 
 
 def result_text(result: Result, *, whole: bool = True) -> RenderableType:
@@ -125,22 +185,23 @@ def result_text(result: Result, *, whole: bool = True) -> RenderableType:
 
 
 def ranks_table(model: str, ranks: Sequence[Rank]) -> Table:
-    """Return one row per outcome that fits: time to the result, cost, step and memory."""
-    headings = ["", model, "time", "USD", "step", "free memory"]
+    """Return one row per outcome that fits: time to the result, cost, step, probabilities."""
+    headings = ["", model, "time", "USD", "step"]
     several = sum(bool(rank.first) for rank in ranks) > 1
     if several:
-        headings += ["P(cheapest)", "P(fastest)"]
+        headings[-1:] = ["P(cheapest)", "P(fastest)"]
     table = plain_table(*headings, right=tuple(range(2, len(headings))))
+    for column in table.columns[2:4]:
+        column.no_wrap = True  # numbers do not break
     for rank in ranks:
         outcome = rank.outcome
+        step = "" if outcome.step_s is None or outcome.jobs else seconds_text(outcome.step_s.value)
         table.add_row(
             f"{'=' if rank.tied else ''}{rank.place}{'*' if rank.pareto else ''}",
             outcome.candidate,
             "" if outcome.result_hours is None else days_text(outcome.result_hours),
-            "" if outcome.usd is None else range_text(outcome.usd),
-            "" if outcome.step_s is None or outcome.jobs else seconds_text(outcome.step_s.value),
-            bytes_text(outcome.headroom_bytes),
-            *([_chance(rank, "cost"), _chance(rank, "time")] if several else []),
+            "" if outcome.usd is None else short_usd_text(outcome.usd, ""),
+            *([_chance(rank, "cost"), _chance(rank, "time")] if several else [step]),
         )
     table.caption = "= tied with the first; * no other is better in time, cost and energy together"
     table.caption_justify = "left"

@@ -10,6 +10,7 @@ that changes no power of two.  CPUs are tried out, not trained on: 256 tokens, 8
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,12 +18,12 @@ from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import native
 from meshwright.planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
 from meshwright.planner.documents.document import nearest
-from meshwright.planner.documents.framework import Framework
+from meshwright.planner.documents.framework import Framework, base_of
 from meshwright.planner.documents.framework_space import EVERYTHING, Space
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.training import Training
+from meshwright.planner.documents.training import MasterWeights, Objective, Optimizer, Training
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import Pins
@@ -81,6 +82,9 @@ class Request:
         global_batch: int | None = None,
         precision: Precision | None = None,
         lora: Sequence[str] = (),
+        optimizer: Optimizer = "adamw",
+        masters: MasterWeights = "fp32",
+        objective: Objective = "sft",
         pins: Pins | None = None,
         profile: Profiles = None,
         framework: str = "native",
@@ -98,7 +102,7 @@ class Request:
                 raise DocumentError(
                     "seq-len", "is given by the shapes of the example batch; leave it out"
                 )
-            if framework != "native":
+            if base_of(framework) != "native":
                 raise DocumentError(
                     "framework", f"is {framework}; a module of your own is trained natively"
                 )
@@ -113,20 +117,30 @@ class Request:
         limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
         if seq_len is None:
             seq_len = min(limit, CPU_SEQ_LEN if on_cpu else SEQ_LEN)
-        adapters = Training().with_settings([f"lora.{setting}" for setting in lora]).lora
+        adapters = Training().with_settings([f"lora.{each}" for each in _settings(lora)]).lora
+        if pins is not None and "quantized" in pins.allowed and adapters is None:
+            raise DocumentError(
+                "allow", "quantized packs frozen weights, and all are trained; add --lora rank=16"
+            )
         if global_batch is None:
             global_batch = _default_batch(
-                cluster.devices, seq_len, on_cpu=on_cpu, tunes=adapters is not None
+                cluster.devices,
+                seq_len,
+                on_cpu=on_cpu,
+                tunes=adapters is not None or objective != "sft",
             )
         job = Job(
             seq_len=seq_len,
             global_batch=global_batch,
             precision=cluster.precision_for(precision),
             lora=adapters,
+            optimizer=optimizer,
+            master_weights=masters,
+            objective=objective,
             document_len=document_len,
         )
         framework_ = framework_called(framework)
-        measured = profile if framework_.name == "native" else None
+        measured = profile if base_of(framework_.name) == "native" else None
         return cls(
             model, cluster, job, pins or Pins(), measured, framework_, called, fit_probability
         )
@@ -137,7 +151,7 @@ class Request:
     ) -> Request:
         """Return what a plan answers; layers measured in our runtime are no other framework's."""
         framework_ = framework_called(plan.framework)
-        measured = profile if framework_.name == "native" else None
+        measured = profile if base_of(framework_.name) == "native" else None
         return cls(model, cluster, plan.job, profile=measured, framework=framework_)
 
     @property
@@ -204,6 +218,15 @@ class Request:
         )
 
 
+def _settings(texts: Sequence[str]) -> list[str]:
+    """Return settings that are given one by one, or several behind commas outside of brackets.
+
+    >>> _settings(["rank=16,targets=[q_proj,v_proj]", "alpha=32"])
+    ['rank=16', 'targets=[q_proj,v_proj]', 'alpha=32']
+    """
+    return [each.strip() for text in texts for each in re.split(r",(?![^\[]*\])", text)]
+
+
 def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> int:
     """Return the samples of a step where a job does not say: a multiple of the devices.
 
@@ -217,9 +240,18 @@ def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> 
     if on_cpu:
         return CPU_SAMPLES * devices
     if tunes:
-        samples = max(FEWEST_TUNING_SAMPLES, TUNING_SAMPLES * devices)
-        return max(1, min(samples, MOST_TUNING_SAMPLES) // devices) * devices
+        return tuning_batch(devices)
     return -(-max(1, TOKENS_PER_STEP // seq_len) // devices) * devices
+
+
+def tuning_batch(devices: int) -> int:
+    """Return the samples of a step of a fine-tuning that does not say: 16 to 128, or one a device.
+
+    >>> tuning_batch(2), tuning_batch(8), tuning_batch(512)
+    (16, 64, 512)
+    """
+    samples = max(FEWEST_TUNING_SAMPLES, TUNING_SAMPLES * devices)
+    return max(1, min(samples, MOST_TUNING_SAMPLES) // devices) * devices
 
 
 def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.costs.memory.host_memory import usable_share
+from meshwright.planner.costs.memory.host_memory import filled_host, usable_share
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.requests.pins import SHORT_NAMES, Pins
@@ -145,13 +145,9 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     index, stage = max(enumerate(stages), key=lambda s: s[1].host_bytes)
     named = closest.plan.stages[index].group
     group = next(group for group in request.cluster.groups if named in (None, group.name))
-    needs, host = group.devices_per_node * stage.host_bytes, group.host_memory_bytes or 0
-    share = usable_share(request.framework, closest.plan.offload)
-    return (
-        f"The closest, {closest.prediction.layout}, fits the devices with {bytes_text(needs)} in "
-        f"each node's host memory, of which {bytes_text(share * host)} of {bytes_text(host)} may "
-        "be so filled."
-    )
+    needs = group.devices_per_node * stage.host_bytes
+    use = filled_host(group, needs, usable_share(request.framework, closest.plan.offload))
+    return f"The closest, {closest.prediction.layout}, fits the devices, with {use}."
 
 
 Lean = list[tuple[int, SearchSpace, Layout]]
@@ -231,7 +227,11 @@ def _memory_needed(
         for group in request.cluster.groups:
             size = int(factor * group.accelerator.memory_bytes)
             roomy = group.accelerator.model_copy(update={"memory_bytes": size})
-            update = {"accelerator": roomy, "host_memory_bytes": None}
+            update = {
+                "accelerator": roomy,
+                "host_memory_bytes": None,
+                "host_memory_range_bytes": None,
+            }
             groups.append(group.model_copy(update=update))
         cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
         space = list(build(replace(request, cluster=cluster, pins=pins)))[number]

@@ -34,6 +34,7 @@ def ways_out(request: Request, fitting: Fitting) -> str:
     remedies = [
         *_pins_let_go(request, fitting),
         *_allowances(request, fitting),
+        *_smaller_states(request, fitting),
         *_more_devices(request, fitting),
         *_shorter_sequence(request, fitting),
     ]
@@ -121,6 +122,33 @@ def _allowances(request: Request, fitting: Fitting) -> Iterator[str]:
         more = replace(pins, allowed=pins.allowed | {word})
         if word not in pins.allowed and fitting(replace(request, pins=more)):
             yield f"with --allow {word}"
+
+
+def _smaller_states(request: Request, fitting: Fitting) -> Iterator[str]:
+    """Yield how frozen weights may be packed, or which states may be smaller, if that helps."""
+    job, space = request.job, request.framework.space
+    if space is None:
+        return
+    if job.lora is not None:
+        packed = job.lora.model_copy(update={"weights": "nf4"})
+        nf4 = "nf4" in space.packed_weights and not job.lora.packs_weights
+        if nf4 and fitting(replace(request, job=replace(job, lora=packed))):
+            yield "with --lora weights=nf4"
+        return
+    halves = job.precision == "bf16" and job.master_weights == "fp32"
+    masters = "none" if halves and space.trains_working else job.master_weights
+    eight = "adamw-8bit" if "adamw-8bit" in space.optimizers else job.optimizer
+    for updated, trained in (
+        (eight, job.master_weights),
+        (job.optimizer, masters),
+        (eight, masters),
+    ):
+        changed = replace(job, optimizer=updated, master_weights=trained)
+        if changed != job and fitting(replace(request, job=changed)):
+            words = f" --optimizer {updated}" * (updated != job.optimizer)
+            words += f" --masters {trained}" * (trained != job.master_weights)
+            yield f"with{words}"
+            return
 
 
 def _more_devices(request: Request, fitting: Fitting) -> Iterator[str]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.prediction import Certificate, Finalist, Loser
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
@@ -323,7 +324,7 @@ def check_request(request: Request, solver: str) -> None:
             f"{asked}: {model.name} gets one stage a rank; several share a long run of like "
             f"layers, which it does not have. Leave it out, or ask for one of {single}",
         )
-    if name == "native":
+    if base_of(name) == "native":
         return
     a = model.architecture
     if a is None or a.patches or a.classes or model.edges:

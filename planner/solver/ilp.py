@@ -467,7 +467,7 @@ class _PipelineProgram:
         if at_least_s > -math.inf:  # a hair less, for the solver's tolerances
             known_s = at_least_s - HIGHS_MARGIN * abs(at_least_s)
             program += self.total >= known_s / self.unit_s, "no_faster_than_known"
-        if cutoff_s < math.inf:
+        if cutoff_s / self.unit_s < math.inf:
             program += self.total <= cutoff_s / self.unit_s, "faster_than_the_cutoff"
 
     def read(self) -> _Taken:

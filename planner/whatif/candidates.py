@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
+from meshwright.planner.catalog import (
+    Market,
+    PurchasePrice,
+    Rent,
+    network_purchase,
+    purchases,
+    rents,
+)
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES
@@ -32,7 +39,13 @@ from meshwright.planner.whatif.pricing.financing import (
     lease_months,
     loan_instalments,
 )
-from meshwright.planner.whatif.pricing.offers import age_years, aged, price_of, rent_of
+from meshwright.planner.whatif.pricing.offers import (
+    age_years,
+    aged,
+    common_market,
+    price_of,
+    rent_of,
+)
 from meshwright.planner.whatif.probabilities import probability_within
 from meshwright.planner.whatif.study import (
     Assumptions,
@@ -53,6 +66,7 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import ClusterSpec
 
 MONTHS_PER_YEAR = 12.0
+DAYS_PER_MONTH = 365 / 12
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
 """Changes that a buyer can order."""
 
@@ -102,6 +116,10 @@ class DevicePrice:
     """Commitment, date and source, in words."""
     cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
+    markets: tuple[Market, ...] = ()
+    """Of the catalogue's offers that it rests on."""
+    elsewhere_usd: float | None = None
+    """What the other market's offers ask, a device and hour."""
     settled: Hourly | None = None
     """What is not rented alone, with its quotes exact: what is left of its range is of owning."""
 
@@ -166,6 +184,8 @@ class Candidate:
     """Of its offer among the study's."""
     provider: str = ""
     """Of an offer that is made of each provider's."""
+    wait_days: float = 0.0
+    """Until it is ordered."""
 
     @property
     def devices(self) -> int:
@@ -174,21 +194,29 @@ class Candidate:
 
     @property
     def lead_days(self) -> UncertainValue | None:
-        """Days until bought devices are there; None of what can be used at once."""
-        return span_of(self.assumed.lead_days) if self.priced.purchase is not None else None
+        """Days until devices are there, bought or waited for; None of what can be used at once."""
+        waits = [exact(self.wait_days)] if self.wait_days else []
+        if self.priced.purchase is not None:
+            waits.append(span_of(self.assumed.lead_days))
+        return total(waits) if waits else None
 
     @property
     def whole_term_hours(self) -> float | None:
         """Hours of a commitment that one run has to pay whole, used or not.
 
-        None where nothing binds, or where the study says by its utilisation what else it does.  Of
-        a cluster that is had on several terms, what is owned has other work.
+        Each term of a contract or lease; of a purchase the year that the run is in, at the price
+        of an hour over all its years: it is sold, or works on, afterwards.  So a run of a year
+        costs what a year of jobs does.  None where nothing binds, or where the study says by its
+        utilisation what else it does.  Of a cluster that is had on several terms, what is owned
+        has other work.
         """
         if "utilisation" in self.assumed.model_fields_set or self.priced.parts:
             return None
-        if self.priced.purchase is not None:
-            return self.assumed.years * HOURS_PER_YEAR
-        reserved = self.priced.reservation
+        purchase, reserved = self.priced.purchase, self.priced.reservation
+        if purchase is not None:
+            years = self.assumed.years
+            bound = years * purchase.bound_share if purchase.leased else min(1.0, years)
+            return bound * HOURS_PER_YEAR
         return None if reserved is None else reserved.years * HOURS_PER_YEAR
 
     @property
@@ -218,7 +246,7 @@ def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Ca
     """
     catalogue = rents() if offers is None else offers
     candidates: dict[str, Candidate] = {}
-    for place, offer in enumerate(study.offers):
+    for place, offer in enumerate(in_one_market(study, catalogue).offers):
         try:
             listed = list(_of_offer(study, offer, catalogue))
         except DocumentError as error:
@@ -232,6 +260,37 @@ def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Ca
                 )
             candidates[candidate.name] = replace(candidate, place=place)
     return list(candidates.values())
+
+
+def in_one_market(study: Study, catalogue: Sequence[Rent]) -> Study:
+    """Return the study with the market that prices all its rents, where there is one.
+
+    Specialists ask half of what hyperscalers do: a candidate at the one beside another at the
+    other would be told apart by who was asked.
+    """
+    places: dict[int, tuple[Rental, ClusterSpec]] = {}
+    for place, offer in enumerate(study.offers):
+        rental = offer.rent or Rental()
+        given = rental.usd_per_device_hour or rental.provider or rental.each_provider
+        if offer.buy is not None or offer.owned or given or rental.market:
+            continue
+        size = max(offer.n, default=1)
+        try:
+            cluster = resolve_cluster(offer.cluster.replace("{n}", str(size)))
+        except DocumentError:
+            continue  # it is refused at its place
+        if offer.rent is not None or cluster.price is None:
+            places[place] = rental, cluster
+    market = common_market(list(places.values()), catalogue) if len(places) > 1 else None
+    if market is None:
+        return study
+    offers = [
+        offer.model_copy(update={"rent": places[at][0].model_copy(update={"market": market})})
+        if at in places and rent_of(*places[at], catalogue).usd_per_device_hour is not None
+        else offer
+        for at, offer in enumerate(study.offers)
+    ]
+    return study.model_copy(update={"offers": tuple(offers)})
 
 
 def power_of(assumptions: Assumptions) -> Power:
@@ -362,7 +421,7 @@ def _of_each_provider(offer: Offer, text: str, rents_known: Sequence[Rent]) -> l
 def _candidate(study: Study, offer: Offer, text: str, rents_known: Sequence[Rent]) -> Candidate:
     cluster = resolve_cluster(text)
     if offer.host_memory_bytes is not None:
-        size = {"host_memory_bytes": offer.host_memory_bytes}
+        size = {"host_memory_bytes": offer.host_memory_bytes, "host_memory_range_bytes": None}
         groups = tuple(group.model_copy(update=size) for group in cluster.groups)
         cluster = cluster.model_copy(update={"groups": groups})
     narrower = None
@@ -386,6 +445,7 @@ def _candidate(study: Study, offer: Offer, text: str, rents_known: Sequence[Rent
         changes=tuple(offer.change.items()),
         plain=text,
         provider=(offer.rent.provider or "") if offer.rent is not None else "",
+        wait_days=offer.wait_months * DAYS_PER_MONTH,
         quoted=_has_price(offer),
     )
 
@@ -436,8 +496,9 @@ def _price_of(
             owned=True,
             how="owned: hosting, staff, support and power are paid, the hardware is not",
         )
+    waits = offer.wait_months / MONTHS_PER_YEAR
     if offer.buy is not None:
-        return _bought(assumed, offer.buy, cluster, offer.power_limit, settled)
+        return _bought(assumed, offer.buy, cluster, offer.power_limit, settled, waits)
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
         quote = _quoted_price(price.usd_per_device_hour, None, None, "USD", price.date, assumed)
@@ -446,7 +507,12 @@ def _price_of(
             hourly=_used_alone(quote),
             how=f"{commitment_words(price.commitment)}, {price.date}, {price.source}",
         )
-    return _rented_price(assumed, offer.rent or Rental(), cluster, rents_known, settled)
+    return _rented_price(assumed, offer.rent or Rental(), cluster, rents_known, settled, waits)
+
+
+def _waited(price: UncertainValue, years: float, change_a_year: float) -> UncertainValue:
+    """Return what a price should be in some years, with the range that prices move in them."""
+    return aged(price.times((1 + change_a_year) ** years), years) if years else price
 
 
 def _used_alone(price: UncertainValue) -> Hourly:
@@ -580,9 +646,12 @@ def _rented_price(
     cluster: ClusterSpec,
     rents_known: Sequence[Rent],
     settled: bool,
+    waits: float = 0.0,
 ) -> DevicePrice:
     """Return a given rent, or that of the catalogue's offers that can make the cluster."""
     term, prepaid, cause = rental.term_months, rental.prepaid or 0.0, ""
+    markets: tuple[Market, ...] = ()
+    elsewhere: float | None = None
     if rental.usd_per_device_hour is not None:
         price = _quoted_price(
             rental.usd_per_device_hour,
@@ -603,13 +672,21 @@ def _rented_price(
         if rent.usd_per_device_hour is None:
             return DevicePrice(how=rent.how)
         price, how, cause = rent.usd_per_device_hour, rent.how, rent.cause
+        markets, elsewhere = rent.markets, rent.elsewhere
         term = term or rent.term_months
         prepaid = rent.prepaid if rental.prepaid is None else prepaid
+    price = _waited(price, waits, assumed.rent_change_a_year)
     price = exact(price.value) if settled else price
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
         return DevicePrice(
-            quote=price, hourly=hourly, minimum_hours=rental.minimum_hours, how=how, cause=cause
+            quote=price,
+            hourly=hourly,
+            minimum_hours=rental.minimum_hours,
+            how=how,
+            cause=cause,
+            markets=markets,
+            elsewhere_usd=elsewhere,
         )
     assert term is not None  # of every reservation
     years = term / MONTHS_PER_YEAR
@@ -621,6 +698,7 @@ def _rented_price(
         reservation=reservation,
         how=f"{how}, {term_words(reservation)}",
         cause=cause,
+        markets=markets,
     )
 
 
@@ -676,6 +754,7 @@ def _bought(
     cluster: ClusterSpec,
     power_limit: float,
     settled: bool,
+    waits: float = 0.0,
 ) -> DevicePrice:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError(
@@ -696,6 +775,7 @@ def _bought(
         price = listed_price(listed)
         node = "with its node" if listed.with_node else "without its node"
         how = f"bought {node}, {listed.date}, {listed.source}"
+    price = _waited(price, waits, 0.0)
     price = exact(price.value) if settled else price
     network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:

@@ -6,6 +6,8 @@ Products that nobody sells are never what to take; what they would be worth is a
 from __future__ import annotations
 
 import datetime
+import math
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,11 +20,13 @@ from meshwright.planner.whatif.formatting import (
     range_text,
     usd_text,
 )
+from meshwright.planner.whatif.outcome import UNMEASURED_ABOVE
 from meshwright.planner.whatif.pricing.queueing import load
 from meshwright.planner.whatif.ranking import Rank, figure, ordered_by, sure
 from meshwright.planner.whatif.uncertain_value import exact
 
 if TYPE_CHECKING:
+    from meshwright.planner.catalog import Market
     from meshwright.planner.whatif.candidates import Candidate
     from meshwright.planner.whatif.outcome import CandidateOutcome
     from meshwright.planner.whatif.run_study import Result
@@ -39,13 +43,113 @@ def verdicts(result: Result) -> list[str]:
         sentences = [_brief(result, model, ranks) for model, ranks in result.ranks.items()]
         sentences += [*_largest(result), *_crossover(result)]
     return [
+        *leading_texts(result),
         *sentences,
+        *_unmeasured_texts(result),
         *result.sizes,
         *_kept_at_the_midpoint(result),
         *_by_our_runtime(result),
         *_old_prices(result, datetime.date.today()),
         *_mixed_texts(result),
     ]
+
+
+def leading_texts(result: Result) -> list[str]:
+    """Return what stands before the verdict: that prices, or who was asked, decide it."""
+    if result.interrupted:
+        return []
+    return [*_two_markets(result), *_turns_with_prices(result)]
+
+
+def _two_markets(result: Result) -> Iterator[str]:
+    """Say first where candidates are priced in two markets, for want of one that has them all."""
+    names: dict[Market, list[str]] = {}
+    for candidate in result.candidates.values():
+        for market in () if candidate.provider else candidate.priced.markets:
+            names.setdefault(market, []).append(candidate.name)
+    if len(names) > 1:
+        each = [f"{names_text(of)} at {market}s" for market, of in sorted(names.items())]
+        yield (
+            f"Prices are of two markets, {' and '.join(each)}, and part of the difference is who "
+            "was asked: no market rents them all; --market compares in one."
+        )
+        return
+    for best in filter(None, map(result.best_of, result.ranks)):
+        yield from _cheaper_elsewhere(result, best, next(iter(names), ""))
+
+
+def _cheaper_elsewhere(result: Result, best: CandidateOutcome, market: str) -> Iterator[str]:
+    """Name what would cost less than the first at the other market's price."""
+    if result.study.goal.by != "cost" or best.usd is None:
+        return
+    costs: dict[str, tuple[float, float]] = {}
+    for rank in result.ranks[best.model]:
+        o, usd_hour = rank.outcome, result.candidates[rank.outcome.candidate].priced.elsewhere_usd
+        price = o.usd_per_device_hour
+        if usd_hour is None or o.usd is None or price is None or o.misses or o.hypothetical:
+            continue
+        rent = o.usd.value - o.data_usd.value
+        costs[o.candidate] = o.data_usd.value + rent * usd_hour / price.value, usd_hour
+    name = min(costs, key=lambda each: costs[each][0], default=None)
+    if name is not None and costs[name][0] < best.usd.value and name != best.candidate:
+        usd, usd_hour = costs[name]
+        yield (
+            f"Who is asked decides: candidates are priced at {market}s, which rent them all; "
+            f"elsewhere {name} costs {usd_hour:.2f} USD per device-hour, {usd:,.0f} USD in all, "
+            f"less than the first here."
+        )
+
+
+def _turns_with_prices(result: Result) -> Iterator[str]:
+    """Say first at which price of the first another costs less, where prices move so far."""
+    if result.study.goal.by != "cost" or len(result.ranks) > 1:
+        return
+    for ranks in result.ranks.values():
+        best = ranks[0].outcome if ranks else None
+        if best is None or best.misses or best.usd is None or best.usd_per_device_hour is None:
+            continue
+        priced = result.candidates[best.candidate].priced
+        price = best.usd_per_device_hour
+        rented = best.usd.value - best.data_usd.value
+        rivals = [
+            (rank.outcome.usd.value, rank.outcome.candidate)
+            for rank in ranks[1:]
+            if rank.outcome.usd is not None
+            and not (rank.outcome.misses or rank.outcome.hypothetical)
+            and sure(result.study, rank.outcome) == sure(result.study, best)
+            and rank.outcome.price_cause != best.price_cause
+        ]
+        if not (priced.markets and rivals and rented):
+            continue
+        usd, rival = min(rivals)
+        turns_at = price.value * (usd - best.data_usd.value) / rented
+        if turns_at < price.high:
+            yield (
+                f"Prices decide: above {turns_at:.2f} USD per device-hour of {best.candidate}, now "
+                f"{price.value:.2f} ({price.low:.2f}-{price.high:.2f}), {rival} costs less."
+            )
+
+
+def _unmeasured_texts(result: Result) -> Iterator[str]:
+    """Name accelerators among the first candidates whose stack nobody measured."""
+    names = [o.accelerator for o in _near(result) if o.unmeasured]
+    for name in dict.fromkeys(names):
+        yield (
+            f"No published run has trained on {name} with the framework that is priced there: its "
+            "rates are of data sheets and of others of its maker, and its step may take up to "
+            f"{100 * math.expm1(UNMEASURED_ABOVE):.0f} % longer than the range of measured ones."
+        )
+
+
+def _near(result: Result) -> list[CandidateOutcome]:
+    """Return the first of each model, with what is tied with it or could come first."""
+    near = []
+    for ranks in result.ranks.values():
+        for rank in ranks:
+            likely = any(chance >= LIKELY for chance in rank.first.values())
+            if rank.place == 1 or likely:
+                near.append(rank.outcome)
+    return near
 
 
 def overall_texts(result: Result) -> list[str]:
@@ -90,13 +194,14 @@ def commitment_text(candidate: Candidate, usd: float) -> str:
 
 
 def _paid_whole_text(outcome: CandidateOutcome) -> str:
-    """Say that one run pays a commitment whole, and how other work on it would be stated."""
+    """Say what of a commitment one run pays, and how other work on it would be stated."""
     if outcome.jobs or outcome.hours is None or outcome.fixed_hours is None:
         return ""
     share = outcome.hours.value / outcome.fixed_hours.value
+    paid = "paid whole" if outcome.term_renews else "a year of it paid whole"
     return (
-        f", paid whole: the run uses {100 * share:.0f} % of its hours; if other work uses it too, "
-        "give utilisation"
+        f", {paid}: the run uses {100 * share:.0f} % of its hours; if other work uses it too, "
+        "give --utilisation"
     )
 
 
@@ -144,6 +249,8 @@ FIRST_IN: dict[Order, str] = {
     "carbon": "lowest in CO2",
     "weighted": "best by cost and days together",
 }
+LIKELY = 0.1
+"""Probability of being the first from which a candidate is spoken of beside the verdict."""
 OLD_MONTHS = 6
 """Age above which a price is no basis for an order."""
 
@@ -158,12 +265,22 @@ def _old_prices(result: Result, today: datetime.date) -> Iterator[str]:
         dated = [(ages[0], quote) for quote in quotes if (ages := price_ages(quote, today))]
         age, oldest = max(dated, default=(0, ""))
         if undated is not None:
-            yield f"A price of the first has no date: ask for a quote ({undated})."
+            yield f"A price of the first has no date, {_of_whom(undated)}: ask for a quote."
         if age > OLD_MONTHS and oldest != undated:
             yield (
-                f"The oldest price of the first is {age} months old: ask for a new quote "
-                f"({oldest})."
+                f"The oldest price of the first is {age} months old, {_of_whom(oldest)}: ask for "
+                "a new quote."
             )
+
+
+def _of_whom(quote: str) -> str:
+    """Return of what a price is, without its dates and sources.
+
+    >>> _of_whom("one on-demand rent of b200 from a specialist, 2026-03")
+    'of b200 from a specialist'
+    """
+    words = quote.partition(", ")[0]
+    return re.sub(r"^.*\brents? (?=of )", "", words)
 
 
 def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
@@ -176,7 +293,7 @@ def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
 def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
     if not sold:
-        return f"{model}: nothing that is sold fits; each candidate's reason is below."
+        return f"{model}: nothing that is sold fits."
     closest = min(sold, key=lambda outcome: len(outcome.misses))
     return (
         f"{model}: none reaches the goal; {closest.candidate} misses {'; '.join(closest.misses)}."
@@ -192,7 +309,7 @@ def _costs(outcome: CandidateOutcome) -> str:
     if outcome.hours is not None:
         parts.append(days_text(outcome.hours))
     if outcome.hours is not None and outcome.lead_days is not None:
-        parts.append(f"after {days_text(outcome.lead_days.times(24))} until delivery")
+        parts.append(f"after {days_text(outcome.lead_days.times(24))} until it is there")
         assert outcome.result_hours is not None  # it has hours
         parts.append(f"the result after {days_text(outcome.result_hours)}")
     if outcome.usd is not None:

@@ -9,6 +9,7 @@ import {
   atLeast, carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
   SECONDS_PER_HOUR, termsBegun, wholeUsd,
 } from "./pricing/economics.mjs";
+import { leaseMonths } from "./pricing/financing.mjs";
 import { goodputOf } from "./pricing/goodput.mjs";
 
 import { exact, inverse, product, times, total } from "./uncertain_value.mjs";
@@ -36,7 +37,9 @@ export function evaluate(candidate, given, goal, drawn = true) {
   const goodput = goodputFor(candidate, given);
   const tokensPerS = product([exact(plan.tokens_per_step), inverse(plan.step_s)]);
   const tokens = tokensOf(goal, plan.parameters);
-  const run = tokens === null ? null : hours(tokens, tokensPerS, goodput);
+  const runs = plan.jobs.reduce((sum, job) => sum + job.runs_a_year * tokens / plan.tokens_per_step, 0) || 1;
+  const startHours = times(given.start_hours, runs);
+  const run = tokens === null ? null : total([hours(tokens, tokensPerS, goodput), startHours]);
   const jobs = plan.jobs.length ? yearly(plan, tokens, run) : [];
   const termHours = jobs.length ? HOURS_PER_YEAR : wholeTermHours(candidate, given);
   const termRenews = candidate.terms.kind === "rented";
@@ -46,8 +49,8 @@ export function evaluate(candidate, given, goal, drawn = true) {
   const priced = pricedOf(candidate, assumed);
   const watts = wattsOf(candidate.groups, assumed, candidate.power_limit);
   const outcome = {
-    candidate, assumed, priced, plan, devices, watts, tokensPerS, goodput, jobs, tokens, termHours, termRenews, fixedHours,
-    leadDays: priced.purchase && !jobs.length ? assumed.lead_days : null,
+    candidate, assumed, priced, plan, devices, watts, startHours, tokensPerS, goodput, jobs, tokens, termHours, termRenews, fixedHours,
+    leadDays: jobs.length ? null : waitFor(candidate, priced, assumed),
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
     capitalUsd: null, outlayUsd: null, hours: run, usd: null, energyKwh: null, carbonKg: null,
     resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
@@ -70,10 +73,20 @@ export function evaluate(candidate, given, goal, drawn = true) {
   return outcome;
 }
 
-/** Hours of a commitment that one run has to pay whole; null where other work shares it. */
+/** Days until devices are there, bought or waited for; null of what can be used at once. @returns {?Span} */
+function waitFor({ wait_days: waits }, priced, assumed) {
+  const each = [...(waits ? [exact(waits)] : []), ...(priced.purchase ? [assumed.lead_days] : [])];
+  return each.length ? total(each) : null;
+}
+
+/** Hours of a commitment that one run pays whole, of a purchase a year; null where others share it. */
 function wholeTermHours({ terms }, { shared, years }) {
   if (shared) return null;
-  if (terms.kind === "bought") return years * HOURS_PER_YEAR;
+  if (terms.kind === "bought") {
+    const { lease } = terms;
+    return HOURS_PER_YEAR * (lease ? years * lease.term_months / leaseMonths(lease, years)
+      : Math.min(1, years));
+  }
   return terms.kind === "rented" && terms.years ? terms.years * HOURS_PER_YEAR : null;
 }
 
@@ -213,5 +226,6 @@ function tokensInBudget(goal, outcome) {
   if (priced.reservation) most.push(HOURS_PER_YEAR * priced.reservation.years);
   const least = Math.min(...most);
   if (least < priced.minimumHours) return most[0] < priced.minimumHours ? 0 : null;
-  return outcome.tokensPerS.value * outcome.goodput.value * least * SECONDS_PER_HOUR;
+  const trained = Math.max(0, least - assumed.start_hours.value);
+  return outcome.tokensPerS.value * outcome.goodput.value * trained * SECONDS_PER_HOUR;
 }

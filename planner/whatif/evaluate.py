@@ -22,18 +22,25 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from meshwright.planner.catalog import Rent, carbon_of
-from meshwright.planner.catalog.expressions import resolve_model
+from meshwright.planner.catalog import Rent, accelerators, carbon_of, rents
+from meshwright.planner.catalog import framework as framework_called
+from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.prediction import Prediction, compaction
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES, bytes_text
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.requests.request import TOKENS_PER_STEP
-from meshwright.planner.whatif.candidates import Candidate, candidates_of, powered_devices, watts_of
+from meshwright.planner.requests.request import MOST_TUNING_SAMPLES, TOKENS_PER_STEP
+from meshwright.planner.whatif.candidates import (
+    Candidate,
+    candidates_of,
+    in_one_market,
+    powered_devices,
+    watts_of,
+)
 from meshwright.planner.whatif.formatting import apart_texts, range_text, usd_text
 from meshwright.planner.whatif.monte_carlo import drawn_figure
-from meshwright.planner.whatif.outcome import CandidateOutcome, YearlyRun
+from meshwright.planner.whatif.outcome import UNMEASURED_ABOVE, CandidateOutcome, YearlyRun
 from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, request_of
 from meshwright.planner.whatif.pricing import economics
 from meshwright.planner.whatif.pricing.economics import HOURS_PER_YEAR, Hourly
@@ -165,10 +172,11 @@ def evaluate(
     if prediction is None or planned_run.job is None:
         return blank
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
+    unmeasured = _is_unmeasured(candidate, planned_run)
     step = UncertainValue(
         value=prediction.step_time_s,
         low=prediction.step_time_low_s,
-        high=prediction.step_time_high_s,
+        high=prediction.step_time_high_s * (math.exp(UNMEASURED_ABOVE) if unmeasured else 1.0),
     )
     tokens = exact(planned_run.tokens_per_step)
     idle = 0
@@ -196,13 +204,34 @@ def evaluate(
         binding=binding_of(prediction),
         provenance=_provenance(prediction),
         optimal=planned_run.optimal,
+        unmeasured=unmeasured,
         plan=plan.model_copy(update={"cluster": candidate.name}) if plan else None,
     )
     outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
     if planned_run.runs:
-        outcome = replace(outcome, jobs=tuple(_yearly(planned_run, outcome)))
+        outcome = replace(outcome, jobs=tuple(_yearly(candidate, planned_run, outcome)))
     outcome = _with_hours(study, candidate, outcome)
     return _with_goal(study, with_load(candidate, outcome), outcome)
+
+
+def _is_unmeasured(candidate: Candidate, planned_run: Planned) -> bool:
+    """Whether no kernel of an accelerator's generation was timed, and no run on it is published."""
+    names = {run.framework for _, run in planned_run.runs} or {planned_run.framework}
+    runs = [framework_called(name).accuracy.seen for name in names]
+    seen = {name for each in runs if each is not None for name in each.accelerators}
+    measured = {
+        each.architecture
+        for name, each in accelerators().items()
+        if name in seen or each.curve.provenance != "quoted"
+    }
+    devices = [group.accelerator for group in candidate.cluster.groups]
+    return any(
+        each.curve.provenance == "quoted"
+        and each.name not in seen
+        and each.kind != "cpu"
+        and each.architecture not in measured
+        for each in devices
+    )
 
 
 def _with_hours(study: Study, candidate: Candidate, outcome: CandidateOutcome) -> CandidateOutcome:
@@ -211,24 +240,30 @@ def _with_hours(study: Study, candidate: Candidate, outcome: CandidateOutcome) -
     if tokens is None:
         return outcome
     assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
-    run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
+    runs = sum(job.runs_a_year for job in outcome.jobs) or 1.0
+    start = span_of(candidate.assumed.start_hours).times(runs)
+    training = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
     whole = HOURS_PER_YEAR if outcome.jobs else candidate.whole_term_hours
     return replace(
         outcome,
-        hours=run_hours,
+        hours=total([training, start]),
+        start_hours=start,
         tokens=tokens,
         term_hours=whole,
         term_renews=candidate.priced.reservation is not None,
     )
 
 
-def _yearly(planned_run: Planned, outcome: CandidateOutcome) -> Iterator[YearlyRun]:
+def _yearly(
+    candidate: Candidate, planned_run: Planned, outcome: CandidateOutcome
+) -> Iterator[YearlyRun]:
     """Yield what a run of each job of a year takes on the wall clock."""
     assert outcome.goodput is not None  # it fits
     for job, plan in planned_run.runs:
         steps = job.tokens / plan.tokens_per_step
         hours = steps * plan.step_s / economics.SECONDS_PER_HOUR / outcome.goodput.value
-        yield YearlyRun(name=job.name, runs_a_year=job.runs_a_year, hours=hours)
+        begun = hours + candidate.assumed.start_hours.value
+        yield YearlyRun(name=job.name, runs_a_year=job.runs_a_year, hours=begun)
 
 
 def with_load(candidate: Candidate, outcome: CandidateOutcome) -> Candidate:
@@ -420,9 +455,10 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: CandidateOutcome
     if candidate.priced.reservation is not None:
         hours.append(economics.HOURS_PER_YEAR * candidate.priced.reservation.years)
     least = min(hours)
+    trained = max(0.0, least - candidate.assumed.start_hours.value)
     if least < candidate.priced.minimum_hours:
         return 0.0 if hours[0] < candidate.priced.minimum_hours else None
-    return rate.value * share.value * least * economics.SECONDS_PER_HOUR
+    return rate.value * share.value * trained * economics.SECONDS_PER_HOUR
 
 
 def _provenance(prediction: Prediction) -> dict[str, int]:
@@ -477,7 +513,7 @@ def size_bounds(study: Study, model: str, single: Candidate) -> list[tuple[int, 
     if not (priced.owned or priced.purchase or priced.reservation):
         asked = "quota_devices" in assumed.model_fields_set
         text = f"{assumed.quota_devices:,} devices are rented at once"
-        text += "" if asked else " (assumed; assumptions.quota_devices says how many)"
+        text += "" if asked else " (assumed; --quota says how many)"
         bounds.append((assumed.quota_devices // single.devices, text))
     graph = resolve_model(model)
     tokens = study.tokens_of(graph.parameters)
@@ -485,6 +521,9 @@ def size_bounds(study: Study, model: str, single: Candidate) -> list[tuple[int, 
         seq_len = request_of(study, graph, single, NATIVE).job.seq_len
         samples = batch_tokens_borne(tokens) / seq_len
         text = f"{tokens:.3g} tokens bear a batch of {samples:,.0f} samples, one a device"
+        if single.tuning != "pretrain" and samples > MOST_TUNING_SAMPLES:
+            samples = float(MOST_TUNING_SAMPLES)
+            text = f"a fine-tuning bears a batch of {samples:,.0f} samples, one a device"
         if samples * seq_len * LEAST_STEPS >= tokens * (1 - ROUNDING):
             text += f", for {LEAST_STEPS} steps"
         bounds.append((int(samples) // single.devices, text))
@@ -532,7 +571,37 @@ def bounded_size(
         working = in_use(study, offer, model, most, quotes, store)
     except DocumentError as error:
         raise DocumentError(f"offers[{place}].{error.path or 'solve'}", error.message) from error
-    return working, why if working == most else "more would stand idle"
+    if working == most:
+        return working, f"{why}{_power_words(study, offer)}"
+    return working, _idle_text(study, offer, most, working)
+
+
+def _power_words(study: Study, offer: Offer) -> str:
+    """Say which power a cap is compared with."""
+    if offer.solve != "power":
+        return ""
+    facility = study.assumptions.but(offer.assumptions).facility
+    factor = facility.power_usage_effectiveness.value
+    return (
+        f"; power is at the meter, cooling and network included, {factor:g} times that of the "
+        "nodes and their network"
+    )
+
+
+def _idle_text(study: Study, offer: Offer, most: int, working: int) -> str:
+    """Name what a cap or a budget carries beyond what a plan uses, and a batch that uses it."""
+    text = f"{most} could be had, of which {most - working} would stand idle"
+    batch, each = (
+        study.work.global_batch,
+        resolve_cluster(offer.cluster.replace("{n}", "1")).devices,
+    )
+    devices = most * each
+    if batch is None or batch % devices == 0:
+        return text
+    return (
+        f"{text}: a batch of {batch:,} does not divide by {devices:,} devices, "
+        f"--global-batch {max(1, round(batch / devices)) * devices} would"
+    )
 
 
 AFFORDABLE = "more cost more than the budget"
@@ -542,6 +611,8 @@ def candidate_of_size(
     study: Study, offer: Offer, n: int, quotes: Sequence[Rent] | None
 ) -> Candidate:
     """Return an offer's candidate of one size."""
+    market_study = in_one_market(study, rents() if quotes is None else quotes)
+    offer = market_study.offers[study.offers.index(offer)] if offer in study.offers else offer
     sized_study = study.model_copy(update={"offers": (offer.model_copy(update={"n": (n,)}),)})
     [candidate] = candidates_of(sized_study, quotes)
     return candidate

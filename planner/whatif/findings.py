@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from meshwright.planner.catalog import facility
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.whatif.formatting import MOST_NAMES, names_text, short_number
 from meshwright.planner.whatif.pricing.break_even import Against, over_years, present_value_usd
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
@@ -469,7 +470,7 @@ def _side_by_side(result: Result) -> Iterator[str]:
 def _rate_under(framework: str, part: CandidateOutcome) -> float:
     """Return tokens a second, of our own runtime where that trains the whole, if it is known."""
     assert part.tokens_per_s is not None and part.step_s is not None  # it fits
-    if framework != "native" or part.native_step_s is None:
+    if base_of(framework) != "native" or part.native_step_s is None:
         return part.tokens_per_s.value
     return part.tokens_per_s.value * part.step_s.value / part.native_step_s
 

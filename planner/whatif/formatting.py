@@ -11,7 +11,7 @@ from meshwright.planner.whatif.uncertain_value import UncertainValue
 
 MOST_NAMES = 5
 MOST_DIGITS = 12
-MILLION = 1e6
+THOUSAND, MILLION = 1e3, 1e6
 
 
 def names_text(names: Iterable[str]) -> str:
@@ -80,6 +80,22 @@ def usd_text(usd: UncertainValue) -> str:
         return f"{range_text(usd)} USD"
     value, low, high = (f"{figure / MILLION:,.2f}" for figure in (usd.value, usd.low, usd.high))
     return f"{value} M USD" if low == high else f"{value} ({low}-{high}) M USD"
+
+
+def short_usd_text(usd: UncertainValue, unit: str = " USD") -> str:
+    """Return dollars with their range in few characters: thousands as K, millions as M.
+
+    >>> span = UncertainValue(value=98_182.0, low=47_310.0, high=161_299.0)
+    >>> short_usd_text(span), short_usd_text(span.times(12)), short_usd_text(span.times(0.001))
+    ('98.2 (47.3-161.3) K USD', '1.18 (0.57-1.94) M USD', '98.2 (47.3-161.3) USD')
+    """
+    scale, letter, digits = 1.0, "", 0 if usd.value >= 100 else 1
+    if usd.value >= MILLION:
+        scale, letter, digits = MILLION, " M", 2
+    elif usd.value >= 10 * THOUSAND:
+        scale, letter, digits = THOUSAND, " K", 0 if usd.value >= 100 * THOUSAND else 1
+    value, low, high = (f"{end / scale:,.{digits}f}" for end in (usd.value, usd.low, usd.high))
+    return f"{value}{letter}{unit}" if low == high else f"{value} ({low}-{high}){letter}{unit}"
 
 
 def price_dates(how: str) -> list[str]:

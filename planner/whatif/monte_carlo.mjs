@@ -37,8 +37,9 @@ function durations(outcome) {
     for (let k = 0; k < DRAWS; k++) found[k] = step[k] / outcome.tokensPerS.value;
     return found;
   }
-  const goodput = multipliers(outcome.goodput, "goodput"), hours = outcome.hours.value;
-  for (let k = 0; k < DRAWS; k++) found[k] = hours * step[k] / goodput[k];
+  const goodput = multipliers(outcome.goodput, "goodput"), begun = outcome.startHours.value;
+  const starts = multipliers(outcome.startHours, "start"), hours = outcome.hours.value - begun;
+  for (let k = 0; k < DRAWS; k++) found[k] = hours * step[k] / goodput[k] + begun * starts[k];
   return found;
 }
 
@@ -59,7 +60,7 @@ function energies({ watts }, duration) {
 function costs(outcome, duration) {
   const { usdPerDeviceHour: hourly, devices, hours, candidate, priced } = outcome;
   if (hourly === null) return null;
-  const price = priceMultipliers(hourly, `price ${candidate.cause || candidate.how}`, outcome.quoteWeight);
+  const price = priceMultipliers(hourly, candidate.cause || candidate.how, outcome.quoteWeight);
   const found = new Float64Array(DRAWS);
   if (hours !== null && outcome.termHours !== null) {
     wholeCosts(outcome, duration, found);
@@ -78,7 +79,7 @@ function costs(outcome, duration) {
 function wholeCosts(outcome, duration, found) {
   const { priced: { hourly: { fixed, used } }, devices, termHours: term, hours, candidate } = outcome;
   const [fixedPrice, usedPrice] = [fixed, used].map((part) => (part.value === 0 ? null
-    : priceMultipliers(part, `price ${candidate.cause || candidate.how}`, outcome.quoteWeight)));
+    : priceMultipliers(part, candidate.cause || candidate.how, outcome.quoteWeight)));
   const year = outcome.jobs.length ? Math.max(term, hours.value) : null;
   for (let k = 0; k < DRAWS; k++) {
     const whole = year ?? (outcome.termRenews
@@ -93,13 +94,16 @@ function wholeCosts(outcome, duration, found) {
 const prices = new Map();
 
 /** A price over its value: its quotes' deviations, and those of owning, which purchases share. */
-function priceMultipliers(hourly, cause, weight) {
-  if (weight === 1) return multipliers(hourly, cause);
-  const [down, up] = spreads(hourly), key = `${cause}|${down}|${up}|${weight}`;
+function priceMultipliers(hourly, causes, weight) {
+  const named = causes.split("\n").map((cause) => `price ${cause}`);
+  if (weight === 1 && named.length === 1) return multipliers(hourly, named[0]);
+  const [down, up] = spreads(hourly), key = `${causes}|${down}|${up}|${weight}`;
   if (!prices.has(key)) {
     if (prices.size >= MOST_PRICES) prices.clear();
-    const [quote, owning] = [cause, "owning"].map(normals), rest = Math.sqrt(1 - weight * weight);
-    prices.set(key, deviated(down, up, quote.map((each, k) => weight * each + rest * owning[k])));
+    const each = named.map(normals), owning = normals("owning"), rest = Math.sqrt(1 - weight * weight);
+    const quote = each[0].map((_, k) => each.reduce((sum, of) => sum + of[k], 0) / Math.sqrt(each.length));
+    prices.set(key, deviated(down, up, weight === 1 ? quote
+      : quote.map((one, k) => weight * one + rest * owning[k])));
   }
   return prices.get(key);
 }

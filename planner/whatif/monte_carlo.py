@@ -63,7 +63,11 @@ def _duration(outcome: CandidateOutcome) -> Draws | None:
         return None
     if outcome.hours is None:
         return _step(outcome) / outcome.tokens_per_s.value
-    return outcome.hours.value * _step(outcome) / _goodput(outcome)
+    start = outcome.start_hours
+    if start is None:
+        return outcome.hours.value * _step(outcome) / _goodput(outcome)
+    training = (outcome.hours.value - start.value) * _step(outcome) / _goodput(outcome)
+    return training + _draws_of(start, "start")
 
 
 def _time(outcome: CandidateOutcome) -> Draws | None:
@@ -108,7 +112,11 @@ def _fixed_hours(outcome: CandidateOutcome, duration: Draws) -> Draws | float:
 def _price_normals(outcome: CandidateOutcome) -> Draws:
     """Return a price's deviations: its quotes', and those of owning, which purchases share."""
     weight = outcome.price_quote_weight
-    quote = normals(f"price {outcome.price_cause or outcome.price}")
+    causes = (outcome.price_cause or outcome.price).split("\n")
+    quote = normals(f"price {causes[0]}")
+    if len(causes) > 1:  # a median over providers moves with each of them
+        each = np.stack([normals(f"price {cause}") for cause in causes])
+        quote = each.sum(axis=0) / math.sqrt(len(causes))
     if weight == 1:
         return quote
     return weight * quote + math.sqrt(1 - weight * weight) * normals("owning")

@@ -10,6 +10,11 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.whatif.pricing.economics import at_least, terms_begun
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact, product, total
 
+UNMEASURED_ABOVE = 0.3
+"""Logarithm: what a step may take more on devices without measured kernels, of which the framework
+has no published run.  MI355X is the pair that is known: MLPerf Training 5.1 has it 18 % behind
+B200, and data sheets 20 % ahead of it, 1.4 times."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YearlyRun:
@@ -57,7 +62,9 @@ class CandidateOutcome:
     goodput: UncertainValue | None = None
     """Share of the wall clock that trains."""
     hours: UncertainValue | None = None
-    """Of the run; of a year of jobs, those that they take."""
+    """Of the run with its start; of a year of jobs, those that they take."""
+    start_hours: UncertainValue | None = None
+    """Of all runs, in `hours`: before they train."""
     jobs: tuple[YearlyRun, ...] = ()
     """Of a year of jobs: each of them."""
     lead_days: UncertainValue | None = None
@@ -108,6 +115,8 @@ class CandidateOutcome:
     provenance: dict[str, int] = field(default_factory=dict)
     """How many figures behind the prediction are measured, fitted, quoted, assumed."""
     optimal: bool = False
+    unmeasured: bool = False
+    """No published run has its accelerator under its framework, and no kernel of it was timed."""
     plan: Plan | None = None
 
     @property
@@ -125,7 +134,7 @@ class CandidateOutcome:
         """Hours whose fixed price is paid whole; None where other work shares it.
 
         Jobs have their year, whatever hours they take.  A run has each term of a contract that it
-        begins, and of a purchase its years or more.
+        begins, and of a purchase its year or more.
         """
         if self.term_hours is None or self.hours is None:
             return None

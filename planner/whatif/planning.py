@@ -23,7 +23,7 @@ from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
 from meshwright.planner.requests.pins import read_pins
-from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.request import Request, tuning_batch
 from meshwright.planner.search.proof_budget import BRIEF
 from meshwright.planner.search.search import search
 from meshwright.planner.system.gc_pause import pause_collector
@@ -51,7 +51,9 @@ def fastest_fine_tuner(request: Request, *, quantised: bool, below_s: float = ma
     Where none takes less than a finite `below_s`, it says no more than that.
     """
     job = request.job
-    adapters = replace(job, lora=job.lora or Lora(rank=RANK, quantised=quantised))
+    adapters = replace(
+        job, lora=job.lora or Lora(rank=RANK, weights="nf4" if quantised else "full")
+    )
     groups = request.cluster.groups
     pins = request.pins
     if all(g.host_memory_bytes and g.host_link_bytes_per_s for g in groups):
@@ -296,11 +298,14 @@ def request_of(
     precision: Precision | None = None,
 ) -> Request:
     """Return what a study asks of one candidate under one framework."""
+    batch = study.work.global_batch
+    if batch is None and candidate.tuning != "pretrain":
+        batch = tuning_batch(candidate.devices)
     return Request.create(
         model,
         candidate.limited_cluster,
         seq_len=study.work.seq_len,
-        global_batch=study.work.global_batch,
+        global_batch=batch,
         precision=precision,
         pins=read_pins(candidate.fix, candidate.allow),
         framework=framework,

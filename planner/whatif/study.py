@@ -446,17 +446,19 @@ class Assumptions(Part):
     study leaves it out, a run pays a commitment whole and a year of jobs the year."""
     quota_devices: Devices = 512
     """That a provider rents at once, on demand or on spot, where a size is to be found: 64 nodes
-    of eight, about the most of a block that clouds sell without a contract."""
+    of eight, as Lambda's 1-Click Clusters (BLOCKS)."""
     years: Years = 3.0
     """Until bought devices are sold, and over which purchases and rents are compared."""
     interest: Interest = 0.08
     """A year."""
     rent_change_a_year: RentChange = 0.0
     """Of rents that are not fixed by a contract: -0.2 is a fifth less each year."""
-    lead_days: Quantity = _assumed_quantity(
-        Quantity, 60, 14, 180, "delivery times differ by product and month"
-    )
+    lead_days: Quantity = _sourced_quantity(Quantity, 180, 30, 365, "LEADS; low: what is in stock")
     """Until bought devices can be used."""
+    start_hours: Quantity = _assumed_quantity(
+        Quantity, 0.5, 0.1, 3.0, "nodes boot, images, weights and data are fetched, a run is tried"
+    )
+    """Of a run, on all its devices and paid, before it trains."""
     electricity_usd_per_kwh: Quantity | None = None
     power_usage_effectiveness: OverheadQuantity | None = None
     node_power_over_tdp: Quantity | None = None
@@ -531,6 +533,9 @@ class Offer(Part):
     """As on the command line: offload, compress, stale."""
     power_limit: PowerLimit = 1.0
     """Share of its design power that each device may draw."""
+    wait_months: Amount = 0.0
+    """Until it is ordered: its price moves by `rent_change_a_year` and has the range of that age,
+    and its result comes so much later."""
     assumptions: Assumptions | None = None
     """What differs here from the study's, such as a site's price of electricity."""
 

@@ -44,7 +44,10 @@ def changed_cluster(cluster: ClusterSpec, change: ChangeName, factor: float) -> 
             cluster,
             [
                 group.model_copy(
-                    update={"host_memory_bytes": round((group.host_memory_bytes or 0) * factor)}
+                    update={
+                        "host_memory_bytes": round((group.host_memory_bytes or 0) * factor),
+                        "host_memory_range_bytes": None,
+                    }
                 )
                 for group in cluster.groups
             ],
@@ -120,6 +123,7 @@ def _wider_domain(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
                         "devices_per_node": joined,
                         "nodes": group.devices // joined,
                         "host_memory_bytes": None if host is None else round(host * factor),
+                        "host_memory_range_bytes": None,
                     }
                 ),
             ),

@@ -17,12 +17,12 @@ micro-batches without gradients, which a step makes first where a module asks fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from meshwright.planner.errors import BatchError
@@ -107,6 +107,34 @@ class BatchSums:
                 key: part.view(total.shape).to(total.dtype)
                 for (key, total), part in zip(self._found.items(), parts, strict=True)
             }
+
+
+class BuffersBefore:
+    """Buffers of a module as they were before a step, which each of its forwards begins with.
+
+    What they become follows from the batch as a whole, and so is the same behind each forward.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        """`names` are those of the buffers."""
+        self._places = [
+            (module.get_submodule(path)._buffers, key)
+            for path, _, key in (name.rpartition(".") for name in names)
+        ]
+        self._before: list[tuple[Tensor | None, Tensor | None]] = []
+
+    def note(self) -> None:
+        """Let the buffers as they are be those before a step."""
+        tensors = [table[key] for table, key in self._places]
+        self._before = [(x, None if x is None else x.clone()) for x in tensors]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the buffers what they had."""
+        for (table, key), (tensor, values) in zip(self._places, self._before, strict=True):
+            table[key] = tensor
+            if tensor is not None and values is not None:
+                tensor.copy_(values)
 
 
 _running: InnerLosses | None = None

@@ -6,15 +6,66 @@ Everything else (numbers, strings, None, tensors without dims) goes to each micr
 
 from __future__ import annotations
 
+import dataclasses
+import types
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
+from torch.distributions import Distribution
+from torch.utils._pytree import (
+    GetAttrKey,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+)
 
 from meshwright.planner.errors import BatchError
+
+
+def register_records(tree: Any) -> None:
+    """Let torch's pytrees look into dataclasses, namespaces and distributions of a tree.
+
+    Each class is registered once in a process, under all that uses torch's pytrees.
+
+    >>> record = types.SimpleNamespace(loss=torch.tensor(1.0), parts=[torch.tensor(2.0)])
+    >>> register_records(record)
+    >>> tree_leaves(record)
+    [tensor(1.), tensor(2.)]
+    """
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) or not _is_record(leaf):
+            continue
+        register_pytree_node(
+            type(leaf),
+            lambda record: (list(vars(record).values()), (type(record), tuple(vars(record)))),
+            _record_of,
+            flatten_with_keys_fn=lambda record: (
+                [(GetAttrKey(name), value) for name, value in vars(record).items()],
+                (type(record), tuple(vars(record))),
+            ),
+        )
+        register_records(list(vars(leaf).values()))
+
+
+def _is_record(value: Any) -> bool:
+    """Tell whether a value is no more than its attributes, and has some."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    kinds = (types.SimpleNamespace, Distribution)
+    return dataclasses.is_dataclass(value) or isinstance(value, kinds)
+
+
+def _record_of(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
+    cls, names = context
+    record: Any = object.__new__(cls)
+    record.__dict__.update(zip(names, values, strict=True))
+    return record
 
 
 def samples_in(batch: Any) -> int:
@@ -144,9 +195,14 @@ def check_lengths(batch: Any, most: Mapping[str, tuple[int, ...]]) -> None:
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch whose tensors are on a device."""
-    return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
-    )
+
+    def leaf_on_device(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        # Graphs of libraries know how to go; of what else has a `to`, nothing is known.
+        return leaf.to(device) if hasattr(leaf, "to") and hasattr(leaf, "pin_memory") else leaf
+
+    return tree_map(leaf_on_device, batch)
 
 
 def shape_print(batch: Any) -> int:

@@ -58,12 +58,18 @@ class Counted:
     """Sums like `total`, or pairs of a sum and a count of its own."""
 
 
-def loss_sum_of(returned: Any, samples: int) -> Counted:
+def loss_sum_of(returned: Any, samples: int | None) -> Counted:
     """Read what a loss function returned: sum and count, with or without metrics, or one mean.
 
-    A mean is taken as one over `samples` that count alike.
+    A mean is taken as one over `samples` that count alike; None: how many there are is not known.
     """
+    if isinstance(returned, Tensor) and samples is None:
+        raise BatchError(
+            "the loss returned one tensor, and of a rank's own batch (local=True) nobody knows how "
+            "much it is a mean of; return (sum, count), such as (mean * len(y), len(y))"
+        )
     if isinstance(returned, Tensor):
+        assert samples is not None
         return Counted(_scalar(returned, "the loss") * samples, float(samples))
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise BatchError(

@@ -288,7 +288,8 @@ def wants_mesh(plan: Plan) -> bool:
     That is mixed precision, and parameters that live on the host.
     """
     halves = ("bf16", "fp16", *EIGHT_BITS)
-    return plan.precision in halves or plan.offload == "parameters"
+    mixed = plan.precision in halves and plan.training.master_weights == "fp32"
+    return mixed or plan.offload == "parameters"
 
 
 def place_of(plan: Plan, device: torch.device) -> Place:
@@ -298,7 +299,8 @@ def place_of(plan: Plan, device: torch.device) -> Place:
     if world != degrees.devices:
         raise LaunchError(
             f"the plan is for {degrees.devices} ranks, and {world} are running; "
-            f"start it with {degrees.devices} processes or plan again"
+            f"start it with {degrees.devices} processes (torchrun --nproc-per-node "
+            f"{degrees.devices} SCRIPT, or meshwright run --plan PLAN SCRIPT), or plan again"
         )
     if not dist.is_initialized():
         if not wants_mesh(plan):

@@ -22,9 +22,7 @@ STEP = (
 )
 FILES = "engine.save(folder) writes a checkpoint, and engine.resume(folder) goes on from it"
 INSTEAD = {
-    **dict.fromkeys(
-        ("eval", "train", "training"), "training steps run in train mode, and in eval mode " + RUN
-    ),
+    "training": "engine.train() and engine.eval() set the mode, and in eval mode " + RUN,
     **dict.fromkeys(
         ("model", "module", "modules", "named_modules", "children", "get_submodule", "buffers",
          "named_buffers"), VALUES,

@@ -28,8 +28,8 @@ from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.torch_internals import act_around, share_memory
-from meshwright.runtime.engine.named_loss import ChunkedHead, head_of, token_loss
-from meshwright.runtime.engine.named_loss import in_chunks as module_in_chunks
+from meshwright.runtime.engine.losses.named_loss import ChunkedHead, head_of, token_loss
+from meshwright.runtime.engine.losses.named_loss import in_chunks as module_in_chunks
 from meshwright.runtime.models.family_adapter import (
     Adapter,
     first_buffer,
@@ -66,6 +66,7 @@ from meshwright.runtime.techniques.aligned_linear import products_for, reads_on_
 from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.techniques.float8 import NarrowWeights, products_of
+from meshwright.runtime.techniques.packed_weights import expect_packing, pack_values
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
@@ -257,6 +258,7 @@ def apply_plan(staged: Staged) -> Staged:
     spreads = plan.mesh.expert > 1
     for asked, technique in (
         (adapts, _adapters),  # adds parameters and freezes others
+        (plan.training.master_weights == "none", _working_weights),
         (multiplies, _products),  # sees every Linear before anything acts around it
         (spreads or staged.routes, _experts),  # before tensor, which leaves alone what they hold
         (spreads or plan.mesh.tensor > 1, _tensor),
@@ -308,9 +310,20 @@ def _adapters(staged: Staged) -> None:
     plan, layers = staged.plan, staged.layers
     assert plan.training.lora is not None
     frozen = activation_type(plan.precision)
+    if plan.training.lora.packs_weights:
+        for name, layer in layers.items():
+            if staged.is_block(name):
+                packed = experts.modules_of(layer).values()
+                expect_packing(layer, packed, plan.training.lora.weights, frozen)
     staged.adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     if staged.stage == 0:
         next(iter(layers.values())).register_forward_hook(lora.wants_gradient)
+
+
+def _working_weights(staged: Staged) -> None:
+    """Train the weights in the type of the computation, which no fp32 copy stands beside."""
+    for parameter in staged.module.parameters():
+        parameter.data = parameter.data.to(activation_type(staged.plan.precision))
 
 
 def _products(staged: Staged) -> None:
@@ -403,7 +416,9 @@ def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Paramete
     of, device = staged.of, staged.device
     assert isinstance(of, LanguageRules)
     layer = staged.module.part(item.layer)
-    only_shards = staged.wrapped and staged.place.sharded and of.weights is not None
+    adapters = staged.plan.training.lora
+    packs = adapters is not None and adapters.packs_weights  # by the whole rows
+    only_shards = staged.wrapped and staged.place.sharded and of.weights is not None and not packs
     materialize(
         item.layer,
         layer,
@@ -414,6 +429,8 @@ def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Paramete
         done=done,
         keeps=shards(layer, staged.plan, staged.place) if only_shards else {},
     )
+    if packs:
+        pack_values(layer)
     for path, buffer in list(layer.named_buffers()):
         value = buffer
         if buffer.is_meta:  # the library's own, whose values are not drawn

@@ -42,14 +42,15 @@ def script_plan(
     *,
     name: str,
     ranks: int,
-    global_batch: int,
+    global_batch: int | None,
     device: str,
 ) -> Plan:
     """Return the plan of a layout: layers in equal numbers on each stage, unless `cuts` says.
 
     Without `micro_batch` or `micro_batches` a pipeline has two micro-batches for each stage, and
     data parallelism one.  `shares` are the micro-batches of each data-parallel rank, where they
-    differ.  Raises DocumentError where the fields do not go together.
+    differ.  Without `global_batch` each rank has batches of its own, which count as samples.
+    Raises DocumentError where the fields do not go together.
     """
     unknown = [field for field in layout if field not in FIELDS]
     if unknown:
@@ -71,6 +72,8 @@ def script_plan(
             "plan.data_replicate",
             f"{replicate} does not divide {data} data-parallel ranks; change either",
         )
+    if global_batch is None:
+        global_batch = data * layout.get("micro_batches", 1)
     if global_batch % data and "shares" not in layout:
         raise DocumentError(
             "batch",

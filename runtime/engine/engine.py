@@ -34,14 +34,20 @@ from meshwright.planner.errors import BatchError, LaunchError
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.checkpoint.state_snapshot import Snapshot, take_snapshot
 from meshwright.runtime.core import batches
+from meshwright.runtime.core.auxiliary_loss import BuffersBefore
 from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
 from meshwright.runtime.data.loader import Loader
-from meshwright.runtime.engine.engine_state import ScriptState, Stateful, checkpoint_in
+from meshwright.runtime.engine.engine_state import (
+    ScriptState,
+    Stateful,
+    checkpoint_in,
+    keeper_of,
+)
 from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
+from meshwright.runtime.engine.pipedream_2bw import LateUpdates
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -52,22 +58,25 @@ from meshwright.runtime.engine.setup import (
 from meshwright.runtime.engine.step_passes import StepPasses
 from meshwright.runtime.engine.user_code import refuse_while_imported
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.engine.user_stage import hook_counts, refuse_hooks
 from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
+from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
-from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers
+from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers, set_mode
 from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
 from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
 from meshwright.runtime.parallel.tensor_styles import Styles
 from meshwright.runtime.run.metrics import ScriptRecords
+from meshwright.runtime.run.script_planner import planners
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
 if TYPE_CHECKING:
+    from meshwright.runtime.engine.language_model import LanguageModel
+    from meshwright.runtime.engine.pipedream_2bw import LateUpdates
     from meshwright.runtime.engine.token_module import TokenModel
 
 
@@ -122,6 +131,7 @@ class Engine:
         compare_every: int = COMPARED_EVERY,
         track_unused: bool = False,
         by_micro_batch: bool = False,
+        local: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -137,8 +147,11 @@ class Engine:
         without it the first of a tuple, or of a dict what `forward` names.
 
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
-        returns the settings of a parameter's group.  `units` names the modules that stay whole.
-        Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
+        returns the settings of a parameter's group, or is a table of them by path or class of its
+        module: {"backbone": {"lr": 1e-4}, nn.LayerNorm: {"weight_decay": 0.0}}.
+
+        `units` names the modules that stay whole.  Gradients are clipped to `clip_norm` where it is
+        above 0.  `batch_norm` "synchronised"
         normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
         says how modules are divided over the plan's tensor axis, in torch's own words:
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
@@ -150,12 +163,23 @@ class Engine:
         A module that makes something else of a sample beside other samples is refused where the
         plan cuts the batch, unless `by_micro_batch` says that its micro-batches are meant.
 
+        With `local` each rank has batches of its own, of any structure and size (graphs, bags,
+        lists of images, time first), and the loss returns a sum and a count; `batch` is such a one.
+
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
         """
         refuse_while_imported()
         device = device_of(device)
         check_functions(loss, optimizer)
+        for hand_over in planners:
+            if local:
+                raise BatchError(
+                    "batch: is a rank's own (local=True), which is not planned; start the script "
+                    "by torchrun"
+                )
+            settings = {"batch": batch, "loss": loss, "inputs": inputs, "optimizer": optimizer}
+            hand_over(build, plan, {**settings, "groups": groups, "units": units})
         wanted = plan_or_layout(plan)
         join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         numbers_are_of_the_whole()
@@ -170,11 +194,13 @@ class Engine:
             units=units,
             tensor=tensor,
             by_micro_batch=by_micro_batch,
+            local=local,
             device=device,
         )
+        self._local = local
         self._begin(
             model,
-            loss=loss,
+            loss=model.loss,
             example=batch,
             clip_norm=clip_norm,
             gather=gather,
@@ -199,6 +225,7 @@ class Engine:
         a group.  Batches are what LanguageModel.batch takes.
         """
         engine = cls.__new__(cls)
+        engine._local = False
         engine._begin(
             model,
             loss=model.loss,
@@ -262,17 +289,15 @@ class Engine:
             if is_users_module
             else None,
             sums=model.sums,
+            before=BuffersBefore(parts[0].module, model.put_back)
+            if isinstance(model, OwnModel) and model.put_back
+            else None,
             compares=is_users_module,
             device=device,
         )
-        self._frozen = [
-            (name, parameter)
-            for part in parts
-            for name, parameter in part.module.named_parameters()
-            if not parameter.requires_grad
-        ]
-        self._hooks = hook_counts(self._parameters())
-        """Our own, of gradients."""
+        self._watch = (
+            ParameterWatch((model.module, *modules), slots) if isinstance(model, OwnModel) else None
+        )
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
@@ -281,6 +306,11 @@ class Engine:
                     f"schedule: is {plan.schedule}, whose backward is one step late, and a loss or "
                     "a sum over the whole batch needs all outputs before; use schedule 1f1b"
                 )
+            from meshwright.runtime.engine.pipedream_2bw import (  # noqa: PLC0415 - one schedule needs it
+                LateUpdates,
+                StalePipeline,
+            )
+
             pipeline = self._passes.pipeline_of(
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
@@ -305,6 +335,7 @@ class Engine:
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
         self._records = ScriptRecords.of_this_process() if is_users_module and self.leads else None
+        self._keeper = keeper_of(self) if is_users_module else None
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
@@ -410,9 +441,29 @@ class Engine:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def step(self, batch: Any) -> StepResult:
-        """Train on this rank's slice of a global batch."""
-        self._forward_backward(batch)
+    def train(self, mode: bool = True) -> Engine:
+        """Set train mode, by the module's own `train`; an Engine begins in it.
+
+        Steps run in the mode that is set, `evaluate` in eval mode, and the mode is as before
+        behind it.  A module whose `train` reads what the loop changes is told so here, and so are
+        optimizers that have modes (schedule-free).
+        """
+        self._passes.set_mode(training=mode)
+        for optimizer in self.optimizers:
+            set_mode(optimizer, training=mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set eval mode, by the module's own `eval`."""
+        return self.train(mode=False)
+
+    def step(self, batch: Any, *, local: bool = False) -> StepResult:
+        """Train on this rank's slice of a global batch, or with `local` on a batch of its own.
+
+        One of its own has any structure and size, and the loss returns a sum and a count.  Where a
+        plan has several micro-batches it is a list of as many.
+        """
+        self._forward_backward(batch, local=local)
         if self._late is not None:
             metrics = self._passes.metrics()
             loss, norm, ending = self._late.update(self._passes.totals.values.clone())
@@ -420,11 +471,11 @@ class Engine:
         grads, measured = self._made_whole(self.clip_norm)
         return self._update(grads, measured)
 
-    def forward_backward(self, batch: Any) -> StepResult:
+    def forward_backward(self, batch: Any, *, local: bool = False) -> StepResult:
         """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
         self._refuse_late("forward_backward")
         before = self._passes.totals.values.clone()
-        self._forward_backward(batch)
+        self._forward_backward(batch, local=local)
         self._optimizers.hide()
         totals = self._passes.of_all(self._passes.totals.values - before).tolist()
         return StepResult(_mean(*totals), totals[1])
@@ -463,7 +514,7 @@ class Engine:
         self._passes.totals.clear()
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> StepResult:
+    def evaluate(self, batch: Any, *, local: bool = False) -> StepResult:
         """Return loss and metrics of a slice in eval mode, and learn nothing.
 
         A slice has any number of samples, none included; the mean is that over all samples of all
@@ -473,8 +524,12 @@ class Engine:
         self._rescale()
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
-            with self._loss_context():
-                passes.evaluate(passes.cut_any(self._model.batch(batch), step=self.steps))
+            with self._evaluating(), self._loss_context():
+                passes.evaluate(
+                    passes.take_local(batch, step=self.steps, drawing=False)
+                    if local or self._local
+                    else passes.cut_any(self._model.batch(batch), step=self.steps)
+                )
             for part in self._parts:
                 for load in part.loads.values():
                     load.take_counts()  # a step reports its own
@@ -484,17 +539,35 @@ class Engine:
             passes.totals = kept
 
     @torch.no_grad()
-    def outputs(self, batch: Any, *, training: bool = False) -> Any:
+    def outputs(self, batch: Any, *, training: bool = False, local: bool = False) -> Any:
         """Return what the module makes of a slice of any size, without gradients, in eval mode.
 
         With `training` it is in train mode, and dropout draws as in the next step.  Its leaves have
         the samples of the slice.  Through a pipeline the ranks of the last stage send them to the
-        others.  All ranks call it together.
+        others.  All ranks call it together.  Of a `local` batch each rank gets what the module
+        makes of its own.
         """
         self._rescale()
+        if local or self._local:
+            micros = self._passes.take_local(batch, step=self.steps, drawing=training)
+            with self._evaluating(training=training):
+                return self._passes.outputs(micros, training=training)
         given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
         micros = self._passes.cut_any(given, step=self.steps, drawing=training)
-        return self._passes.outputs(micros, training=training)
+        with self._evaluating(training=training):
+            return self._passes.outputs(micros, training=training)
+
+    @contextlib.contextmanager
+    def _evaluating(self, *, training: bool = False) -> Iterator[None]:
+        """Have the parameters that optimizers with modes evaluate with, and those before again."""
+        switched = self._passes.is_training and not training
+        try:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=False)
+            yield
+        finally:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=True)
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
@@ -591,6 +664,11 @@ class Engine:
         done = self._state.progress(self.next_sample)
         return self._state.save(Path(folder), extra or {}, done=done, keep=keep)
 
+    @property
+    def script_state(self) -> ScriptState:
+        """What this rank has of the state, as it is written and read."""
+        return self._state
+
     def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:
         """Go on from a checkpoint, or the newest one of a folder, that any plan wrote.
 
@@ -604,8 +682,22 @@ class Engine:
         place, self.next_sample = self._state.load(Path(folder), extra or {})
         return place
 
-    def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
-        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is."""
+    def resume(
+        self, folder: Path | str | None = None, *, extra: Mapping[str, Stateful] | None = None
+    ) -> bool:
+        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is.
+
+        Started by `meshwright run --checkpoint` the folder is that one, and from here on the state
+        and `extra` are saved by themselves.  Of `extra`, what can be iterated over stands where it
+        does when a step is done, and all else where it does when the next one begins.
+        """
+        if self._keeper is not None:
+            return self._keeper.resume(None if folder is None else Path(folder), extra or {})
+        if folder is None:
+            raise LaunchError(
+                "resume: name a folder of checkpoints, or start the script with meshwright run "
+                "--checkpoint FOLDER"
+            )
         if checkpoint_in(Path(folder)) is None:
             return False
         self.load(folder, extra=extra)
@@ -630,32 +722,27 @@ class Engine:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _forward_backward(self, batch: Any) -> None:
+    def _forward_backward(self, batch: Any, *, local: bool = False) -> None:
         if self._whole is not None:
             raise LaunchError(
                 "gradients() was called, and they are scaled; call optimizer_step() or zero_grad() "
                 "before the next forward_backward()"
             )
         if self._begun_s is None:
+            if self._keeper is not None:
+                self._keeper.begin_step()
             self._begun_s = time.perf_counter()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise LaunchError(
-                    f"{name}: was frozen when the Engine was made, which gave it no optimizer; "
-                    "build it with requires_grad and a group of its own whose lr and weight_decay "
-                    "are 0 until then (groups=), or save, and load into an Engine whose build() "
-                    "does not freeze it"
-                )
-        refuse_hooks(self._parameters(), self._hooks)
+        if self._watch is not None and self._watch.has_moved():
+            self._optimizers.follow()
         self._optimizers.show()
         self._rescale()
         with self._loss_context():
-            self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
+            self._passes.train(
+                self._passes.take_local(batch, step=self.steps)
+                if local or self._local
+                else self._passes.cut(self._model.batch(batch), step=self.steps)
+            )
         self.next_sample += self.plan.global_batch
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters that are trained, by name."""
-        return ((slot.name, slot.parameter) for slot in self._optimizers.slots)
 
     def _rescale(self) -> None:
         """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""
@@ -707,6 +794,9 @@ class Engine:
             seconds = time.perf_counter() - self._begun_s
             step = self.steps + (self._late is not None)  # whose update waits
             self._records.write(self.plan, step, loss, norm, seconds, device=self.device)
+        if self._keeper is not None and self._begun_s is not None and moved:
+            step_s = time.perf_counter() - self._begun_s
+            self._keeper.end_step(loss, step_s, noticed=ending >= 1)
         self._begun_s = None
         return StepResult(
             LossValue(loss),

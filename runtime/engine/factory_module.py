@@ -44,7 +44,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.runtime.core.mesh import Place
-from meshwright.runtime.engine.named_loss import token_loss
+from meshwright.runtime.engine.losses.named_loss import token_loss
 from meshwright.runtime.engine.setup import built
 from meshwright.runtime.engine.token_module import (
     TokenModel,
@@ -84,7 +84,7 @@ class ModuleGraph(nn.Module):
         held: dict[str, Any] = {TOKENS: tokens, POSITIONS: positions}
         for name in self.order:
             module = self.get_submodule(name)
-            output = module(*(held[one] for one in self._reads[name]))
+            output = module(*(held[source] for source in self._reads[name]))
             if not isinstance(output, Tensor):
                 kind = type(output).__name__
                 raise TypeError(f"{type(module).__name__} returns {kind}, no tensor")

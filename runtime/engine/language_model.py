@@ -28,10 +28,10 @@ from meshwright.runtime.models.huggingface import LM_HEAD, HuggingFace
 from meshwright.runtime.models.layer_outline import recorder_of
 from meshwright.runtime.models.reference_decoder import Reference
 from meshwright.runtime.models.safetensors_weights import Weights
-from meshwright.runtime.optim.adamw import adamw, slots_of
 from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
+from meshwright.runtime.optim.update_rules import parameter_groups_of, slots_of
 from meshwright.runtime.parallel import document_attention
 from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.expert_parallel import imbalance
@@ -137,7 +137,9 @@ class LanguageModel:
 
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what this rank trains by the settings of the plan's training."""
-        return adamw(slots, self.plan.training, device=self._device, offload=self.plan.offload)
+        return parameter_groups_of(
+            slots, self.plan.training, device=self._device, offload=self.plan.offload
+        )
 
     def learning_rate(self, steps: int) -> float | None:
         """Return that of the update behind `steps` others."""

@@ -32,6 +32,8 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.units import name_of
 from meshwright.planner.errors import BatchError, LaunchError, PlanError, RecordError
+from meshwright.runtime.core import auxiliary_loss as inner_loss
+from meshwright.runtime.core.auxiliary_loss import BatchSums, InnerLosses, running
 from meshwright.runtime.core.batches import samples_in
 from meshwright.runtime.core.loss import loss_sum_of
 from meshwright.runtime.core.side_effects import (
@@ -41,7 +43,7 @@ from meshwright.runtime.core.side_effects import (
     restore_side_effects,
     seed_all,
 )
-from meshwright.runtime.engine.named_loss import check_chunks, head_of, token_loss
+from meshwright.runtime.engine.losses.named_loss import check_chunks, head_of, token_loss
 from meshwright.runtime.optim.sharded_optimizer import (
     Factory,
     GroupOf,
@@ -138,9 +140,7 @@ def _graph_of(
             for trace, size in zip(figures, recording.output_bytes(), strict=True)
         ]
     gathered = (
-        gathered_names(parameter_groups(module.named_parameters(), optimizer, groups))
-        if (optimizer)
-        else frozenset()
+        gathered_names(parameter_groups(module, optimizer, groups)) if (optimizer) else frozenset()
     )
     styles = DerivedStyles(module, recorder, tried) if degrees else None
     divided = _divided_layers(module, recorder, few, loss, degrees, styles, gathered, kinds, traced)
@@ -248,7 +248,7 @@ def _edges(recording: Recording) -> tuple[Edge, ...]:
 def _optimizer_bytes(module: nn.Module, optimizer: Factory, groups: GroupOf | None) -> float:
     """Return the bytes of state per parameter; those that are not trained have none."""
     count = sum(parameter.numel() for parameter in module.parameters())
-    listed = parameter_groups(module.named_parameters(), optimizer, groups)
+    listed = parameter_groups(module, optimizer, groups)
     kept = (
         state_bytes(group, [module.get_parameter(name).shape for name in group.names])
         for group in listed
@@ -382,23 +382,44 @@ def refuse_changing(
 
 def runs_again(plan: Plan, *, twice: bool) -> bool:
     """Tell whether a rank runs several forwards in a step; `twice`, that losses need another."""
-    recomputed = any(item.recompute != "none" for layer in plan.stages for item in layer.layers)
-    return plan.micro_batches > 1 or recomputed or twice
+    return plan.micro_batches > 1 or is_recomputed(plan) or twice
+
+
+def is_recomputed(plan: Plan) -> bool:
+    """Tell whether some layer runs again in backward."""
+    return any(item.recompute != "none" for layer in plan.stages for item in layer.layers)
 
 
 def changes_by_samples(
-    module: nn.Module, recorder: Recorder, few: Any, changing: Collection[str]
+    module: nn.Module,
+    recorder: Recorder,
+    few: Any,
+    changing: Collection[str],
+    *,
+    sums: bool = False,
 ) -> bool:
-    """Whether what a forward changes depends on its samples or draws, as all but tensors may."""
+    """Whether what a forward changes depends on its samples or draws, as all but tensors may.
+
+    With `sums` what the module sums over the batch is that of one batch, whatever its samples.
+    """
     other = tree_map(_of_first_sample, few)
     if all(map(_equal, tree_leaves(few), tree_leaves(other))):
         return True
     rounds: list[dict[str, Tensor]] = []
-    for seed, batch in enumerate((few, other)):
-        with restore_side_effects(module, recorder.inputs), torch.enable_grad():
+    of_batch = BatchSums() if sums else None
+    for seed, batch in enumerate((few, few, other) if sums else (few, other)):
+        with (
+            restore_side_effects(module, recorder.inputs),
+            torch.enable_grad(),
+            running(InnerLosses(lambda _: None, None, of_batch)),
+        ):
             twin = deepcopy_module(module)
             seed_all(seed)
+            inner_loss.begin("")
             _forward_of(twin, recorder, batch)
+            if of_batch is not None and of_batch.adding:
+                of_batch.finish(lambda value: value)
+                continue
         rounds.append({**dict(twin.named_parameters()), **dict(twin.named_buffers())})
     return not all(
         name in rounds[0] and _equal(*(values[name] for values in rounds)) for name in changing

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from meshwright.planner.documents.plan import Plan
-from meshwright.planner.errors import BatchError, LaunchError
+from meshwright.planner.errors import BatchError, LaunchError, RecordError
 from meshwright.planner.schedules import schedule, schedule_of
 from meshwright.runtime.core import batches
 from meshwright.runtime.core import pinned_memory as host
-from meshwright.runtime.core.auxiliary_loss import BatchSums, InnerLosses, running
+from meshwright.runtime.core.auxiliary_loss import BatchSums, BuffersBefore, InnerLosses, running
 from meshwright.runtime.core.global_batch_loss import (
     gradients_by_output,
     of_all_slices,
@@ -39,9 +39,7 @@ from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
 from meshwright.runtime.core.torch_internals import forget_forward_order
 from meshwright.runtime.engine.apply_plan import Staged
-from meshwright.runtime.engine.pipedream_2bw import StalePipeline
-from meshwright.runtime.engine.pipeline import RecordedPipeline
-from meshwright.runtime.optim.gradients import Gradients
+from meshwright.runtime.optim.gradients import Gradients, refuse_failed
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
 from meshwright.runtime.parallel.attention_api import divide_positions, positions_in
 from meshwright.runtime.parallel.batch_norm import RunningStatistics
@@ -50,6 +48,9 @@ from meshwright.runtime.parallel.data_parallel import gathers_anew, reduces_apar
 from meshwright.runtime.parallel.replicas import Replicas
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, step_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine.pipeline import RecordedPipeline
 
 
 class StepPasses:
@@ -67,11 +68,14 @@ class StepPasses:
         gradients: Gradients,
         statistics: RunningStatistics | None,
         sums: bool,
+        before: BuffersBefore | None = None,
         compares: bool = True,
         device: torch.device,
     ) -> None:
         """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled;
         `statistics` are those of BatchNorms, where there may be some.
+
+        `before` are buffers that each forward of a step makes anew of what they were.
 
         `sums` says that the module asks for sums over the batch, and `compares` that batches and
         loss are a user's own: ranks may not have them alike, and there may be metrics.
@@ -87,6 +91,7 @@ class StepPasses:
         self._statistics = statistics
         self._device = device
         self._sums = sums
+        self._before = before
         # By all ranks together, also those whose stage sums nothing.
         summed = sums and place.mesh is not None and place.replicas > 1
         self._replica_group = place.replica_group if summed else None
@@ -106,6 +111,10 @@ class StepPasses:
         """By what a loss is divided so that the sum of replicas' gradients is their mean: backends
         that make a mean themselves go through all memory once more."""
         self._replicas = self._new_replicas()
+        for part in self._parts:
+            # A rank that divides units gathers them with others, which it would leave alone.
+            part.module.agrees = compares and plan.mesh.pipeline > 1 and not part.wrapped
+        gradients.failure = self._take_failure
         self._batches = 0
         """How many were seen; values of some are compared."""
         self._one_slice: list[int] | None = None
@@ -115,7 +124,7 @@ class StepPasses:
         self._filler: Any = None
         """A micro-batch of one sample, for forwards that other slices need."""
         self._filling = False
-        self._pipelines = Recent[RecordedPipeline](MOST_RECORDINGS)
+        self._pipelines: Recent[RecordedPipeline] = Recent(MOST_RECORDINGS)
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -161,8 +170,37 @@ class StepPasses:
             batches.cut_by(batch, self._plan.micro_batch), step=step, drawing=drawing
         )
 
+    def take_local(self, batch: Any, *, step: int, drawing: bool = True) -> list[MicroBatch]:
+        """Return this rank's own batch, or as many as the plan has micro-batches, as they are.
+
+        Raises BatchError where the plan cuts a module or positions, or the loss needs all batches.
+        """
+        plan, count = self._plan, self._plan.micro_batches_of(self._place.data_rank)
+        divided = plan.mesh.pipeline * plan.mesh.context > 1
+        if divided or isinstance(self._loss, whole_batch):
+            what = "a plan with pipeline or context" if divided else "whole_batch(loss)"
+            raise BatchError(
+                f"batch: is a rank's own (local=True), which does not go with {what}; give "
+                "[sample, ...] tensors, or use another plan"
+            )
+        if count > 1 and not (isinstance(batch, list | tuple) and len(batch) == count):
+            raise BatchError(
+                f"batch: is a rank's own (local=True), and this plan has {count} micro-batches; "
+                f"give a list of {count} batches"
+            )
+        self._counts = None
+        batches.register_records(batch)
+        return self._micros(
+            [batch] if count == 1 else batch, step=step, drawing=drawing, local=True
+        )
+
     def _renew(self, batch: Any) -> None:
-        """Record anew what the training loop changed beside tensors."""
+        """Take what the training loop changed in its module, and record anew what is no tensor."""
+        for part in self._parts if self._plan.mesh.pipeline > 1 else ():
+            try:
+                part.module.follow()
+            except RecordError as error:
+                part.module.failure = error
         before = self._recorder.renewals
         self._recorder.renew(batch)
         if self._recorder.renewals > before and schedule_of(self._plan.schedule).stale:
@@ -172,7 +210,9 @@ class StepPasses:
                 "change as tensors without dims in the batch, or use schedule 1f1b"
             )
 
-    def _micros(self, cut: Sequence[Any], *, step: int, drawing: bool) -> list[MicroBatch]:
+    def _micros(
+        self, cut: Sequence[Any], *, step: int, drawing: bool, local: bool = False
+    ) -> list[MicroBatch]:
         size = self._plan.micro_batch
         first = self._plan.samples_of(self._place.data_rank).start
         seed = self._plan.training.seed
@@ -182,6 +222,7 @@ class StepPasses:
                 batches.on_device(micro_batch, self._device),
                 step_seed(seed, step, first + at * size) if drawing else None,
                 step_seed(seed, step, 0) if coins else None,
+                local,
             )
             for at, micro_batch in enumerate(cut)
         ]
@@ -237,11 +278,25 @@ class StepPasses:
                 "(DistributedSampler(data, rank=engine.slice_rank, num_replicas=engine.slices))"
             )
 
+    def _take_failure(self) -> Exception | None:
+        """Return the first error of this rank's forwards since the last time."""
+        failures = [part.module.failure for part in self._parts]
+        for part in self._parts:
+            part.module.failure = None
+        return next((failure for failure in failures if failure is not None), None)
+
+    def _refuse_failed(self) -> None:
+        """Raise what failed in a rank's forwards on all ranks; they call it together."""
+        if self._compares and self._plan.mesh.pipeline > 1:
+            refuse_failed(self._take_failure(), self._place)
+
     # --- passes -----------------------------------------------------------------------------
 
     def train(self, micros: Sequence[MicroBatch]) -> None:
         """Add the gradients of all micro-batches, and note their losses."""
         host.forget_sums()
+        if self._before is not None:
+            self._before.note()
         sums = self._sum_over_batch(micros)
         if isinstance(self._loss, whole_batch):
             with running(InnerLosses(_forget, None, sums)):
@@ -257,7 +312,7 @@ class StepPasses:
                 self.pipeline_of(micros).run_all(micros)
             else:
                 self._one_after_another(micros)
-        if not self._learns:
+        if not self._learns and all(part.module.failure is None for part in self._parts):
             raise BatchError(
                 "loss: has no gradient in any micro-batch of this rank: it depends on nothing that "
                 "is trained. Make it of the module's outputs, without detach(), no_grad() or item()"
@@ -271,6 +326,8 @@ class StepPasses:
     def evaluate(self, micros: Sequence[MicroBatch]) -> None:
         """Note the losses of all micro-batches of `cut_any` in eval mode, and learn nothing."""
         with self._mode(training=False):
+            if self._before is not None:
+                self._before.note()
             inner = InnerLosses(self._note_inner, None, self._sum_over_batch(micros))
             with running(inner):
                 if isinstance(self._loss, whole_batch):
@@ -278,25 +335,40 @@ class StepPasses:
                 else:
                     self._forward(micros)
             self._let_go()
+            self._refuse_failed()
 
     @contextlib.contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
-        """Run stages in one mode, and put them back into train mode."""
-        modules = [part.module for part in self._parts]
+        """Run stages in one mode, and put them back into that before."""
+        before = [(part.module, part.module.training) for part in self._parts]
         try:
-            for module in modules:
-                module.train(training)
+            self.set_mode(training=training)
             yield
         finally:
-            for module in modules:
-                module.train()
+            for module, mode in before:
+                module.train(mode)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether this rank's stages are in train mode."""
+        return any(part.module.training for part in self._parts)
+
+    def set_mode(self, *, training: bool) -> None:
+        """Set the mode of this rank's stages, by the module's own `train` and `eval`."""
+        for part in self._parts:
+            part.module.train(training)
 
     def outputs(self, micros: Sequence[MicroBatch], *, training: bool) -> Any:
         """Return what the module makes of `cut_any`, on every rank, without gradients."""
         with self._mode(training=training):
+            if self._before is not None:
+                self._before.note()
             inner = InnerLosses(_forget, None, self._sum_over_batch(micros))
             with running(inner):
                 outputs = self._outputs(micros)
+        self._refuse_failed()
+        if any(micro.local for micro in micros):
+            return outputs[0] if len(outputs) == 1 else outputs
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
@@ -378,6 +450,8 @@ class StepPasses:
     def _run_forward(self, micros: Sequence[MicroBatch]) -> None:
         if self._plan.mesh.pipeline == 1:
             for micro in micros:
+                if self._before is not None:
+                    self._before.put_back()
                 self._micro_loss(self._parts[0].module(micro=micro), micro)
             return
         # As many at once as a step has, all of one shape.
@@ -390,6 +464,8 @@ class StepPasses:
     def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
         part = self._parts[0]
         for index, micro in enumerate(micros):
+            if self._before is not None:
+                self._before.put_back()
             if part.wrapped:
                 last = index == len(micros) - 1
                 module = cast(FSDPModule, part.module)
@@ -417,6 +493,8 @@ class StepPasses:
         if self._statistics is not None:
             self._statistics.forget()
         for output, micro in zip(outputs, micros, strict=False):
+            if micro.local:
+                continue
             batches.check_samples(output, micro.batch)
         return outputs
 
@@ -470,7 +548,7 @@ class StepPasses:
             return self._start_of(surrogate(outputs, self._by_output[id(micro)]))
         if micro.batch is self._filler:
             return torch.zeros((), device=self._device)
-        samples = batches.samples_in(micro.batch)
+        samples = None if micro.local else batches.samples_in(micro.batch)
         loss_sum = loss_sum_of(self._loss(outputs, micro.batch), samples)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
             (self.totals if self._surveyed is None else self._surveyed).add(loss_sum)
@@ -533,6 +611,9 @@ class StepPasses:
             "loss": self._micro_loss,
         }
         modules = {stage: part.module for stage, part in parts.items()}
+        from meshwright.runtime.engine.pipedream_2bw import StalePipeline  # noqa: PLC0415 - torch's pipelines are an import of a second
+        from meshwright.runtime.engine.pipeline import RecordedPipeline  # noqa: PLC0415
+
         if training and schedule_of(plan.schedule).stale:
             return StalePipeline(
                 modules,

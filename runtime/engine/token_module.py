@@ -20,10 +20,10 @@ from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.engine.language_model import inputs_and_targets
 from meshwright.runtime.engine.module_graph import DEGREES, SAMPLES, Loss, script_model
 from meshwright.runtime.engine.user_module import OwnModel
-from meshwright.runtime.optim.adamw import adamw
 from meshwright.runtime.optim.gradients import Slot
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.sharded_optimizer import ParameterGroup
+from meshwright.runtime.optim.update_rules import parameter_groups_of
 from meshwright.runtime.parallel.attention_api import SeenKeys, divide_positions
 from meshwright.runtime.tracing.tracer import Inputs
 
@@ -135,7 +135,9 @@ class TokenModel(OwnModel):
 
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what this rank trains by the settings of the plan's training."""
-        return adamw(slots, self.plan.training, device=self._device, offload=self.plan.offload)
+        return parameter_groups_of(
+            slots, self.plan.training, device=self._device, offload=self.plan.offload
+        )
 
     def batch(self, given: Any) -> tuple[Tensor, ...]:
         """Return inputs and targets of a row of tokens; see LanguageModel.batch."""

@@ -22,7 +22,7 @@ from meshwright.planner.documents.units import name_of
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.side_effects import deepcopy_module
-from meshwright.runtime.engine.named_loss import token_loss
+from meshwright.runtime.engine.losses.named_loss import token_loss
 from meshwright.runtime.engine.setup import built
 from meshwright.runtime.engine.token_module import TokenModel, graph_on_tokens, recording_of
 from meshwright.runtime.models.library_model import build_library_model, library_config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import (
     ModelGraph,
     is_factory,
@@ -27,7 +28,7 @@ def unsupported_reason(plan: Plan, model: ModelGraph) -> str | None:
 
 def foreign(plan: Plan) -> str | None:
     """Return why a plan for another framework is not executed here, and what does; None if ours."""
-    if plan.framework == "native":
+    if base_of(plan.framework) == "native":
         return None
     return (
         f"framework: is {plan.framework}, and this runtime executes native plans; write its "

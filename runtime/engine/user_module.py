@@ -22,7 +22,8 @@ from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import Place, place_of
 from meshwright.runtime.engine.apply_plan import Staged
 from meshwright.runtime.engine.default_plan import script_plan
-from meshwright.runtime.engine.loss_check import check_loss
+from meshwright.runtime.engine.losses.loss_check import check_loss
+from meshwright.runtime.engine.losses.named_loss import check_chunks, token_loss
 from meshwright.runtime.engine.module_graph import (
     SAMPLES,
     changes_by_samples,
@@ -30,10 +31,10 @@ from meshwright.runtime.engine.module_graph import (
     check_module,
     check_replay,
     few_samples,
+    is_recomputed,
     refuse_changing,
     runs_again,
 )
-from meshwright.runtime.engine.named_loss import check_chunks, token_loss
 from meshwright.runtime.engine.setup import built
 from meshwright.runtime.engine.user_stage import (
     adapt,
@@ -41,7 +42,6 @@ from meshwright.runtime.engine.user_stage import (
     frozen_and_buffers,
     holders_of,
     modules_of,
-    refuse_hooks,
     refuse_plan,
     refuse_shared_memory,
     refuse_sparse,
@@ -49,6 +49,7 @@ from meshwright.runtime.engine.user_stage import (
     script_stage,
 )
 from meshwright.runtime.optim.gradients import Slot, copies_of
+from meshwright.runtime.optim.parameter_watch import refuse_hooks
 from meshwright.runtime.optim.sharded_optimizer import (
     Factory,
     GroupOf,
@@ -97,10 +98,13 @@ class OwnModel:
         units: Sequence[str] | None,
         tensor: Styles | None,
         by_micro_batch: bool = False,
+        local: bool = False,
         device: torch.device,
         place: Place | None = None,
     ) -> None:
         """See Engine; `wanted` is a plan, or fields of a layout, of which a plan is made.
+
+        With `local` the example is one rank's batch, of any structure, and runs whole.
 
         `place` is this rank's if it is not that of all ranks in the plan.
         """
@@ -108,13 +112,16 @@ class OwnModel:
         refuse_hooks(module.named_parameters())
         refuse_sparse(module)
         refuse_shared_memory(module)
-        few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
+        batches.register_records(batch)
+        few = batch if local else few_samples(batch, SAMPLES)
+        asked = inner_loss.times_asked()
         recorder = Recorder.of_units(module, few, inputs, units=units)
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
-        if isinstance(wanted, Plan) and not self._sees_less(wanted):
+        if isinstance(wanted, Plan) and not (local or self._sees_less(wanted)):
             check_module(wanted, recorder)  # others were planned without positions
-        plan = _plan_for(build, wanted, recorder, type(module), batch, device)
+        samples = None if local else batches.samples_in(batch)
+        plan = _plan_for(build, wanted, recorder, type(module), samples, device)
         dtype = activation_type(plan.precision)
         refuse_plan(plan, module, loss, by_plan=self.by_plan)
         if plan.training.lora is not None:
@@ -124,8 +131,10 @@ class OwnModel:
             recorder = Recorder.of_units(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
-        self._refuse_changing(plan, module, plain, few, loss)
-        check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
+        self.put_back = self._refuse_changing(plan, module, plain, few, loss, local=local)
+        """Buffers that are as before when the next forward of a step begins."""
+        if not local:
+            loss = check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
         """Which dim of what a node draws has positions."""
         self._check_divisions(plan, module, plain, few, loss)
@@ -138,6 +147,8 @@ class OwnModel:
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
         self._device = device
+        self._calls_differ = local and units is None
+        """Ranks may call units in other numbers: for each image of a list."""
         self._styles = styles_by_name(plan, module, recorder, tensor, self._trial_batch(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
@@ -145,12 +156,23 @@ class OwnModel:
         self._holders = holders_of(plan, recorder, self.place)
         if plan.mesh.pipeline > 1:
             recorder.follow(module)
-        self._groups = parameter_groups(module.named_parameters(), optimizer, groups)
+        self._groups = parameter_groups(module, optimizer, groups)
 
     def _refuse_changing(
-        self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
-    ) -> None:
-        """Refuse a module that forwards change, where a plan would make something else of it."""
+        self,
+        plan: Plan,
+        module: nn.Module,
+        recorder: Recorder,
+        few: Any,
+        loss: Any,
+        *,
+        local: bool = False,
+    ) -> frozenset[str]:
+        """Return the buffers that are as before when the next forward of a step begins.
+
+        Each forward of a step then makes them anew of the same: a codebook of the batch's sums.
+        Raises RecordError where a plan would make something else of what forwards change.
+        """
         twice = self.sums or isinstance(loss, whole_batch)
         ranks = plan.mesh.data_shard * plan.mesh.data_replicate
         changing: frozenset[str] = frozenset()
@@ -158,12 +180,24 @@ class OwnModel:
             changing = check_replay(module, recorder, few)
         elif runs_again(plan, twice=twice) or ranks > 1:
             changing = changing_names(module, recorder, few)
+        again = runs_again(plan, twice=False)
+        buffers = dict(module.named_buffers()).keys()
+        if changing and changing <= buffers and plan.mesh.pipeline == 1:
+            alone = ranks == plan.micro_batches == 1
+            if not is_recomputed(plan) and (
+                alone
+                or not (
+                    local or changes_by_samples(module, recorder, few, changing, sums=self.sums)
+                )
+            ):
+                return changing if twice or again else frozenset()
         refuse_changing(
             plan,
             changing,
             twice=twice,
-            by_samples=lambda: changes_by_samples(module, recorder, few, changing),
+            by_samples=lambda: local or changes_by_samples(module, recorder, few, changing),
         )
+        return frozenset()
 
     def _check_divisions(
         self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
@@ -224,6 +258,7 @@ class OwnModel:
                 participation=self.participation,
                 loss=self.loss if isinstance(self.loss, token_loss) else None,
                 compiler=compiler,
+                whole=self._calls_differ,
             )
             for stage, stage_names in zip(
                 numbers,
@@ -309,7 +344,7 @@ def _plan_for(
     wanted: Plan | Mapping[str, Any],
     recorder: Recorder,
     kind: type[nn.Module],
-    batch: Any,
+    samples: int | None,
     device: torch.device,
 ) -> Plan:
     """Return the plan itself, or that of a layout for what was recorded."""
@@ -322,7 +357,7 @@ def _plan_for(
             wanted,
             name=kind.__name__ if name == "<lambda>" else name,
             ranks=dist.get_world_size() if dist.is_initialized() else 1,
-            global_batch=batches.samples_in(batch),
+            global_batch=samples,
             device=device.type,
         )
     except ValidationError as error:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from meshwright.runtime.core.global_batch_loss import whole_batch
 from meshwright.runtime.core.mesh import Place, wants_mesh
 from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.engine.apply_plan import Script, Staged, apply_plan, is_block
-from meshwright.runtime.engine.named_loss import token_loss
+from meshwright.runtime.engine.losses.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
 from meshwright.runtime.parallel.data_parallel import activation_type, reduces_apart
@@ -197,35 +196,6 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
     return result
 
 
-def refuse_hooks(
-    parameters: Iterable[tuple[str, nn.Parameter]], ours: Mapping[str, int] = MappingProxyType({})
-) -> None:
-    """Refuse gradient hooks on parameters beside `ours`: how many each has, by name.
-
-    Those that data parallelism puts in their place have none, and a gradient that a hook sees is
-    that of a part of a batch.
-    """
-    for name, count in hook_counts(parameters).items():
-        if count > ours.get(name, 0):
-            raise LaunchError(
-                f"{name}: has a gradient hook, which sees gradients of parts of the batch or is "
-                "never called, as the plan divides it; change gradients between "
-                "engine.gradients() and engine.optimizer_step()"
-            )
-
-
-def hook_counts(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
-    """Return how many gradient hooks parameters have, by name, of those that have some."""
-    return {
-        name: count
-        for name, parameter in parameters
-        if (
-            count := len(parameter._backward_hooks or ())
-            + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        )
-    }
-
-
 def refuse_sparse(module: nn.Module) -> None:
     """Refuse tables whose gradients are sparse: ranks sum gradients as dense memory."""
     for name, child in module.named_modules():
@@ -309,8 +279,12 @@ def script_stage(
     participation: Participation,
     loss: token_loss | None,
     compiler: Compiler | None = None,
+    whole: bool = False,
 ) -> Staged:
-    """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
+    """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan.
+
+    `whole` says that ranks may call units in other numbers.
+    """
     unused: Sequence[nn.Parameter] = ()
     if plan.mesh.pipeline == 1:
         made: RecordedStage = ModuleStage(module, recorder)
@@ -326,7 +300,7 @@ def script_stage(
             # Other memory lies between, and fused updates run through all of it.
             parameter.data = parameter.data.contiguous()
     wraps = wraps_stages(plan, place)
-    if wraps and recorder.refused is not None:
+    if wraps and (whole or recorder.refused is not None):
         # What runs between units is not known, and ranks may run other units: gathered whole.
         made.units = {}
     return apply_plan(

@@ -9,23 +9,53 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from meshwright.planner.documents.events import Cause, Event, Incident
+from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch import failure_cause as faults
-from meshwright.runtime.launch.preflight import Preflight
+from meshwright.runtime.launch.preflight import LocalRanks
 from meshwright.runtime.launch.rank_processes import BadEnd, blames_a_peer, is_timeout, log_end
+from meshwright.runtime.launch.transient_errors import (
+    device_problem,
+    folder_problem,
+    is_of_device,
+    is_transient,
+)
 from meshwright.runtime.resilience.hang_detector import HungRank
 from meshwright.runtime.resilience.heartbeat import stack_file
 from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.recovery_policy import RankEnd
 from meshwright.runtime.run.rendezvous import NodeLeft
 from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import log_text
+
+
+class RunContext(Protocol):
+    """What is known of the run whose ranks have ended: of a launch, or of a script."""
+
+    @property
+    def plan(self) -> Plan:
+        """By which its ranks are laid out."""
+
+    @property
+    def run(self) -> LaunchRun:
+        """What it was asked for."""
+
+    @property
+    def ranks(self) -> LocalRanks:
+        """Those of this node."""
+
+    @property
+    def output(self) -> Path:
+        """Its folder."""
+
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
@@ -35,24 +65,34 @@ MOST_WAITING = 3
 """Ranks that an error names beside the one that they wait for."""
 
 
-class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
+class RunEnded(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A run ended before its time: what happened, what was saved, and what else is known."""
+
+    def __init__(self, lead: str, *, saved: str = "", rest: str = "") -> None:
+        super().__init__(lead)
+        self.lead, self.saved, self.rest = lead, saved, rest
+
+    def __str__(self) -> str:
+        return f"{self.lead}{self.saved}{self.rest}"
+
+
+class RankFailed(RunEnded):
     """A rank ended, and its program has not said why: the same training may go on."""
 
     def __init__(
         self,
-        message: str,
-        *,
         lead: str,
+        *,
         output: Path,
+        saved: str = "",
+        rest: str = "",
         local_rank: int = 0,
         end: RankEnd | None = None,
         left: NodeLeft | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(lead, saved=saved, rest=rest)
         self.left = left
         """What was heard, where it was another node."""
-        self.lead = lead
-        """What happened, without what can be done."""
         self.local_rank = local_rank
         self.end = end
         """None where it was a rank of another node, which tells it."""
@@ -71,20 +111,21 @@ class RankLost(RankFailed):
     """A rank ended as if its device were gone: killed from outside, or by its driver."""
 
 
-def log_event(ready: Preflight, event: Event) -> None:
+def log_event(ready: RunContext, event: Event) -> None:
     """Write down what happened, on the node that leads."""
     if ready.ranks.leads:
         run.append_record(event, run.events_file(ready.output))
 
 
-def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:
+def hung(ready: RunContext, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:
     """Return the error that names the rank that the others wait for, and where they do."""
     first, *others = waiting
     lead = f"the run hangs after step {after_step}: {first.text}"
     lead += "".join(f"; {rank.text}" for rank in others[:MOST_WAITING])
     return RanksHang(
-        f"{lead}{way_on(ready)}. Stacks of all ranks are in {ready.output / 'flight'}",
-        lead=lead,
+        lead,
+        saved=way_on(ready),
+        rest=f". Stacks of all ranks are in {ready.output / 'flight'}",
         local_rank=ready.ranks.devices[first.rank],
         end=RankEnd(
             cause="hang",
@@ -96,7 +137,7 @@ def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> R
     )
 
 
-def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> None:
+def write_incident(ready: RunContext, error: Exception, *, after_step: int) -> None:
     """Write down what ended an attempt, with what its ranks left behind."""
     keep_evidence(ready)
     end = error.end if isinstance(error, RankFailed) else None
@@ -105,13 +146,13 @@ def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> No
     log_event(ready, incident(cause, str(error), after_step=after_step, rank=rank))
 
 
-def keep_evidence(ready: Preflight) -> None:
+def keep_evidence(ready: RunContext) -> None:
     """Copy this node's stacks and the ends of its logs: the next attempt empties their folders."""
     with run.never_fatal(ready.output / "incidents"):
         _keep_evidence(ready)
 
 
-def _keep_evidence(ready: Preflight) -> None:
+def _keep_evidence(ready: RunContext) -> None:
     attempt = run.account_of(ready.output).attempts
     for rank in ready.ranks.devices:
         name = f"rank-{rank:05}"
@@ -151,7 +192,7 @@ class MemoryUse:
 
 
 def _out_of_memory(
-    ready: Preflight, bad: BadEnd, memory: MemoryUse, *, after_step: int
+    ready: RunContext, bad: BadEnd, memory: MemoryUse, *, after_step: int
 ) -> tuple[str, RankEnd] | None:
     """Return what the rank held beside what was predicted, and its end; None for another end."""
     ended, failure = bad.cause, bad.failure
@@ -186,14 +227,13 @@ _WRONG = ("ReplicaDrifted", "StepDiffered", "NotANumber")
 
 
 def _wrong_numbers(
-    ready: Preflight, rank: int, failure: run.Failure, *, after_step: int
+    ready: RunContext, rank: int, failure: run.Failure, *, after_step: int
 ) -> RankFailed:
     """Return the error of damaged memory or arithmetic, or of a loss that is no number."""
     suspect = rank if failure.suspect is None else failure.suspect
     drifted = failure.kind != "NotANumber"
     return RankFailed(
         failure.message,
-        lead=failure.message,
         local_rank=ready.ranks.devices.get(suspect, 0),
         end=RankEnd(
             cause="corruption" if drifted else "not_a_number",
@@ -205,12 +245,12 @@ def _wrong_numbers(
     )
 
 
-def _stage_of(ready: Preflight, rank: int) -> int:
+def _stage_of(ready: RunContext, rank: int) -> int:
     return ready.plan.stages_of_rank(ready.plan.mesh.coordinate(rank, "pipeline"))[0]
 
 
 def bad_end(
-    ready: Preflight, bad: BadEnd, *, after_step: int, memory: MemoryUse | None = None
+    ready: RunContext, bad: BadEnd, *, after_step: int, memory: MemoryUse | None = None
 ) -> Exception:
     """Return the error that says which rank ended the run, how, and what can be done."""
     ended, failure = bad.cause, bad.failure
@@ -236,25 +276,52 @@ def bad_end(
         kind, cause = RankLost, "crash" if killed else "device"
     elif waits:
         kind, cause = RanksHang, "hang"
+    elif failure is not None and _may_pass(failure):
+        kind = RankFailed
+        end, problem = _test_result(ready, bad, failure, after_step=after_step)
+        how += problem
     elif failure is None:
         kind = RankFailed  # neither its program nor a driver has said why
     elif failure is not None and blames_a_peer(failure):
         # No rank ended before it: a connection did, of which each side blames the other.
         kind = RankFailed
         end = RankEnd(cause="hang", rank=ended.rank, after_step=after_step, waits=True)
-    message = f"{how}{way_on(ready)}{log_end(log)}"
+    saved, rest = way_on(ready), log_end(log)
     if kind is None:
-        return LaunchError(message)
+        return RunEnded(how, saved=saved, rest=rest)
     return kind(
-        message,
-        lead=how,
+        how,
+        saved=saved,
+        rest=rest,
         local_rank=ready.ranks.devices[ended.rank],
         end=end or RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
         output=ready.output,
     )
 
 
-def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tuple[str, bool]:
+def _may_pass(failure: run.Failure) -> bool:
+    of_others = blames_a_peer(failure) or faults.assertion(failure)
+    return is_transient(failure) and not of_others
+
+
+def _test_result(
+    ready: RunContext, bad: BadEnd, failure: run.Failure, *, after_step: int
+) -> tuple[RankEnd, str]:
+    """Test what gave an error that may pass; return the end, and what is wrong as words behind."""
+    rank = bad.cause.rank
+    of_device = is_of_device(failure)
+    end = RankEnd(cause="transient", rank=rank, after_step=after_step, named=of_device)
+    if of_device and ready.ranks.device == "cuda":
+        problem = device_problem(ready.ranks.devices[rank])
+        if problem is not None:
+            return end.model_copy(update={"cause": "device"}), f"; of its device: {problem}"
+    folder = ready.run.checkpoint
+    if not of_device and folder is not None and (problem := folder_problem(folder)) is not None:
+        return end.model_copy(update={"cause": "program"}), f"; and {folder}: {problem}"
+    return end, ""
+
+
+def _how(ready: RunContext, bad: BadEnd, message: str, *, after_step: int) -> tuple[str, bool]:
     """Return which rank ended the run and how, and whether it waited for others in vain."""
     ended, failure = bad.cause, bad.failure
     waited = faults.hang(message)
@@ -274,7 +341,12 @@ def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tup
     return f"rank {ended.rank} {how} after step {after_step}", False
 
 
-def way_on(ready: Preflight) -> str:
+def way_on(ready: RunContext) -> str:
     """Return what was saved, as the end of a sentence."""
-    saved = checkpoint.newest(ready.run.checkpoint) if ready.run.checkpoint else None
+    return saved_text(ready.run.checkpoint)
+
+
+def saved_text(folder: Path | None) -> str:
+    """Return what a folder of checkpoints has to go on from, as the end of a sentence."""
+    saved = checkpoint.newest(folder) if folder else None
     return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"

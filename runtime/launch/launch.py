@@ -25,6 +25,7 @@ from meshwright.planner.errors.shown import lines
 from meshwright.planner.report.terminal import Terminal
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint import commit_recovery as unfinished
+from meshwright.runtime.checkpoint.tokenizer_files import tokenizer_files
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.failure_report import (
     EndsToGrow,
@@ -45,6 +46,8 @@ from meshwright.runtime.launch.rank_config import write_orders
 from meshwright.runtime.launch.rank_processes import supervise
 from meshwright.runtime.resilience.hang_detector import HangWatch
 from meshwright.runtime.resilience.heartbeat import BEACONS, beacons
+from meshwright.runtime.resilience.shared_memory import CopyContext
+from meshwright.runtime.resilience.state_rescue import adopt, rescue
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run import scale_up as growth
@@ -96,6 +99,8 @@ def launch(asked: Launch) -> RunReport | None:
             )
         )
         if asked.run.checkpoint is not None:
+            if not asked.again:
+                adopt(asked.run.checkpoint.absolute(), say=say.print)
             if node_rank.node == 0:
                 unfinished.prepare_folder(asked.run, say=say.print)
             if node_rank.nodes > 1:
@@ -120,10 +125,12 @@ def launch(asked: Launch) -> RunReport | None:
             _supervise(ready, rendezvous, shared, looks, asked)
             return _report(ready, rendezvous, orders, started_s)
         except KeyboardInterrupt:
+            _rescue(ready, asked, say)
             raise Interrupted(f"interrupted {shown.progress_text}{way_on(ready)}") from None
         except OSError as error:
             if error.filename is None:
                 raise
+            _rescue(ready, asked, say)
             raise LaunchError(
                 f"{error.filename}: {error.strerror} {shown.progress_text}{way_on(ready)}. The "
                 f"folder of a run, {ready.output}, must stay as it is until the run has ended"
@@ -138,8 +145,21 @@ def _of_survival(ready: Preflight, asked: Launch) -> dict[str, str]:
     if asked.agent is not None:
         environment |= growth.environment(ready.output)
     if asked.slots is not None:
-        environment |= asked.slots.environment(len(ready.ranks.devices))
+        run = ready.run
+        companions = tokenizer_files(ready.tokenizer, run.weights, ready.plan.model.source)
+        context = CopyContext(
+            plan=ready.plan,
+            model=ready.model,
+            companions={name: str(file.resolve()) for name, file in companions.items()},
+        )
+        environment |= asked.slots.environment(len(ready.ranks.devices), context)
     return environment
+
+
+def _rescue(ready: Preflight, asked: Launch, say: Terminal) -> None:
+    """Have the newest state on disk before it is said what is there."""
+    if asked.slots is not None and ready.run.checkpoint is not None:
+        rescue(asked.slots, ready.run.checkpoint, say=say.print)
 
 
 def _telemetry(ready: Preflight) -> Telemetry:
@@ -269,8 +289,7 @@ def _supervise(
         except NodeLeft as error:
             if looks.agent is None:  # with agents whoever decides knows the cause
                 write_incident(ready, error, after_step=looks.after_step)
-            lead = str(error)
-            raise RankFailed(lead, lead=lead, output=ready.output, left=error) from error
+            raise RankFailed(str(error), output=ready.output, left=error) from error
         finally:
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
@@ -282,6 +301,9 @@ def _supervise(
             )
             ended = bad_end(ready, bad, after_step=looks.after_step, memory=memory)
             write_incident(ready, ended, after_step=looks.after_step)
+            end = ended.end if isinstance(ended, RankFailed) else None
+            if asked.slots is not None and end is not None and end.cause == "corruption":
+                asked.slots.forget()
             raise ended
 
 
@@ -303,14 +325,14 @@ def _report(
         if "notice" in stopped:
             raise HandedOver(f"a notice ended the run{way_on(ready)}")
         if "grow" in stopped:
-            raise EndsToGrow(_GROWS, lead=_GROWS, output=ready.output)
+            raise EndsToGrow(_GROWS, output=ready.output)
         return None
     ranks = [RankRecord.model_validate(all_records[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
     ended = ranks[0].stopped
     log_event(ready, AttemptEnded(at_unix_s=unix_now_s(), stopped=ended, after_step=done))
     if ended == "grow":
-        raise EndsToGrow(f"{_GROWS}, that of step {done}", lead=_GROWS, output=ready.output)
+        raise EndsToGrow(_GROWS, rest=f", that of step {done}", output=ready.output)
     report = summarise(
         ready.plan,
         orders,

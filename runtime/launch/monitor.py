@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from meshwright.planner.documents.events import Drift, PhaseDone, SaveFailed, StepRecord, events_of
+from meshwright.planner.documents.events import (
+    CopyInterval,
+    Drift,
+    PhaseDone,
+    SaveFailed,
+    StepRecord,
+    events_of,
+)
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.runtime.launch.failure_report import hung, log_event
 from meshwright.runtime.launch.host_memory_limits import most_bytes
@@ -19,6 +26,8 @@ from meshwright.runtime.run.progress_line import ProgressLine
 from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.telemetry import Telemetry
 
+TOLD_AGAIN = 1.5
+"""How much the interval of copies changes until it is told again."""
 PACE_S = 1.0
 """Between looks at the pace of ranks where no step is reported."""
 
@@ -69,6 +78,7 @@ class Looks:
         self._ready, self._asked = ready, asked
         self._begin_s = time.monotonic()
         self._before = shown.step
+        self._copied_every = 0
         self._predicted_s = run.account_of(ready.output).start_s
         tells = asked.elastic and ready.ranks.leads
         self._events = run.AddedLines(run.events_file(ready.output)) if tells else None
@@ -85,7 +95,7 @@ class Looks:
         if self.pace is not None:
             self.pace(news)
         if self._events is not None and news:
-            self._tell_failed_saves(self._events.read())
+            self._tell_of_state(self._events.read())
         if self.telemetry is not None:
             self.telemetry.look()
         if self._begin_s and self.shown.step > self._before:
@@ -107,9 +117,20 @@ class Looks:
         if waiting:
             raise hung(self._ready, waiting, after_step=self.after_step)
 
-    def _tell_failed_saves(self, lines: Sequence[bytes]) -> None:
-        """Say what could not be saved: ranks write it down, and train on."""
+    def _tell_of_state(self, lines: Sequence[bytes]) -> None:
+        """Say what could not be saved, and how often state is copied where that has changed.
+
+        Ranks write it down, and train on.
+        """
+        words = (b'"save_failed"', b'"copies"')
         # Few lines are read as what they are.
-        for event in events_of(line for line in lines if b'"save_failed"' in line):
+        for event in events_of(line for line in lines if any(word in line for word in words)):
             if isinstance(event, SaveFailed):
                 self.shown.say.print(f"warning: {event.text}")
+            if isinstance(event, CopyInterval) and not (
+                self._copied_every / TOLD_AGAIN
+                < event.every_steps
+                < self._copied_every * TOLD_AGAIN
+            ):
+                self._copied_every = event.every_steps
+                self.shown.say.print(event.text)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.planner.documents.document import read
-from meshwright.planner.documents.events import SaveFailed, StepRecord
+from meshwright.planner.documents.events import CopyInterval, SaveFailed, StepRecord
 from meshwright.planner.documents.model import ModelGraph, is_factory, is_recorded
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.plugins import load_plugin
@@ -140,6 +140,7 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
             run=orders.token,
             plan=plan.digest,
             identity=TrainingIdentity.of(plan=plan, model=model, corpus=corpus, frozen=frozen),
+            config=engine.configuration(),
         )
     loop = Loop(
         engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank, mirror=mirror
@@ -378,7 +379,7 @@ class Loop:
             if metrics is not None and not result.skipped:
                 metrics.write(self._record(result, step_s[-1], eval_loss, peak.so_far_bytes()))
             if self._mirror is not None:
-                self._copy(self._mirror, step, step_s)
+                self._copy(self._mirror, step, step_s, loss, metrics)
             if self._saver is not None and schedule is not None:
                 self._look_at_save(self._saver, metrics)
                 if ends or step == self.orders.steps or schedule.due(step):
@@ -415,20 +416,39 @@ class Loop:
             checkpoint=str(saved) if saved else None,
         )
 
-    def _copy(self, mirror: Mirror, step: int, step_s: Sequence[float]) -> None:
-        """Copy the state where it outlives this process."""
+    def _copy(
+        self,
+        mirror: Mirror,
+        step: int,
+        step_s: Sequence[float],
+        loss: float,
+        metrics: Metrics | None,
+    ) -> None:
+        """Copy the state where it outlives this process, and say how often that is done."""
         from meshwright.runtime.resilience.in_memory_checkpoint import MEASURED  # noqa: PLC0415
 
-        if self._used is not None and mirror.is_due(step):
-            begin_s = time.perf_counter()
-            mirror.copy(
-                self.engine.snapshot(copied=False),
-                used=self._used.digest(),
-                began_s=begin_s,
-                step_s=min(step_s[-MEASURED:]),
+        if self._used is None or not mirror.is_due(step):
+            return
+        began_s, usual_s, before = time.thread_time(), min(step_s[-MEASURED:]), mirror.every
+        snapshot = self.engine.snapshot(copied=False)
+        mirror.copy(
+            snapshot,
+            used=self._used.digest(),
+            began_s=began_s,
+            step_s=usual_s,
+            loss=loss,
+            epoch=self.samples.epoch(self.engine.next_sample),
+        )
+        if metrics is not None and (mirror.every != before or mirror.is_measured_first):
+            interval = CopyInterval(
+                at_unix_s=unix_now_s(),
+                every_steps=mirror.every,
+                step_s=usual_s,
+                state_bytes=snapshot.size_bytes,
             )
-            if self._replays is not None:
-                self._replays.forget_before(step)
+            metrics.log_event(interval)
+        if self._replays is not None:
+            self._replays.forget_before(step)
 
     def _look_at_save(self, saver: Saver, metrics: Metrics | None, *, waits: bool = False) -> None:
         """Tell if a checkpoint could not be written; wait for it, if it `waits`.

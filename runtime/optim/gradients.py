@@ -7,6 +7,7 @@ that parameters lie on different meshes; `unsharded` puts the parts together aga
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from meshwright.planner.errors import LaunchError
+from meshwright.planner.errors import BatchError, LaunchError, RecordError
 from meshwright.runtime.core.loss import LossScale
 from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json
@@ -66,15 +67,39 @@ class StepMeasurement:
     factor: Tensor
     """What gradients must be multiplied with to be those of the mean loss; 0 if nothing counts."""
     checks: Tensor
-    """[5] How many gradients are zeros that ranks put in place of none; how many ranks saw a
-    forward change a copy of a parameter; the sums of the words of replicas (see Agreement), where
-    they are compared in this step; and who asks that this step is the last one (see `ending`)."""
+    """[5] How many gradients are zeros that ranks put in place of none; how many ranks had a
+    forward that failed, or that changed a copy of a parameter; the sums of the words of replicas
+    (see Agreement), where they are compared in this step; and who asks that this step is the last
+    one (see `ending`)."""
 
     @property
     def report(self) -> Tensor:
         """[mean loss, gradient norm, count, by how much digests of replicas differ, `ending`]."""
         drift, ending = self.checks[2:4].abs().sum(), self.checks[4]
         return torch.stack((self.total / self.count, self.norm.double(), self.count, drift, ending))
+
+
+def refuse_failed(failed: Exception | None, place: Place) -> None:
+    """Raise what failed on a rank, on all of them; each calls it with what failed there, if any.
+
+    Other ranks have the same words, and the traceback of that rank behind them.
+    """
+    here = None
+    if failed is not None:
+        here = [type(failed).__name__, str(failed), "".join(traceback.format_exception(failed))]
+    every = all_gather_json(here) if place.mesh is not None else [here]
+    if failed is not None:
+        raise failed
+    for rank, there in enumerate(every):
+        if there is not None:
+            kind, text, trace = there
+            error = _SAME_ON_ALL_RANKS.get(kind, LaunchError)
+            failure = error(text if kind in _SAME_ON_ALL_RANKS else f"rank {rank}: {kind}: {text}")
+            raise failure from RuntimeError(f"on rank {rank}, before an update:\n{trace}")
+
+
+_SAME_ON_ALL_RANKS = {error.__name__: error for error in (BatchError, LaunchError, RecordError)}
+"""Errors that say what to do, whichever rank has them."""
 
 
 class Gradients:
@@ -110,6 +135,9 @@ class Gradients:
         """Of what all ranks train, in order."""
         self.participation: Participation | None = None
         """Of parameters that FSDP reduces, which all have a gradient then."""
+        self.failure: Callable[[], Exception | None] = lambda: None
+        """Takes what went wrong in this step's forwards here, which all ranks are to know."""
+        self._failed: Exception | None = None
         self.tracks_unused = False
         """Whether each step notes what took no part in it."""
         self.unused: Mapping[str, tuple[int, ...]] = {}
@@ -236,6 +264,7 @@ class Gradients:
         """
         lacking, changed, *words, _ = measured.checks.tolist()
         if changed:
+            refuse_failed(self._failed, self.place)
             self._refuse_changed()
         if any(words) and self.agreement is not None:
             self.agreement.refuse_drift()
@@ -281,7 +310,9 @@ class Gradients:
         checks = torch.zeros(5, dtype=totals.dtype, device=totals.device)
         if self._lacking:
             checks[0] = float(len(self._lacking))
-        if self.participation is not None and self.participation.changed:
+        self._failed = self.failure()
+        changed = self.participation is not None and self.participation.changed
+        if changed or self._failed is not None:
             checks[1] = 1.0
         if self.agreement is not None and self.agreement.due(int(self.steps) + 1):
             checks[2:4] = self.agreement.words(totals.device)

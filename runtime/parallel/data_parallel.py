@@ -190,7 +190,8 @@ def reduces_apart(plan: Plan, place: Place) -> bool:
 
     FSDP would hold a second copy of the parameters, and does what else there is to do.
     """
-    plain = plan.precision in ("fp32", "tf32") and plan.gradient_compression == "full"
+    plain = plan.precision in ("fp32", "tf32") or plan.training.master_weights == "none"
+    plain = plain and plan.gradient_compression == "full"
     plain = plain and plan.offload != "parameters" and not reduces_in_step(plan)
     return plain and not place.sharded and place.replicas > 1
 

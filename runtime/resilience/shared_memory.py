@@ -7,22 +7,40 @@ both in a header that is written last:
 
     MAGIC (8)  bytes of the label (8)  of the rest (8)  CRC-32 of both (4 each)  label  bytes
 
+Where /dev/shm has room they have names there, in a folder that a launcher locks while it lives and
+deletes when it leaves.  A launcher that is killed leaves them to the next one of the same folder of
+checkpoints on the node, which makes a checkpoint of them (`runtime.resilience.state_rescue`):
+
+    /dev/shm/meshwright-UID-KEY-0/      KEY is of the folder of checkpoints
+    ├── .lock  about.json               whose copies they are
+    ├── plan-KEY.yaml  model-KEY.yaml   what a checkpoint has beside its tensors, by plan
+    └── own-000 ...  wards-000 ...      the slots
+
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import json
 import mmap
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from meshwright.planner.documents.document import read, write
+from meshwright.planner.documents.model import ModelGraph
+from meshwright.planner.documents.plan import Plan
+from meshwright.planner.errors import MeshwrightError
 
 SLOTS = "MESHWRIGHT_SLOTS"
 """Tells each rank, as JSON, where its node's slots are."""
@@ -36,10 +54,33 @@ _ROOM_BYTES = 2**16
 is mapped anew every page of it faults."""
 
 
-class Slots:
-    """Those of a node, in memory without a name: gone with this process, however it ends."""
+SHARED = Path("/dev/shm")
+ROOM = 1.25
+"""How much more room than copies need is asked for where they have names."""
+_MOST_FOLDERS = 64
 
-    def __init__(self) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyContext:
+    """What a checkpoint has beside tensors, of a plan whose ranks made copies."""
+
+    plan: Plan
+    model: ModelGraph | None = None
+    companions: Mapping[str, str] = field(default_factory=dict)
+    """Files by their names in a checkpoint."""
+
+
+class Slots:
+    """Those of a node; they go with this process, unless it is killed and they have names."""
+
+    def __init__(self, checkpoints: Path | None = None, *, expected_bytes: float = 0.0) -> None:
+        """With a folder of `checkpoints` they have names, where there is room for what is expected.
+
+        That are `expected_bytes` of all slots of the node.
+        """
+        self._checkpoints, self._expected_bytes = checkpoints, expected_bytes
+        self._folder: Path | None = None
+        self._lock: int | None = None
         self._own: list[int] = []
         self._wards: list[int] = []
         self._kept: int | None = None
@@ -47,6 +88,10 @@ class Slots:
         self._has_partner = False
         self.ranks = 0
         """That this node has now."""
+        self.contexts: dict[str, CopyContext] = {}
+        """By the digest of the plan."""
+        self.stays = False
+        """Whether named slots stay behind: what is in them could not be written."""
         self._seen: tuple[dict[str, Any], NodeSlots] | None = None
 
     def __enter__(self) -> Slots:
@@ -58,20 +103,73 @@ class Slots:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for descriptor in (*self._own, *self._wards, *([self._kept] if self._kept else [])):
-            os.close(descriptor)
-        self._own, self._wards, self._kept, self._seen = [], [], None, None
+        if self._folder is not None and not self.stays:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for descriptor in (*self._own, *self._wards, self._kept, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._own, self._wards, self._kept, self._lock, self._seen = [], [], None, None, None
+
+    @property
+    def place(self) -> str:
+        """Where they are, as an error says it."""
+        return "its launcher's memory" if self._folder is None else str(self._folder)
 
     def begin(self, *, epoch: int, wards: int, has_partner: bool) -> None:
         """Take notice of an epoch in which a ward has this number of ranks."""
         self._epoch, self._has_partner = epoch, has_partner
-        _grown(self._wards, wards)
+        self._grow(self._wards, wards, "wards")
 
-    def environment(self, ranks: int) -> dict[str, str]:
-        """Return what tells this node's ranks, by their number, where slots are."""
+    def environment(self, ranks: int, context: CopyContext | None = None) -> dict[str, str]:
+        """Return what tells this node's ranks, by their number, where slots are.
+
+        What a checkpoint has beside their state is in the `context`.
+        """
         self.ranks = ranks
-        _grown(self._own, ranks)
+        self._grow(self._own, ranks, "own")
+        if context is not None:
+            self._keep_context(context)
         return {SLOTS: json.dumps(self._description())}
+
+    def forget(self) -> None:
+        """Have nothing in any slot: what is there may be damaged."""
+        for descriptor in (*self._own, *self._wards):
+            if os.fstat(descriptor).st_size:
+                os.pwrite(descriptor, bytes(_HEADER.size), 0)
+
+    def _take_name(self) -> None:
+        """Have a folder in shared memory, if there is room for what is expected."""
+        if self._checkpoints is None or self._folder is not None or self._own or self._wards:
+            return
+        with contextlib.suppress(OSError):
+            room = os.statvfs(SHARED)
+            if room.f_bavail * room.f_frsize < ROOM * self._expected_bytes:
+                return
+            about = json.dumps(_about(self._checkpoints))
+            for number in range(_MOST_FOLDERS):
+                folder = SHARED / f"{_prefix(self._checkpoints)}-{number}"
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+                    self._lock = _lock_folder(folder)
+                    self._folder = folder if self._lock is not None else None
+                    (folder / "about.json").write_text(about)
+                    return
+
+    def _keep_context(self, context: CopyContext) -> None:
+        self.contexts[context.plan.digest] = context
+        if self._folder is not None:
+            with contextlib.suppress(OSError, MeshwrightError):
+                _write_context(context, self._folder)
+
+    def _grow(self, descriptors: list[int], ranks: int, kind: str) -> None:
+        self._take_name()
+        while len(descriptors) < GENERATIONS * ranks:
+            if self._folder is None:
+                descriptors.append(os.memfd_create("meshwright-slot"))
+                continue
+            file = self._folder / f"{kind}-{len(descriptors):03}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptors.append(os.open(file, flags, 0o600))
 
     def _description(self) -> dict[str, Any]:
         if self._has_partner and self._kept is None:
@@ -93,9 +191,89 @@ class Slots:
         return self._seen[1]
 
 
-def _grown(descriptors: list[int], ranks: int) -> None:
-    while len(descriptors) < GENERATIONS * ranks:
-        descriptors.append(os.memfd_create("meshwright-slot"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftCopies:
+    """Slots of a launcher that was killed."""
+
+    folder: Path
+    node: NodeSlots
+    contexts: Mapping[str, CopyContext]
+
+
+@contextlib.contextmanager
+def left_copies(checkpoints: Path) -> Iterator[list[LeftCopies]]:
+    """Yield what killed launchers of a folder of checkpoints left on this node, locked for us.
+
+    What they left whose folder of checkpoints is gone is deleted.
+    """
+    with contextlib.ExitStack() as held:
+        leftovers = []
+        for folder in sorted(SHARED.glob(f"meshwright-{os.getuid()}-*")):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                status = folder.lstat()
+                if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                    continue  # somebody else could have written there
+                lock = _lock_folder(folder)
+                if lock is None:
+                    continue
+                held.callback(os.close, lock)
+                about = json.loads((folder / "about.json").read_text())
+                if about != _about(Path(about["checkpoints"])):
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif folder.name.startswith(f"{_prefix(checkpoints)}-"):
+                    leftovers.append(_left_copies(folder))
+        yield leftovers
+
+
+def _left_copies(folder: Path) -> LeftCopies:
+    names = {kind: sorted(map(str, folder.glob(f"{kind}-*"))) for kind in ("own", "wards")}
+    node = NodeSlots(own=_by_rank(names["own"]), wards=_by_rank(names["wards"]))
+    contexts = {}
+    for file in folder.glob("plan-*.yaml"):
+        with contextlib.suppress(MeshwrightError, OSError, ValueError):
+            plan = read(Plan, file)
+            model = folder / file.name.replace("plan-", "model-")
+            companions = folder / file.name.replace("plan-", "beside-").replace(".yaml", ".json")
+            contexts[plan.digest] = CopyContext(
+                plan=plan,
+                model=read(ModelGraph, model) if model.exists() else None,
+                companions=json.loads(companions.read_text()),
+            )
+    return LeftCopies(folder=folder, node=node, contexts=contexts)
+
+
+def _write_context(context: CopyContext, folder: Path) -> None:
+    key = hashlib.sha256(context.plan.digest.encode()).hexdigest()[:16]
+    (folder / f"beside-{key}.json").write_text(json.dumps(dict(context.companions)))
+    if context.model is not None:
+        write(context.model, folder / f"model-{key}.yaml")
+    write(context.plan, folder / f"plan-{key}.yaml")
+
+
+def _prefix(checkpoints: Path) -> str:
+    """Return how the names of folders begin that have copies of a run."""
+    key = hashlib.sha256(os.fsencode(checkpoints.resolve())).hexdigest()[:16]
+    return f"meshwright-{os.getuid()}-{key}"
+
+
+def _about(checkpoints: Path) -> dict[str, Any]:
+    """Return whose copies they are: a folder that was deleted and made anew is another one."""
+    status = checkpoints.stat() if checkpoints.is_dir() else None
+    return {
+        "checkpoints": str(checkpoints.resolve()),
+        "inode": None if status is None else [status.st_dev, status.st_ino],
+    }
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Return the descriptor of a folder's lock, None where a launcher that lives has it."""
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def _file(descriptor: int) -> str:
@@ -146,7 +324,7 @@ class StateSlot:
             with self._file.open("r+b") as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if size < least:
-                    opened.truncate(-(-least // _ROOM_BYTES) * _ROOM_BYTES)
+                    _take_room(opened.fileno(), -(-least // _ROOM_BYTES) * _ROOM_BYTES)
                 # Views of a shorter one keep it as long as they are there.
                 self._memory = mmap.mmap(opened.fileno(), 0) if max(size, least) else None
         return self._memory
@@ -206,6 +384,16 @@ class StateSlot:
         if zlib.crc32(text) != label_code:
             return None
         return text.decode(), memory[begin : begin + size], code
+
+
+def _take_room(descriptor: int, size: int) -> None:
+    """Let a slot have as many bytes; OSError where there is no room, and not SIGBUS later."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.truncate(descriptor, size)
 
 
 class Filling:

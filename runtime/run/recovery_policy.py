@@ -41,7 +41,7 @@ class Verdict:
 
 VERDICTS: Sequence[Verdict] = (
     Verdict(
-        causes=frozenset({"crash", "device", "node", "hang"}),
+        causes=frozenset({"crash", "device", "node", "hang", "transient"}),
         stuck=ATTEMPTS,
         reaction="stop",
         why=f"it ended {ATTEMPTS} times after the same step",
@@ -58,6 +58,19 @@ VERDICTS: Sequence[Verdict] = (
         devices=2,
         reaction="shrink",
         why="it crashed before",
+    ),
+    Verdict(
+        causes=frozenset({"transient"}),
+        times=ATTEMPTS,
+        devices=2,
+        named=True,
+        reaction="shrink",
+        why=f"its device gave such errors {ATTEMPTS} times",
+    ),
+    Verdict(
+        causes=frozenset({"transient"}),
+        reaction="restart",
+        why="such errors may pass, and what failed answers a test",
     ),
     Verdict(
         causes=frozenset({"crash", "hang"}),

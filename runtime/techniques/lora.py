@@ -24,6 +24,7 @@ from meshwright.planner.documents.training import Lora
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.mesh import Place
+from meshwright.runtime.techniques.packed_weights import PackedLinear
 
 A, B = "lora_a", "lora_b"
 
@@ -139,7 +140,7 @@ def refuse(lora: Lora, model: str) -> NoReturn:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    return type(module) in (nn.Linear, PackedLinear) or type(module).__name__ == "Conv1D"
 
 
 def _adapt(module: Any, lora: Lora) -> None:

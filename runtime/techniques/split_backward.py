@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from meshwright.runtime.core.torch_internals import is_traced
+from meshwright.runtime.techniques.packed_weights import PackedLinear
 
 
 class Products(Protocol):
@@ -182,7 +183,7 @@ def _(x: Tensor, grad: Tensor, place: int) -> None:
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     """Return x times a module's weight, of which `weight` is the local part, without its bias."""
-    if isinstance(module, DeferredLinear):
+    if isinstance(module, DeferredLinear | PackedLinear):
         return module.product(x, weight, None)
     return functional.linear(x, weight)
 

@@ -43,6 +43,7 @@ from meshwright.runtime.tracing.trace import (
     values_of,
 )
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, units_of
+from meshwright.runtime.tracing.training_modes import TrainingModes
 from meshwright.runtime.tracing.unused_parameters import BackwardOrder
 
 Around = Callable[[Any, Node | None], contextlib.AbstractContextManager[None]]
@@ -59,6 +60,8 @@ class MicroBatch:
     """Of what is drawn (see `step_seed`); None draws from torch's own generator."""
     coin_seed: int | None = None
     """Of Python's and numpy's numbers between units, alike on all ranks; None leaves them."""
+    local: bool = False
+    """It is a rank's own, of any structure: its loss says how much counts."""
 
 
 def step_seed(seed: int, step: int, first_sample: int) -> int:
@@ -140,6 +143,8 @@ class RecordedStage(nn.Module):
         """`module` gives the parts that are run; it and `recorder` are of one construction."""
         super().__init__()
         self._recorder = recorder
+        self._users = (module,)
+        """The user's module, which is no part of this one."""
         self._range = (first, last)
         self._programs = Recent[_StageProgram](MOST_RECORDINGS)
         self.recompute: dict[str, Recompute] = {}
@@ -155,11 +160,18 @@ class RecordedStage(nn.Module):
         """What each call of a node is made in, by the batch of its micro-batch."""
         self.checks_shapes = False
         """Each call must make what it made when it was recorded; not where ranks have parts."""
+        self.agrees = False
+        """An error in a micro-batch waits in `failure` until all ranks have it: see `failed`."""
+        self.failure: Exception | None = None
+        """The first error since it was last taken."""
         self.order: BackwardOrder | None = None
         """In which units that FSDP wraps are gathered and reduced."""
         self.units: dict[str, nn.Module] = {}
         """Units that may be wrapped by themselves; their parameters are read by no one else.  A
         wrapper takes their place through `place`."""
+        self._beside: dict[str, tuple[nn.Module, str, Tensor, int]] = {}
+        """Tensors beside units as the user's module has them: whose, under which name, which, and
+        how often they were changed in place."""
         recording = recorder.first
         self.layers = recording.layers[first:last]
         self._is_last = last == len(recording.layers)
@@ -289,16 +301,25 @@ class RecordedStage(nn.Module):
         return () if self._is_last else recording.sent(self._range[1] - 1)
 
     def train(self, mode: bool = True) -> RecordedStage:
-        """Set the mode; parts that the user's module keeps in another mode stay there."""
-        super().train(mode)
-        for module in self._whole:
-            module.train(mode)
+        """Set the mode as the module's own `train` and `eval` do."""
+        self.training = mode
+        self._users_modes.set_mode(training=mode)
+        users = set(self._users[0].modules())
+        by_name = {name: part.training for name, part in self._users[0].named_modules()}
         for name, part in self.named_modules():
-            if part is not self:
-                part.training = self._recorder.training_of(name, training=mode)
-        for module in self._whole:
-            module.training = self._recorder.training_of("", training=mode)
+            if part is not self and part not in users:
+                part.training = by_name.get(name, mode)
         return self
+
+    @functools.cached_property
+    def _opened_parts(self) -> list[tuple[str, nn.Module]]:
+        """The user's modules whose forward is taken apart, by path."""
+        parts = dict(self._users[0].named_modules())
+        return [(name, parts[name]) for name in self._recorder.opened if name in parts]
+
+    @functools.cached_property
+    def _users_modes(self) -> TrainingModes:
+        return TrainingModes(self._users[0], self._recorder.modes)
 
     def select(self, number: int) -> None:
         """Run this one of the micro-batches that a pipeline has at hand next."""
@@ -315,12 +336,40 @@ class RecordedStage(nn.Module):
         if self.order is not None:
             self.order.begin(self.device)
         # A pipeline hands its first stage the number too.
-        outputs = self._outputs_of(received if self._range[0] else (), micro)
+        received = received if self._range[0] else ()
+        if not self.agrees:
+            return self._made_of(received, micro)
+        try:
+            if self.failure is None:
+                return self._made_of(received, micro)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.failure = error
+        return self._stand_ins(received, micro)
+
+    def _made_of(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
+        outputs = self._outputs_of(received, micro)
         if self.order is not None:
             self.order.end()
         if not self._is_last:
             return self._closed(outputs)
         return self.closed(self.loss(outputs, micro)) if self.loss else outputs
+
+    def _stand_ins(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
+        """Return zeros in place of what failed, so that other ranks come to where all agree."""
+        floats = [tensor for tensor in received if tensor.requires_grad]
+        zero = sum((0.0 * tensor.sum() for tensor in floats), torch.zeros((), device=self.device))
+        if self._is_last:
+            return zero if zero.requires_grad else zero.requires_grad_()
+        recording = self._recorder.recording(micro.batch, training=self.training)
+        return tuple(
+            torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+            + (zero if floats else torch.zeros_like(zero, requires_grad=True)).to(like.dtype)
+            if like.requires_grad and torch.is_grad_enabled()
+            else torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+            for like in self.sent(recording)
+        )
 
     def closed(self, loss: Tensor) -> Tensor:
         """Return a loss of the last forward whose backward is in the order of all ranks."""
@@ -427,6 +476,7 @@ class RecordedStage(nn.Module):
         if parent is owner:
             return  # inside a unit of this stage
         tensor = getattr(owner, attribute)
+        self._beside[name] = owner, attribute, tensor, tensor._version
         if attribute in owner._parameters:
             parent._parameters[attribute] = tensor
         elif attribute in owner._buffers:
@@ -435,6 +485,36 @@ class RecordedStage(nn.Module):
                 parent._non_persistent_buffers_set.add(attribute)
         else:
             setattr(parent, attribute, tensor)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take what the training loop gave its module beside units: buffers, and plain tensors.
+
+        Raises RecordError where it is of another shape or type than when it was recorded, or the
+        module is in another mode.
+        """
+        for name, part in self._opened_parts:
+            mode = self._recorder.training_of(name, training=self.training)
+            if part.training != mode:
+                raise RecordError(
+                    f"{name or type(part).__name__}: is in "
+                    f"{'eval' if mode else 'train'} mode, and was recorded in "
+                    f"{'train' if mode else 'eval'} mode; set it before the Engine is made, or use "
+                    "a plan without pipeline"
+                )
+        for name, (owner, attribute, before, version) in self._beside.items():
+            now = getattr(owner, attribute)
+            if isinstance(before, nn.Parameter) or (now is before and now._version == version):
+                continue
+            mine = self.held(name)
+            if not isinstance(now, Tensor) or (now.shape, now.dtype) != (mine.shape, mine.dtype):
+                raise RecordError(
+                    f"{name}: is of another shape or type than when it was recorded; give it "
+                    "values of the same, or use a plan without pipeline"
+                )
+            if mine is not now:
+                mine.copy_(now)
+            self._beside[name] = owner, attribute, now, now._version
 
     def _alone(self, names: Mapping[str, None], held: set[str]) -> Iterator[tuple[str, nn.Module]]:
         """Yield the units whose parameters nobody else in this stage reads."""
@@ -512,12 +592,20 @@ class _MicroBatchRun:
     def _check_shapes(self, node: Node) -> None:
         """Refuse a call that makes something else than when it was recorded."""
         for _, value in node.made:
-            then, now = self._recording.values[value].shape, self.values[value].shape
-            if now != then and value not in self._recording.sized_by_values:
+            recorded, made = self._recording.values[value], self.values[value]
+            if made.shape != recorded.shape and value not in self._recording.sized_by_values:
                 raise RecordError(
-                    f"{node.name} makes {list(now)} of this batch, and has made {list(then)} when "
-                    "it was recorded: its size depends on values; name a unit around it and what "
-                    "reads it with units=, or use a plan without pipeline",
+                    f"{node.name} makes {list(made.shape)} of this batch, and has made "
+                    f"{list(recorded.shape)} when it was recorded: its size depends on values; "
+                    "name a unit around it and what reads it with units=, or use a plan without "
+                    "pipeline",
+                    where=node.where,
+                )
+            if made.dtype != recorded.dtype:
+                raise RecordError(
+                    f"{node.name} makes {made.dtype} of this batch, and has made {recorded.dtype} "
+                    "when it was recorded; let its type follow from what it is given, or use a "
+                    "plan without pipeline",
                     where=node.where,
                 )
 

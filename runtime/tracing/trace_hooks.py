@@ -31,6 +31,7 @@ from torch.utils._pytree import (
 )
 
 from meshwright.planner.errors import RecordError
+from meshwright.runtime.core.batches import register_records
 from meshwright.runtime.core.side_effects import PythonNumbers
 from meshwright.runtime.tracing.trace import (
     Leaf,
@@ -48,7 +49,7 @@ from meshwright.runtime.tracing.trace import (
 VALUE_READERS = frozenset(
     (
         "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__format__",
-        "__index__", "__int__",
+        "__index__", "__int__", "__reduce_ex__", "__repr__",
         "allclose", "equal", "is_nonzero", "item", "numpy", "tolist",
     )
 )  # fmt: skip
@@ -58,6 +59,8 @@ SIZE_READERS = frozenset(
         Tensor.shape.__get__,  # type: ignore[attr-defined]
         Tensor.size, Tensor.numel, Tensor.nelement, torch.numel,
         Tensor.__len__, Tensor.__iter__, Tensor.unbind, torch.unbind,
+        Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.tensor_split,
+        torch.tensor_split,
     )
 )  # fmt: skip
 """Functions that turn sizes of tensors into Python's own, or into as many tensors."""
@@ -76,8 +79,12 @@ WHOLE = "model"
 class Notes:
     """What a forward does, while it runs."""
 
-    def __init__(self, module: nn.Module, opened: frozenset[str], batch: Any) -> None:
+    def __init__(
+        self, module: nn.Module, opened: frozenset[str], batch: Any, *, replays: bool = True
+    ) -> None:
+        """`replays` says that what is noted may be replayed, and must not depend on values."""
         self._module = module
+        self._replays = replays
         self._opened = opened
         self._paths = {id(part): name for name, part in module.named_modules()}
         self._parameters = [(part, dict(part._parameters)) for part in module.modules()]
@@ -258,7 +265,7 @@ class Notes:
         if isinstance(leaf, Tensor):
             if id(leaf) in self._references:
                 return self._references[id(leaf)]
-            if isinstance(leaf, FakeTensor) or leaf.requires_grad:
+            if self._replays and (isinstance(leaf, FakeTensor) or leaf.requires_grad):
                 raise RecordError(
                     f"{name} gets a tensor that neither the batch, nor the module, nor a function "
                     "of torch made; compute it with functions of torch, or inside a unit",
@@ -275,8 +282,10 @@ class Notes:
                     where=where,
                 )
             return leaf
-        if isinstance(leaf, PLAIN) or (
-            isinstance(leaf, types.FunctionType) and not leaf.__closure__
+        if (
+            not self._replays
+            or isinstance(leaf, PLAIN)
+            or (isinstance(leaf, types.FunctionType) and not leaf.__closure__)
         ):
             return leaf
         if isinstance(leaf, types.BuiltinFunctionType | types.WrapperDescriptorType):
@@ -289,7 +298,7 @@ class Notes:
         )
 
     def _refuse_values(self, call: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
-        if any(id(tensor) in self._references for tensor in tensors):
+        if self._replays and any(id(tensor) in self._references for tensor in tensors):
             raise RecordError(
                 f"{call.__name__.strip('_')} reads the value of a tensor between units, so that "
                 "what follows depends on it; put it inside a unit (units=), use torch.where, or "
@@ -298,7 +307,7 @@ class Notes:
             )
 
     def _refuse_sizes(self, tensors: Sequence[Tensor]) -> None:
-        if any(id(tensor) in self._sizes_by_values for tensor in tensors):
+        if self._replays and any(id(tensor) in self._sizes_by_values for tensor in tensors):
             raise RecordError(
                 "a size that depends on the values of a tensor (of x[mask], nonzero, unique, "
                 "bincount) is read between units, so that what follows depends on it; put it "
@@ -383,6 +392,7 @@ class Notes:
 
     def recording(self, result: Any) -> Recording:
         """Return what was noted of a forward that returned `result`."""
+        register_records(result)
         leaves, spec = tree_flatten(result)
         where = f"{type(self._module).__name__}.forward"
         outputs = tuple(self._reference(leaf, "its result", where) for leaf in leaves)

@@ -82,8 +82,9 @@ class Recorder:
         self.refused: str | None = None
         """Why a module that `of_units` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
-        self._dtype, self._ours = dtype, ours
-        self._modes = {name: part.training for name, part in module.named_modules()}
+        self._dtype, self._ours, self._whole = dtype, ours, whole
+        self.modes = {name: part.training for name, part in module.named_modules()}
+        """In which mode each part is while the module trains."""
         self.opened = frozenset() if whole else _opened_paths(module, units)
         # In a rehearsal tensors have no data already, and modes do not mix.
         self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
@@ -243,7 +244,7 @@ class Recorder:
 
         Parts of a unit that the recorded module does not have are in that of the whole.
         """
-        return (self._modes if training else self._resting).get(name, training)
+        return (self.modes if training else self._resting).get(name, training)
 
     @contextlib.contextmanager
     def without_data(self, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -256,7 +257,7 @@ class Recorder:
             stack.enter_context(restore_side_effects(built, self.inputs))
             module = deepcopy_module(built)
             for name, part in module.named_modules():
-                part.training = self._modes[name]
+                part.training = self.modes[name]
             if self._real is None:
                 stack.enter_context(self._fake)
                 stack.enter_context(even_routing(module))
@@ -293,7 +294,8 @@ class Recorder:
         with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()
-            notes, before = Notes(module, self.opened, given), PythonNumbers()
+            notes = Notes(module, self.opened, given, replays=not self._whole)
+            before = PythonNumbers()
             with notes.listening():
                 args, kwargs = arguments(self.inputs(given))
                 result = module(*args, **kwargs)

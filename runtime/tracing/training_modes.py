@@ -7,20 +7,23 @@ was built with in eval mode stays there while the rest trains.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 
 class TrainingModes:
     """The modes of a module and of its parts."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """`module` is as it was built, or in the mode that `set_mode(training=True)` left."""
+    def __init__(self, module: nn.Module, modes: Mapping[str, bool] | None = None) -> None:
+        """`modes` are those of parts while the module trains: by default those of now."""
         self._module = module
         deciding = [path for path, part in module.named_modules() if _decides(part)]
         self._resting = [
             part
             for path, part in module.named_modules()
-            if not part.training and not any(_is_below(path, above) for above in deciding)
+            if not (modes or {}).get(path, part.training)
+            and not any(_is_below(path, above) for above in deciding)
         ]
 
     def set_mode(self, *, training: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import report, suite
+from benchmarks.gpu import report, suite, versus
 from benchmarks.gpu.suite import CASES, Case, read_lines, todo
 from meshwright.planner.catalog import accelerators
 
@@ -109,3 +109,36 @@ def test_a_report_has_the_curve_that_was_measured() -> None:
     assert "+10.0 %" in text
     assert "- equality, bad: ValueError: no" in text
     assert f"Not done: {', '.join(case.name for case in CASES)}." in text
+
+
+def test_contestants_take_turns_and_the_table_compares_with_the_fastest_other() -> None:
+    work = versus.Work(model="gpt2", seq_len=100, samples=10)
+    first = [name for _, turn, name in versus.turns([work], 2) if turn == 0]
+    assert first == list(versus.CONTESTANTS)
+
+    def line(case: str, **found: Any) -> dict[str, Any]:
+        return {"key": work.key, "turn": 0, "case": case} | found
+
+    measured = {"first_s": 9.0, "peak_bytes": 2**30}
+    lines = [
+        line("plain", seconds=[2.0, 2.0, 90.0], **measured),
+        line("trainer", seconds=[4.0], **measured),
+        line("launch", seconds=[1.0], predicted_s=0.9, layout="tp=1", **measured),
+        line("launch eager", failed="Traceback\nOSError: no room"),
+    ]
+
+    text = versus.table(lines, [work])
+
+    assert "| gpt2, 10 x 100 | launch | 1 s | 1,000 | 2.00 | 1.0 GiB | 9 s |" in text
+    assert "| gpt2, 10 x 100 | trainer | 4 s | 250 | 0.50 | 1.0 GiB | 9 s |" in text
+    assert "| | predicted | 900 ms (-10 %) |" in text
+    assert "| gpt2, 10 x 100 | launch eager | OSError: no room |" in text
+
+
+@pytest.mark.matrix
+def test_every_contestant_trains_in_a_dry_run(tmp_path: Path) -> None:
+    versus.main(["--tiny", "--steps", "1", "--rounds", "1", "--out", str(tmp_path)])
+
+    lines = read_lines(tmp_path / "versus.jsonl")
+    assert len(lines) == len(versus.TINY_WORKS) * len(versus.CONTESTANTS)
+    assert not [line for line in lines if "failed" in line]

@@ -28,8 +28,12 @@ PUBLISHED: dict[str, list[public.Row]] = {
     "transformers": public.TRANSFORMERS,
     "nanotron": public.NANOTRON,
     "fsdp": public.FSDP,
+    **public.TUNING,
 }
-DATA = ("megatron-bridge", "deepspeed", "accelerate", "transformers", "nanotron")
+DATA = (
+    *("megatron-bridge", "deepspeed", "accelerate", "transformers", "nanotron"),
+    *public.TUNING,
+)
 SHELL = ("megatron", "slurm")
 
 _NUMBERS = ("0", "-1", "1", "3", "1e3", "1e308", "1e400", "9" * 400, "9" * 5000, "0x" + "f" * 9000,

@@ -98,7 +98,7 @@ class PlayedNode:
         if end is None:
             self.failed = NodeLeft(text)
         else:
-            self.failed = RankFailed(text, lead=text, output=self.course.folder, end=end)
+            self.failed = RankFailed(text, output=self.course.folder, end=end)
         self.roster.ranks_ended(end)
 
 

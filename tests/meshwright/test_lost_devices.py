@@ -94,7 +94,7 @@ class Case:
             ends=(end,),
             held=(),
         )
-        failed = RankFailed("it failed", lead="it failed", output=self.folder / "out", end=end)
+        failed = RankFailed("it failed", output=self.folder / "out", end=end)
         self.epoch = self.own.next(proposal, failed, 1.0)
         return self.epoch
 

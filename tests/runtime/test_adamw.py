@@ -20,9 +20,10 @@ from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.pinned_memory import on_host
 from meshwright.runtime.launch.training_loop import token_engine
 from meshwright.runtime.optim import offloaded_state as streamed_state
-from meshwright.runtime.optim.adamw import adamw, slots_of
 from meshwright.runtime.optim.learning_rate import learning_rate
 from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
+from meshwright.runtime.optim.update_rules import parameter_groups_of as adamw
+from meshwright.runtime.optim.update_rules import slots_of
 from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks

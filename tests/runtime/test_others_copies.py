@@ -48,7 +48,7 @@ def kept_by_both(memory: dict[str, str], folder: str) -> tuple[list[int], bool]:
         for tensor in state.values():
             tensor.copy_(tensor.roll(1) if tensor.dtype == torch.bool else tensor * 3 + step)
         snapshot = take_snapshot(state, step=step, next_sample=8 * step, copied=False)
-        used, begin_s = SampleDigest.of_first(8 * step), time.perf_counter()
+        used, begin_s = SampleDigest.of_first(8 * step), time.thread_time()
         ours.copy(snapshot, used=used, began_s=begin_s, step_s=1e9)
         theirs.save_tensors(list(state.values()), step)
         theirs.maybe_wait()

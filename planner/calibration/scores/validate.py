@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from meshwright.planner.calibration.scores.statistics import (
 )
 from meshwright.planner.calibration.tables.predictions import Tables, predict_run
 from meshwright.planner.calibration.tables.rows import (
+    NO_KIN,
     MeasuredRun,
     Skipped,
     measured_setups,
@@ -158,11 +159,13 @@ def validate(
     progress: Told | None = None,
     unknown: Collection[str] = (),
     left_out: bool = False,
+    kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Validation:
     """Predict every row of a table of runs and score the predictions.
 
     `unknown` names frameworks that are left out: their runs are those of an unknown framework.
-    `left_out`: each row is predicted without the figures that rest on runs of its own source.
+    `left_out`: each row is predicted without the figures that rest on runs of its own source, or of
+    its source and those that `kin` names for it.
     """
     table = read_rows(path)
     sources = {row.get("source", "") for row in table} - {""} if left_out else set()
@@ -170,7 +173,7 @@ def validate(
     predictions: dict[tuple[tuple[str, str], ...], Prediction] = {}
     tables = Tables()
     for index, (measured, setup) in enumerate(
-        measured_setups(table, unknown=unknown, left_out=sources)
+        measured_setups(table, unknown=unknown, left_out=sources, kin=kin)
     ):
         if progress is not None and index % 16 == 0:
             progress(index, len(table))
@@ -215,8 +218,6 @@ _SEEN = frozenset(
         "id",
         "source",
         "source_ref",
-        "model",
-        "n_params",
         "step_time_s",
         "tokens_per_s_per_device",
         "peak_memory_gib",
@@ -228,7 +229,6 @@ _SEEN = frozenset(
         "judge_memory",
         "judge_rank",
         "sweep",
-        "basis",
     }
 )
 """Columns that no prediction depends on."""

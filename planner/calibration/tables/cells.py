@@ -173,5 +173,20 @@ def offloaded_states(text: str) -> frozenset[str]:
     return frozenset(states)
 
 
+def offloaded_share(text: str) -> float | None:
+    """Return the share of activations' bytes that lies on the host; None: not said.
+
+    >>> offloaded_share("optimizer+activations:0.30"), offloaded_share("activations")
+    (0.3, None)
+    """
+    match = re.search(r"activations?:(\d*\.?\d+)", word(text))
+    if match is None:
+        return None
+    share = float(match[1])
+    if not 0 <= share <= 1:
+        raise ValueError(f"offload is {text}")
+    return share
+
+
 def _first_label(words: Mapping[str, str], cell: str) -> str | None:
     return next((name for name, each in words.items() if cell in each.split()), None)

@@ -53,7 +53,7 @@ def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
     latent = None
     if attention == "mla":
         latent = named.latent if named is not None and named.latent else _latent(hidden)
-    return _architecture_of(
+    stated = _architecture_of(
         gated=gated,
         hidden=hidden,
         layers=layers,
@@ -72,6 +72,33 @@ def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
             min(optional(row, "n_dense_layers") or 0, layers),
         ),
         positions=_required_count(row, "seq_len"),
+    )
+    return stated if named is None else _with_unstated(stated, named)
+
+
+def _with_unstated(stated: Architecture, named: Architecture) -> Architecture:
+    """Return a row's architecture with what no column says of the model that its name stands for.
+
+    That are norms, biases, positions and windows of attention, of a model whose matrices are those
+    that the row says.
+    """
+    if not named.causal or _matrices(stated) != _matrices(named):
+        return stated
+    return named.model_copy(
+        update={
+            "max_positions": stated.max_positions,
+            "vocab_size": stated.vocab_size,
+            "tied_embeddings": stated.tied_embeddings,
+        }
+    )
+
+
+def _matrices(a: Architecture) -> tuple[object, ...]:
+    experts = a.experts
+    return (
+        *(a.layers, a.hidden_size, a.heads, a.kv_heads, a.head_dim, a.gated_mlp, a.latent),
+        a.ffn_size if experts is None else None,
+        experts and (experts.count, experts.per_token, experts.ffn_size, experts.dense_layers),
     )
 
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.planner.calibration.tables.cells import EMPTY, Row, word
+from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Scales
 from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.documents.training import Optimizer
 from meshwright.planner.requests.setup import Recomputed
 
 OF_FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +33,15 @@ OF_FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "deepep": ("deepep", "host-counts"),
     "hybridep": ("deepep", "host-counts"),
     "ep-overlap": ("expert-overlap",),
+    "cuda-graphs-part": ("graphed-attention",),
+    "fused-grouped-mlp": ("fused-experts",),
+    "token-drop": ("balanced-routing",),
+    "fsdp1": ("flat-units",),
+    "fsdp2": ("layer-units",),
+    "torch-fsdp2": ("layer-units",),
+    "fp8-activations": ("narrow-activations",),
+    "fp8-param-gather": ("8-bit-gathers",),
+    "flex-attention": ("flash", "fa2"),
     "cuda-graphs-full": ("graphed-steps",),
     "cuda-graphs-layer": ("graphed-layers",),
     "fp8-attention": ("fp8-attention",),
@@ -40,8 +51,14 @@ OF_FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "fused-kernels": ("fused-norms",),
     "fused-cross-entropy": ("fused-cross-entropy",),
     "liger": ("fused-norms", "fused-gates"),
-    "balanced-routing": ("balanced-experts",),
+    "balanced-routing": ("balanced-routing",),
     "gptq": ("narrow-frozen",),
+    "recompute-act": ("recompute-act",),
+    "recompute-mla-up": ("recompute-mla-up-proj",),
+    "recompute-mlp": ("recompute-mlp",),
+    "recompute-moe": ("recompute-moe",),
+    "recompute-moe-act": ("recompute-moe-act",),
+    "recompute-norm": ("recompute-layernorm",),
 }
 """Options of the framework that a word stands for."""
 OF_PLUGINS: Mapping[str, tuple[str, ...]] = {"accelerated-peft-bnb": ("narrow-frozen",)}
@@ -64,51 +81,40 @@ RECOMPUTED: Mapping[str, Recomputed] = {
     "recompute-act": "selective",
     "recompute-moe-act": "selective",
     "recompute-mla-up": "selective",
+    "recompute-moe": "selective",
+    "recompute-mlp": "selective",
 }
 """What every block recomputes; modules together are `selective`."""
-CHEAP = frozenset({"recompute-norm", "recompute-act", "recompute-moe-act", "recompute-mla-up"})
-"""Modules that make norms, gated products and projections up from latents again."""
 LOSSES: Mapping[str, ChunkedLoss] = {
     "fused": ChunkedLoss(gradients="precomputed"),
     "chunked": ChunkedLoss(gradients="recomputed"),
 }
 """Of losses whose logits never exist as a whole.  A fused kernel makes gradients while it has a
 chunk's logits (Liger, ops/fused_linear_cross_entropy.py); a chunked loss is recomputed."""
-WITHOUT_EFFECT = frozenset(
-    {
-        "allgather",
-        "bnb-nf4",
-        "cp-overlap",
-        "cuda-graphs-part",
-        "distributed-optimizer",
-        "flex-attention",
-        "fp8-activations",
-        "fp8-param-gather",
-        "fsdp-prefetch",
-        "fsdp1",
-        "fsdp2",
-        "fused-grouped-mlp",
-        "grouped-gemm",
-        "hybrid-shard",
-        "lora-all",
-        "lora-attention",
-        "megatron-fsdp",
-        "mxfp8",
-        "no-cuda-graphs",
-        "no-mtp",
-        "nvfp4",
-        "overlap-grad-reduce",
-        "overlap-param-gather",
-        "p2p-overlap",
-        "te",
-        "torch-fsdp2",
-        "triton-lora",
-        "uneven-pipeline",
-        "weights-int4",
-        "weights-int8",
-    }
-)
-"""What frameworks do anyway, and what other columns say."""
+STORED_LOSSES = ("logits", "none")
+"""Losses of whole logits, and none at all, of which a framework's usual one is priced."""
+RESTATED: Mapping[str, str] = {
+    "distributed-optimizer": "column zero_stage",
+    "megatron-fsdp": "column zero_stage",
+    "bnb-nf4": "columns task and precision",
+    "weights-int4": "columns task and precision",
+    "no-cuda-graphs": "usual of all frameworks",
+    "grouped-gemm": "usual of all frameworks",
+    "te": "usual of Megatron",
+    "cp-overlap": "usual of all frameworks that send keys round",
+    "p2p-overlap": "usual of interleaved schedules",
+    "overlap-grad-reduce": "usual of Megatron",
+    "overlap-param-gather": "usual of Megatron",
+    "fsdp-prefetch": "usual of FSDP",
+    "uneven-pipeline": "usual of Megatron, whose ends have fewer blocks",
+    "no-mtp": "usual of all frameworks",
+}
+"""Words that say again what another column says, or what is usual and taken so anyway."""
+PRECISIONS: Mapping[str, Precision] = {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+"""Words that say which 8 or 4 bits the column `precision` speaks of."""
+IN_LAYOUTS = ("allgather", "hybrid-shard", "muon")
+"""Words that a layout or a job has: how tokens go to experts, within what states are divided, what
+updates weights."""
 FEWER = re.compile(r"(recompute|offload)-(\d{1,4})-layers")
 RANK = re.compile(r"lora-rank-(\d{1,5})")
 
@@ -127,6 +133,13 @@ class RunOptions:
     """The same of blocks whose activations lie on the host."""
     offload: frozenset[str] = frozenset()
     loss: ChunkedLoss | None = None
+    optimizer: Optimizer = "adamw"
+    precision: Precision | None = None
+    """Of products in 8 bits and fewer, where a word says which."""
+    gathers_tokens: bool = False
+    """All ranks gather all tokens for their experts."""
+    hybrid: bool = False
+    """States are divided within nodes."""
     adapter_rank: int | None = None
     adapters: str | None = None
     """Which matrices have adapters: `attention` or `all`."""
@@ -151,10 +164,9 @@ def options_of_row(row: Row) -> RunOptions:
 def _options(options: str, loss: str, plugins: str) -> RunOptions:
     words = [each for each in (word(part) for part in options.split("+")) if each not in EMPTY]
     of_framework = [name for each in words for name in OF_FRAMEWORKS.get(each, ())]
+    of_framework.sort(key=lambda name: name not in ("layer-units", "flat-units"))
     for plugin, names in OF_PLUGINS.items():
         of_framework += names if plugins.startswith(plugin) else ()
-    if CHEAP.intersection(words):
-        of_framework.append("cheap-recompute")
     choices = [RECOMPUTED[each] for each in words if each in RECOMPUTED]
     counts = {match[1]: int(match[2]) for each in words if (match := FEWER.fullmatch(each))}
     ranks = [int(match[1]) for each in words if (match := RANK.fullmatch(each))]
@@ -173,18 +185,29 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
             )
             if each in words
         ),
-        loss=LOSSES.get(of_loss) or (LOSSES["fused"] if "liger" in words else None),
+        loss=LOSSES.get(of_loss)
+        or (LOSSES["fused"] if "liger" in words and of_loss in EMPTY else None),
+        optimizer="muon" if "muon" in words else "adamw",
+        precision=next((PRECISIONS[each] for each in words if each in PRECISIONS), None),
+        gathers_tokens="allgather" in words,
+        hybrid="hybrid-shard" in words,
         adapter_rank=ranks[0] if ranks else None,
         adapters=next((n for n in ("attention", "all") if f"lora-{n}" in words), None),
         is_stated=bool(words),
-        unread=tuple(each for each in words if not _is_understood(each)),
+        unread=(
+            *(f"option '{each}'" for each in words if not _is_understood(each)),
+            *["share of recomputed layers"] * ("recompute-some-layers" in words),
+            *([] if of_loss in {*LOSSES, *EMPTY, *STORED_LOSSES} else [f"loss '{of_loss}'"]),
+        ),
     )
 
 
 def _is_understood(each: str) -> bool:
     """Whether a word says something, or nothing that a prediction depends on."""
     return (
-        any(each in words for words in (OF_FRAMEWORKS, SCALES, RECOMPUTED, WITHOUT_EFFECT))
+        any(each in words for words in (OF_FRAMEWORKS, SCALES, RECOMPUTED, RESTATED, PRECISIONS))
+        or each in IN_LAYOUTS
+        or each in ("lora-all", "lora-attention")
         or each in ("offload-optimizer", "offload-layer-inputs")
         or FEWER.fullmatch(each) is not None
         or RANK.fullmatch(each) is not None

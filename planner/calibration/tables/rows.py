@@ -8,7 +8,7 @@ lists them); a row that lacks what no convention can give becomes a `Skipped` wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,13 +29,15 @@ from meshwright.planner.calibration.tables.figures import architecture_of_row
 from meshwright.planner.calibration.tables.machines import cluster_of_row
 from meshwright.planner.calibration.tables.options import RunOptions, options_of_row
 from meshwright.planner.catalog import framework_name, frameworks
-from meshwright.planner.documents.cluster import EIGHT_BITS, Precision
+from meshwright.planner.documents.cluster import EIGHT_BITS, ClusterSpec, Precision
 from meshwright.planner.documents.document import read_table
 from meshwright.planner.documents.framework import (
     Framework,
+    is_newer,
     usual_of_release,
+    with_figures,
     with_options,
-    without_source,
+    without_sources,
 )
 from meshwright.planner.documents.framework_space import EVERYTHING, Facts, condition_of
 from meshwright.planner.documents.model import Architecture, ModelGraph
@@ -48,6 +50,9 @@ from meshwright.planner.schedules import PLAIN
 from meshwright.planner.schedules import pipeline_schedules as looped
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
+NO_KIN: Mapping[str, Collection[str]] = {}
+PARAMETERS_DIFFER = 0.1
+"""Relative difference of a stated number of parameters from that of figures that is named."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What has adapters where a framework gives them to attention alone."""
 
@@ -125,22 +130,32 @@ def measured_of(row: Row) -> MeasuredRun:
 
 
 def setup_of(
-    row: Row, *, unknown: Collection[str] = (), left_out: Collection[str] = ()
+    row: Row,
+    *,
+    unknown: Collection[str] = (),
+    left_out: Collection[str] = (),
+    kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Setup | Skipped:
     """Return what a row ran, or why it cannot be determined.
 
     `unknown` names frameworks that are left out: what they trained is read as an unknown
-    framework's. `left_out` names all sources of its table: what rests on the row's own is left out.
+    framework's. `left_out` names all sources of its table: what rests on the row's own is left out,
+    and on those that `kin` names for it.
     """
     try:
-        return _setup(row, unknown, left_out)
+        return _setup(row, unknown, left_out, kin)
     except DocumentError as error:
         return Skipped(reason=str(error))
     except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
         return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
 
 
-def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Setup:
+def _setup(
+    row: Row,
+    unknown: Collection[str],
+    left_out: Collection[str],
+    kin: Mapping[str, Collection[str]],
+) -> Setup:
     assumed: list[str] = []
     architecture = architecture_of_row(row, assumed)
     tensor, pipeline, context = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
@@ -154,12 +169,10 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
     if word(row.get("precision", "")) in cells.EMPTY:
         assumed.append("precision bf16")
     had = options_of_row(row)
+    precision = _precision_with_options(row, precision, had, assumed)
     recompute = _word_or_default(row, "recompute", cells.recompute_of_text, None, assumed)
     if recompute in (None, "partial") and had.recompute is not None:
         recompute = had.recompute
-    assumed += [f"option '{each[:40]}' taken as not known" for each in had.unread]
-    if "options" in row and not had.is_stated:
-        assumed.append("options as usual of its framework and release")
     zero = _word_or_default(row, "zero_stage", cells.zero_stage, None, assumed)
     task = _word_or_default(row, "task", cells.task, "pretrain", None)
     memory_gb = number(row, "accelerator_memory_gb")
@@ -184,16 +197,18 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         unknown=unknown,
     )
     if left_out:
-        framework = _without_source(framework.name, row["source"], frozenset(left_out))
+        framework = _without_sources(
+            framework.name, frozenset(kin.get(row["source"], (row["source"],))), frozenset(left_out)
+        )
     if not version:
         name = "" if name and _own_framework(name) else name
         assumed.append(f"framework '{name}' priced as {framework.name}")
+    assumed += _assumed_of_options(row, had, framework)
     divided = flag(row, "sequence_parallel")
     zero = framework.sharding.zero if zero is None else zero
-    shard = data if zero else 1
-    if zero and any(part in word(row.get("zero_stage", "")) for part in ("hsdp", "hybrid")):
-        in_node = max(1, cluster.groups[0].devices_per_node // (tensor * pipeline))
-        shard = max(1, math.gcd(data * context, in_node) // context)
+    shard, zero_text = data if zero else 1, word(row.get("zero_stage", ""))
+    if zero and (had.hybrid or any(part in zero_text for part in ("hsdp", "hybrid"))):
+        shard = _shard_in_node(cluster, data, context, others=tensor * pipeline)
     virtual = _chunks(row, architecture.layers, pipeline, micro_batches, assumed)
     on_host = cells.offloaded_states(row.get("offload", "")) | had.offload
     if had.offloaded_blocks:
@@ -202,11 +217,14 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         seq_len=architecture.max_positions,
         global_batch=global_batch,
         precision=precision,
+        optimizer=had.optimizer,
         lora=_adapters(task, framework, had, quantised=quantised),
     )
     space = framework.space or EVERYTHING
     scales = (had.scales or framework.eight_bit.scales) if precision == "fp8" else "tensorwise"
     compiled = bool(flag(row, "compiled"))
+    if "compiled" in row and flag(row, "compiled") is None and "block" in space.compile:
+        assumed.append("not compiled")
     as_graph = compiled and "block" in space.compile
     asynchronous = "async" in space.tensor_overlaps
     layout = Layout(
@@ -232,6 +250,7 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
         weight_gather_dtype=space.usual_gather_dtype(precision, scales) if zero == 3 else "full",
         compile="block" if as_graph else "none",
         loss=had.loss,
+        dispatch="allgather" if had.gathers_tokens and expert > 1 else "alltoall",
         tensor_overlap="async"
         if "tp-overlap" in had.framework and tensor > 1 and asynchronous
         else "none",
@@ -244,7 +263,11 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
             cluster,
             job,
             framework=_with_options(
-                framework, fused, compiled=compiled and not as_graph, further=further
+                framework,
+                fused,
+                compiled=compiled and not as_graph,
+                further=further,
+                offloaded=cells.offloaded_share(row.get("offload", "")),
             ),
         ),
         layout=layout,
@@ -257,6 +280,51 @@ def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Set
     )
 
 
+def _precision_with_options(
+    row: Row, precision: Precision, had: RunOptions, assumed: list[str]
+) -> Precision:
+    """Return the type of products, which a word of the options may say more exactly."""
+    if had.precision is None or had.precision == precision:
+        return precision
+    if precision in EIGHT_BITS or word(row.get("precision", "")) in cells.EMPTY:
+        return had.precision
+    assumed.append(f"products in {precision}, though the options say {had.precision}")
+    return precision
+
+
+def _assumed_of_options(row: Row, had: RunOptions, framework: Framework) -> Iterator[str]:
+    """Yield what is not known of a run's options, and what its table infers of them."""
+    yield from (f"{each:.60} taken as not known" for each in had.unread)
+    if "options" in row and not had.is_stated:
+        yield "options as usual of its framework and release"
+    if is_newer(framework, row.get("release", "")):
+        yield f"release {row['release']:.40} later than any of measured runs"
+    for entry in row.get("basis", "").split(";"):
+        cell, _, how = entry.partition("=")
+        if how.strip() == "inferred" and cell.strip() in ("options", "loss"):
+            yield f"{cell.strip()} inferred"
+
+
+def _shard_in_node(cluster: ClusterSpec, data: int, context: int, *, others: int) -> int:
+    """Return among how many replicas states are divided that are divided within nodes."""
+    in_node = max(1, cluster.groups[0].devices_per_node // others)
+    return max(1, math.gcd(data * context, in_node) // context)
+
+
+def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str]:
+    """Yield what a row says that is not what is priced: parameters, and scales of 8 bits."""
+    model, scales, rule = (
+        facts.model,
+        facts.layout.scales if facts.layout else "",
+        framework.eight_bit,
+    )
+    if scales not in ("", "tensorwise", rule.scales, *rule.recipes):
+        yield f"{scales} scales priced as {rule.scales} ones"
+    stated = number(row, "n_params")
+    if stated and abs(model.parameters / stated - 1) > PARAMETERS_DIFFER:
+        yield f"{model.parameters:.3g} parameters by the figures, though n_params is {stated:.3g}"
+
+
 def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bool) -> Lora | None:
     """Return the adapters of a task; rank and matrices are the framework's if a row says none."""
     if task not in ("lora", "qlora"):
@@ -265,7 +333,7 @@ def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bo
     return Lora(
         rank=had.adapter_rank or framework.kernels.adapter_rank,
         targets=ATTENTION if of_attention else framework.kernels.adapter_targets,
-        quantised=quantised or task == "qlora",
+        weights="nf4" if quantised or task == "qlora" else "full",
     )
 
 
@@ -281,6 +349,7 @@ def _options_of_run(
         *usual_of_release(framework, row.get("release", "")),
         *had.framework,
     ]
+    assumed += _not_as_stated(row, framework, facts)
     accelerator = facts.cluster.groups[0].accelerator if facts.cluster else None
     measured = accelerator.kernels.eight_bit_attention if accelerator else {}
     if "fp8-attention" in options and facts.job.precision not in measured:
@@ -343,17 +412,22 @@ def _own_framework(name: str) -> Framework | None:
 
 
 @lru_cache(maxsize=256)
-def _without_source(name: str, source: str, sources: frozenset[str]) -> Framework:
-    """Return a framework without what rests on one of a table's sources."""
-    return without_source(frameworks()[name], source, sources, frameworks()["unknown"])
+def _without_sources(name: str, left: frozenset[str], sources: frozenset[str]) -> Framework:
+    """Return a framework without what rests on some of a table's sources."""
+    return without_sources(frameworks()[name], left, sources, frameworks()["unknown"])
 
 
-_KNOWN: dict[tuple[int, tuple[str, ...]], tuple[Framework, Framework]] = {}
+_KNOWN: dict[tuple[int, tuple[str, ...], float | None], tuple[Framework, Framework]] = {}
 """By a framework's id, which stays alive so that the id stays its own, and options."""
 
 
 def _with_options(
-    framework: Framework, flash_attention: bool | None, *, compiled: bool, further: tuple[str, ...]
+    framework: Framework,
+    flash_attention: bool | None,
+    *,
+    compiled: bool,
+    further: tuple[str, ...],
+    offloaded: float | None = None,
 ) -> Framework:
     """Return a framework with the kernels that a row names, and `further` options of its runs.
 
@@ -363,9 +437,12 @@ def _with_options(
         return framework
     options = [] if flash_attention is None else ["flash" if flash_attention else "eager-attention"]
     options += [*(["compiled"] if compiled else []), *further]
-    key = id(framework), tuple(options)
+    key = id(framework), tuple(options), offloaded
     if key not in _KNOWN:
-        _KNOWN[key] = framework, with_options(framework, options)
+        own = framework
+        if offloaded is not None:
+            own = with_figures(own, {"offload.activations_share": offloaded})
+        _KNOWN[key] = framework, with_options(own, options)
     return _KNOWN[key][1]
 
 
@@ -469,8 +546,12 @@ def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
 
 
 def measured_setups(
-    rows: list[Row], *, unknown: Collection[str] = (), left_out: Collection[str] = ()
+    rows: list[Row],
+    *,
+    unknown: Collection[str] = (),
+    left_out: Collection[str] = (),
+    kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Iterator[tuple[MeasuredRun, Setup | Skipped]]:
     """Yield what was seen and what was run, row by row."""
     for row in rows:
-        yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out)
+        yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out, kin=kin)

@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshwright.planner.costs.collectives import group_steps
-from meshwright.planner.documents.prediction import Assumption
-from meshwright.planner.documents.tolerances import ROUNDING
+from meshwright.planner.documents.prediction import Assumption, HostUse
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.solver.side_constraints import HostMemory
 
@@ -79,30 +78,66 @@ def _kinds(size: int, devices: int, ranks: int, stride: int) -> tuple[tuple[int,
     return tuple(shapes)
 
 
-def overfull(
+def filled_host(group: DeviceGroup, used_bytes: float, share: float) -> HostUse:
+    """Return what a node of a group holds beside what it has, of which a `share` may be filled."""
+    memory, span = group.host_memory_bytes, group.host_memory_range_bytes
+    is_assumed = memory is not None and span is not None and span[0] <= memory <= span[1]
+    return HostUse(
+        used_bytes=used_bytes,
+        room_bytes=None if memory is None else share * memory,
+        memory_bytes=memory,
+        range_bytes=span if is_assumed else None,
+    )
+
+
+def fullest_host(
     cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float], share: float
-) -> tuple[float, float] | None:
-    """Return bytes and room of the fullest host if it has too little; `rank_bytes` by rank."""
-    used = [
-        (sum(n * size for n, size in zip(host.ranks, rank_bytes, strict=True)), host.capacity_bytes)
-        for host in hosts(cluster, layout, share)
-    ]
-    most = max(used, default=(0.0, 0.0))
-    return most if most[0] > most[1] * (1 + ROUNDING) else None
-
-
-def unknown(
-    cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float]
-) -> Iterator[Assumption]:
-    """Yield that hosts are taken to have memory enough, where it matters and nobody says."""
-    if not any(rank_bytes) or cluster.groups[0].host_memory_bytes is not None:
-        return
+) -> HostUse:
+    """Return what the fullest of hosts that are alike holds; `rank_bytes` by pipeline rank."""
     most = max(
         sum(n * size for n, size in zip(ranks, rank_bytes, strict=True))
         for ranks in ranks_on_nodes(cluster, layout)
     )
-    yield Assumption(
-        what=f"each host has room for the {bytes_text(most)} that its devices put there",
-        provenance="assumed",
-        source="the cluster does not say groups[0].host_memory_bytes",
-    )
+    return filled_host(cluster.groups[0], most, share)
+
+
+def room_odds(host: HostUse) -> float:
+    """Return the probability that a node has room: nodes lie evenly on a logarithmic scale.
+
+    Where its memory is known, and where the usual memory has room, that is certain or excluded.
+
+    >>> used, usual = {"used_bytes": 64e9}, {"room_bytes": 32e9, "memory_bytes": 64e9}
+    >>> room_odds(HostUse(**used, **usual)), room_odds(HostUse(**used))
+    (0.0, 1.0)
+    >>> round(room_odds(HostUse(**used, **usual, range_bytes=(32e9, 256e9))), 2)
+    0.33
+    """
+    if host.fits:
+        return 1.0
+    if host.range_bytes is None or not host.room_bytes or not host.memory_bytes:
+        return 0.0
+    needs = host.used_bytes / host.room_bytes * host.memory_bytes
+    least, most = (max(1.0, end) for end in host.range_bytes)
+    if needs >= most:
+        return 0.0
+    return min(1.0, math.log(most / needs) / math.log(most / least))
+
+
+def assumed_room(host: HostUse | None) -> Iterator[Assumption]:
+    """Yield that a host is taken to have so much memory, where it matters and nobody says."""
+    if host is None:
+        return
+    if host.memory_bytes is None:
+        yield Assumption(
+            what=f"each host has room for the {bytes_text(host.used_bytes)} that its devices put "
+            "there",
+            provenance="assumed",
+            source="the cluster does not say groups[0].host_memory_bytes",
+        )
+    elif host.range_bytes is not None:
+        low, high = map(bytes_text, host.range_bytes)
+        yield Assumption(
+            what=f"each host has {bytes_text(host.memory_bytes)} of memory ({low} to {high})",
+            provenance="assumed",
+            source="nodes of the catalogue; host_memory=SIZE after the cluster says what it has",
+        )

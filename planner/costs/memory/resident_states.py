@@ -55,13 +55,16 @@ from meshwright.planner.costs.memory.state_bytes import (
 )
 from meshwright.planner.costs.sharding import POWERSGD_RANK
 from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.training import REFERENCED
 from meshwright.planner.operators import layer_operators as arithmetic
 
 if TYPE_CHECKING:
+    from meshwright.planner.costs.memory.state_bytes import StateTypes
     from meshwright.planner.documents.framework import Framework
     from meshwright.planner.documents.model import Layer, ModelGraph
     from meshwright.planner.documents.plan import Job, Layout
     from meshwright.planner.documents.profile import LossGradients
+    from meshwright.planner.documents.training import FrozenWeights
 
 
 def fsdp1_states(parameters: float, sharing: StateSharding, *, unit: float | None = None) -> States:
@@ -92,6 +95,8 @@ def fsdp1_states(parameters: float, sharing: StateSharding, *, unit: float | Non
     if sharing.offload == "parameters":
         working = replace(working, host_bytes=master + gradients + moments)
         master = gradients = moments = 0.0
+    elif sharing.offload == "optimizer":
+        working, moments = replace(working, host_bytes=moments), 0.0
     return replace(
         working,
         parameters_bytes=master + copy,
@@ -213,22 +218,46 @@ class ResidentStates:
         self._model = model
         self._job = job
         self._framework = framework
-        quantised = job.lora is not None and job.lora.quantised
-        self._types = [
-            memory.state_types(
+        weights = job.lora.weights if job.lora is not None else "full"
+        adamw = memory.state_types(framework, job.precision, masters=job.master_weights).moments
+
+        def types(weights: FrozenWeights, *, matrices: bool) -> list[StateTypes]:
+            """[ZeRO level] Bytes of each parameter's states."""
+            own = model.optimizer_bytes
+            if own is None:
+                own = memory.moments_bytes(job.optimizer, adamw, matrices=matrices)
+            return [
+                memory.state_types(
+                    framework,
+                    job.precision,
+                    zero=zero,
+                    weights=weights,
+                    moments=own,
+                    masters=job.master_weights,
+                )
+                for zero in range(4)
+            ]
+
+        self._types = types(weights, matrices=True)
+        self._types_of_ends = types("full", matrices=False)
+        self._types_unpacked = types("full", matrices=True)
+        self._types_of_adapters = self._types_unpacked
+        if framework.types.wide_adapters:
+            wide = memory.state_types(
                 framework,
-                job.precision,
-                zero=zero,
-                quantised=quantised,
-                moments=model.optimizer_bytes,
+                "fp32",
+                moments=memory.moments_bytes(job.optimizer, 8.0, matrices=True),
             )
-            for zero in range(4)
-        ]
-        self._types_of_ends = [
-            memory.state_types(framework, job.precision, zero=zero, moments=model.optimizer_bytes)
-            for zero in range(4)
-        ]
-        self.wide = quantised and framework.types.wide_frozen
+            self._types_of_adapters = [wide, *self._types_unpacked[1:]]
+        self._paged = job.optimizer == "adamw-8bit-paged"
+        self.has_reference = job.objective in REFERENCED
+        """A frozen model runs forward too: another one, or this one without its adapters."""
+        self._gathers_matrices = framework.name == "native" and job.optimizer in (
+            "adafactor",
+            "muon",
+        )
+        """Each matrix is updated whole by one rank, which keeps a copy of it."""
+        self.wide = weights == "nf4" and framework.types.wide_frozen
         """Whether what of a frozen model is not in 4 bits is fp32, where nothing is divided."""
         if self.wide:
             self._types_of_ends[0] = replace(self._types_of_ends[0], frozen=float(FP32))
@@ -246,7 +275,7 @@ class ResidentStates:
             data=layout.data * layout.context,
             pipelined=layout.pipeline > 1,
             accumulated=layout.micro_batches > 1,
-            offload=layout.offload,
+            offload="optimizer" if self._paged and layout.offload == "none" else layout.offload,
             wire=layout.gradient_compression,
             prefetch=layout.prefetch,
             reshard_after_forward=layout.reshard_after_forward,
@@ -271,14 +300,31 @@ class ResidentStates:
         )
         held_states = self._known.get(key)
         if held_states is None:
-            held_states = self._known[key] = self._count_held(layer, layout, sharing)
+            held_states = self._count_held(layer, layout, sharing)
+            if self.has_reference and not held_states.frozen:
+                beside = self._reference(layer, layout, sharing)
+                held_states = replace(held_states, states=held_states.states + beside)
+            self._known[key] = held_states
         return held_states
+
+    def _reference(self, layer: Layer, layout: Layout, sharing: StateSharding) -> States:
+        """Return a rank's bytes of the reference model's layer, which is frozen."""
+        dense, routed = arithmetic.local_parameters(
+            self._model,
+            layer,
+            tensor=layout.tensor,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            shared_whole=self._framework.experts.shared == "whole",
+        )
+        frozen = fsdp1_frozen_states if self._flat(sharing) else memory.frozen_states
+        apart = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
+        return frozen(dense, sharing) + frozen(routed, apart)
 
     def _count_held(
         self, layer: Layer, layout: Layout, sharing: StateSharding
     ) -> ResidentParameters:
-        if layer.kind in ENDS and sharing.narrow:
-            sharing = replace(sharing, narrow=False)
+        sharing = self._of_kind(layer.kind, sharing)
         dense, routed = arithmetic.local_parameters(
             self._model,
             layer,
@@ -318,6 +364,14 @@ class ResidentStates:
         if whole:  # each at its owner, beside the part that it has of it
             owners = sharing.shard if sharing.is_sharded else layout.tensor
             states = replace(states, optimizer_bytes=states.optimizer_bytes + whole / owners)
+        elif self._gathers_matrices and (sharing.is_sharded or layout.tensor > 1):
+            owners = sharing.shard if sharing.is_sharded else 1
+            held = sharing.types.stored_bytes * dense / owners
+            states = replace(
+                states,
+                optimizer_bytes=states.optimizer_bytes + held,
+                flat_bytes=states.flat_bytes + sharing.types.gradient * dense / owners,
+            )
         optimized = dense / (sharing.shard if sharing.is_sharded else 1)
         apart: ExpertShard | None = None
         if routed:
@@ -343,6 +397,14 @@ class ResidentStates:
             experts=apart,
             wide=routed,
         )
+
+    def _of_kind(self, kind: str, sharing: StateSharding) -> StateSharding:
+        """Return how a kind is shared: ends are not gathered in 8 bits, and Muon's have AdamW."""
+        if kind in ENDS and sharing.narrow:
+            sharing = replace(sharing, narrow=False)
+        if kind in self.end_kinds and self._job.optimizer == "muon":
+            return replace(sharing, types=self._types_of_ends[sharing.zero])
+        return sharing
 
     def _end(self, kind: str, layout: Layout) -> LastLayer | FirstLayer | None:
         """Return what is different of a language model's ends; None of other layers."""
@@ -420,16 +482,25 @@ class ResidentStates:
             sharing = replace(sharing, types=self._types_of_ends[sharing.zero])
         trained = adapter_parameters(self._model, layer.kind, self._job.lora, tensor=layout.tensor)
         apart = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
+        packed, packed_routed = self._packed_parameters(layer, layout, dense, routed)
+        plain = replace(sharing, types=self._types_unpacked[sharing.zero])
+        plain_apart = replace(apart, types=plain.types)
+        frozen_states, trained_states = memory.frozen_states, memory.states
         if self._flat(sharing):
-            states = fsdp1_frozen_states(dense, sharing)
-            states += fsdp1_frozen_states(routed, apart)
+            frozen_states = fsdp1_frozen_states
+        states = frozen_states(packed, sharing) + frozen_states(packed_routed, apart)
+        if dense > packed:
+            states += frozen_states(dense - packed, sharing if end else plain)
+        if routed > packed_routed:
+            states += frozen_states(routed - packed_routed, plain_apart)
+        if self._flat(sharing):
             if end:
                 states = self._in_root(states, layer, dense, layout, sharing)
             widest = largest_adapter(self._model, layer.kind, self._job.lora, tensor=layout.tensor)
             states += fsdp1_states(trained, sharing, unit=widest)
         else:
-            states = memory.frozen_states(dense, sharing) + memory.frozen_states(routed, apart)
-            states += memory.states(trained, sharing, largest=trained)
+            beside = replace(sharing, types=self._types_of_adapters[sharing.zero])
+            states += trained_states(trained, beside, largest=trained)
         return ResidentParameters(
             parameters=dense + routed + trained,
             optimized=trained / (sharing.shard if sharing.is_sharded else 1),
@@ -442,6 +513,21 @@ class ResidentStates:
             if routed and layout.expert > 1
             else None,
         )
+
+    def _packed_parameters(
+        self, layer: Layer, layout: Layout, dense: float, routed: float
+    ) -> tuple[float, float]:
+        """Return how many of a layer's dense and of its routed parameters on a rank are packed.
+
+        Matrices of blocks are; MXFP4 is of experts alone, where a model has any (gpt-oss).
+        """
+        from meshwright.planner.costs.lora import packed_matrices  # noqa: PLC0415
+
+        lora = self._job.lora
+        if lora is None or not lora.packs_weights or layer.kind in self.end_kinds:
+            return 0.0, 0.0
+        matrices = packed_matrices(self._model, layer.kind, lora, tensor=layout.tensor)
+        return min(dense, matrices), routed
 
     def tied_copy(self, layer: Layer) -> float:
         """Parameters of other stages of which a layer's own has a copy in a pipeline.

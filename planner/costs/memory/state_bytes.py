@@ -64,9 +64,18 @@ from meshwright.planner.documents.cluster import EIGHT_BITS
 if TYPE_CHECKING:
     from meshwright.planner.documents.framework import Framework, OptimizerRule, Types, Unit
     from meshwright.planner.documents.plan import GradientCompression, Offload
+    from meshwright.planner.documents.training import FrozenWeights, MasterWeights, Optimizer
 
-FOUR_BITS = 0.5
-"""Bytes of a parameter in 4 bits, without its scale."""
+PACKED_BYTES: dict[FrozenWeights, float] = {"nf4": 0.5, "mxfp4": 0.5, "int8": 1.0, "fp8": 1.0}
+"""Bytes of a packed parameter, without its scale."""
+BLOCK_SCALES: dict[FrozenWeights, float] = {"mxfp4": 1 / 32, "int8": 4 / 128, "fp8": 4 / 128}
+"""Bytes of scales beside it: an exponent for 32 weights (OCP Microscaling Formats, v1.0), or an
+fp32 number for 128; those of nf4 are a framework's own."""
+STATE_BLOCK = 256
+"""Elements of a moment in 8 bits that share a scale of 4 bytes (bitsandbytes, optim/optimizer.py,
+Optimizer2State; torchao, optim/adam.py, _AdamBase)."""
+NEWTON_SCHULZ_STEPS = 5
+"""Of Muon's update of a matrix (Jordan et al., 2024)."""
 FP32 = 4
 """Bytes of an element in full precision."""
 NARROW = 1.0
@@ -114,12 +123,14 @@ def state_types(
     precision: str,
     *,
     zero: int = 0,
-    quantised: bool = False,
+    weights: FrozenWeights = "full",
     moments: float | None = None,
+    masters: MasterWeights = "fp32",
 ) -> StateTypes:
-    """Return the types of a framework in one precision; frozen parameters may be in 4 bits.
+    """Return the types of a framework in one precision; frozen parameters may be packed.
 
-    `moments` are bytes of another optimizer's state, in place of AdamW's.
+    `moments` are bytes of another optimizer's state, in place of AdamW's.  Without `masters` the
+    weights of the computation are trained, with gradients and moments in their type.
 
     >>> from meshwright.planner.catalog import frameworks
     >>> found = state_types(frameworks()["megatron"], "bf16")
@@ -129,13 +140,24 @@ def state_types(
     types = framework.types
     if types.full_with_zero and zero:
         types = types.model_copy(update={"master": 4, "moments": 8, "wire": types.gradient})
+    if masters == "none":
+        types = types.model_copy(
+            update={
+                "master": 0,
+                "gradient": types.working,
+                "fp16_gradient": types.working,
+                "moments": 2 * types.working,
+                "wire": min(types.wire, types.working) if zero == 0 else types.wire,
+                "fresh_gradients": 0,
+            }
+        )
     narrow = precision in EIGHT_BITS and framework.eight_bit.narrow_states
     return _state_types(
         types,
         framework.sharding.unit,
         precision,
         narrow=narrow,
-        quantised=quantised,
+        weights=weights,
         own_moments=moments,
         by_tensor=framework.sharding.collectives_per_layer > 1,
         flattens=framework.optimizer.flattens and zero > 0,
@@ -150,7 +172,7 @@ def _state_types(
     precision: str,
     *,
     narrow: bool,
-    quantised: bool,
+    weights: FrozenWeights,
     own_moments: float | None,
     by_tensor: bool,
     flattens: bool,
@@ -164,12 +186,13 @@ def _state_types(
         if narrow or precision == "fp16":
             gradient = 2.0 if narrow else float(types.fp16_gradient)
             wire = min(wire, gradient)
-    frozen = FOUR_BITS if quantised else working
+    frozen = PACKED_BYTES.get(weights, working)
+    scales = BLOCK_SCALES.get(weights, types.scales if weights == "nf4" else 0.0)
     fresh = float(types.fresh_gradients) if gradient != working else 0.0
     return StateTypes(
         working=working,
         frozen=1.0 if narrow else frozen,
-        scales=types.scales if quantised and not narrow else 0.0,
+        scales=0.0 if narrow else scales,
         master=master,
         gradient=gradient,
         fresh=fresh,
@@ -180,6 +203,45 @@ def _state_types(
         flattens=flattens and not fresh,
         roots=roots,
     )
+
+
+def moments_bytes(optimizer: Optimizer, adamw: float, *, matrices: bool) -> float | None:
+    """Return the bytes of an optimizer's state for each parameter; None where they are AdamW's.
+
+    `adamw` are those of both of its moments in a framework, `matrices` whether Muon updates the
+    parameters: embedding and output projection are AdamW's.  Adafactor has a row and a column of
+    each matrix, which is next to nothing.
+
+    >>> moments_bytes("adamw-8bit", 8.0, matrices=True)
+    2.03125
+    """
+    match optimizer:
+        case "adamw":
+            return None
+        case "adamw-bf16":
+            return 4.0
+        case "adamw-8bit" | "adamw-8bit-paged":
+            return 2 * (1 + FP32 / STATE_BLOCK)
+        case "lion":
+            return adamw / 2
+        case "muon":
+            return adamw / 2 if matrices else None
+        case "adafactor" | "sgd":
+            return 0.0
+        case _:
+            assert_never(optimizer)
+
+
+def orthogonalized_flops(rows: float, columns: float) -> float:
+    """Return the arithmetic of Muon's update of one matrix.
+
+    A step of Newton-Schulz makes A = X X^T of the shorter side, A A and (b A + c A A) X.
+
+    >>> orthogonalized_flops(2, 4) / 5
+    80.0
+    """
+    short, long = min(rows, columns), max(rows, columns)
+    return NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
 
 
 def updated_bytes(types: StateTypes, rule: OptimizerRule) -> float:
@@ -368,6 +430,9 @@ class States:
     """Of parameters, what stays from a layer's forward to its backward."""
     flat_bytes: float = 0.0
     """Of gradients, what the optimizer's step copies, beyond those that it lets go of."""
+    joined_bytes: float = 0.0
+    """Of what it copies, tensors larger than any that was freed before them, for which the
+    allocator reserves anew."""
 
     @property
     def resident_bytes(self) -> float:
@@ -392,6 +457,7 @@ class States:
             gradient_buffers_bytes=self.gradient_buffers_bytes + other.gradient_buffers_bytes,
             between_bytes=self.between_bytes + other.between_bytes,
             flat_bytes=self.flat_bytes + other.flat_bytes,
+            joined_bytes=self.joined_bytes + other.joined_bytes,
         )
 
 
@@ -617,10 +683,11 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
     parameters = types.stored_bytes * n / d if zero == 3 else types.working * n
     gradients = types.gradient * n / (d if zero >= 2 else 1) + types.fresh * n
     optimizer = ((0.0 if zero == 3 else types.master) + types.moments) * n / d
-    flat = 0.0
+    flat = joined = 0.0
     if types.flattens and sharing.offload == "none":
         g = types.gradient
-        flat = (g + (FP32 if g != FP32 else 0.0)) * n / d - (g * n * (1 - 1 / d) if zero < 2 else 0)
+        joined = (g + (FP32 if g != FP32 else 0.0)) * n / d
+        flat = joined - (g * n * (1 - 1 / d) if zero < 2 else 0)
     flat += roots_bytes(types, sharing, types.moments * n / d)
     on_host = 0.0
     match sharing.offload:
@@ -650,6 +717,7 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
         host_bytes=on_host,
         gradient_buffers_bytes=gradients,
         flat_bytes=flat,
+        joined_bytes=joined if zero < 3 else 0.0,
     )
 
 

@@ -9,29 +9,16 @@ from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironm
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
+    WORDS_OF_TRUTH,
     ParsedConfig,
     Settings,
     named_file,
-    unread_keys,
 )
 
 _STRATEGIES = {
     "1": 3, "FULL_SHARD": 3, "2": 2, "SHARD_GRAD_OP": 2, "3": 0, "NO_SHARD": 0,
     "4": 3, "HYBRID_SHARD": 3, "5": 2, "HYBRID_SHARD_ZERO2": 2,
 }  # fmt: skip
-_OF_LAUNCH = (
-    "compute_environment",
-    "machine_rank",
-    "main_training_function",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "same_network",
-    "debug",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "tpu_env",
-)
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
@@ -50,11 +37,10 @@ def of_settings(
     if kind == "DEEPSPEED":
         config = _of_deepspeed(nested, surroundings)
     config.devices = settings.count("num_processes")
-    settings.number("num_machines")
     precision = settings.word("mixed_precision") or ("auto" if kind == "DEEPSPEED" else "no")
     if precision != "auto":
         known_precisions = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}
-        config.precision = known_precisions.get(precision, precision)
+        config.precision = settings.choice("mixed_precision", known_precisions, "fp32")
     if kind == "FSDP":
         _of_fsdp(settings, config)
     elif kind == "MEGATRON_LM":
@@ -64,13 +50,15 @@ def of_settings(
             "distributed_type", f"is '{kind:.40}', which is not read; give FSDP or another GPU kind"
         )
     compiled = settings.part("dynamo_config")
-    if (compiled.word("dynamo_backend") or "NO").upper() not in ("NO", "EAGER"):
-        config.compile = "block"
+    backends = {"no": "none", "eager": "none", "inductor": "block"}
+    config.compile = compiled.choice("dynamo_backend", backends, "none")
+    if config.compile != "none":
         config.assumed.append("dynamo_config: each block is compiled")
-    config.unknown += unread_keys("dynamo_config", compiled)
-    for key in _OF_LAUNCH:
-        settings.pop(key)
-    config.unknown += settings.unread
+    config.gather(compiled, "dynamo_config")
+    for name in ("fsdp_config", "deepspeed_config", "parallelism_config", "megatron_lm_config"):
+        if name in settings.unread or (name == "deepspeed_config" and kind != "DEEPSPEED"):
+            settings.idle(name)
+    config.gather(settings)
     config.understood += settings.understood
     return config
 
@@ -82,7 +70,7 @@ def _of_deepspeed(nested: Settings, surroundings: ScriptEnvironment | None) -> P
         key = "deepspeed_config.deepspeed_config_file"
         name, text = named_file(key, file, surroundings)
         config = deepspeed.of_settings(limits.json_settings(text, name))
-        config.unknown += unread_keys("deepspeed_config", nested)
+        config.gather(nested, "deepspeed_config")
         return config
     config = deepspeed.of_settings({})
     config.framework = "deepspeed"
@@ -93,12 +81,12 @@ def _of_deepspeed(nested: Settings, surroundings: ScriptEnvironment | None) -> P
         ("offload_optimizer_device", "optimizer"),
         ("offload_param_device", "parameters"),
     ):
-        if (nested.word(key) or "none") in ("cpu", "nvme"):
+        if nested.choice(key, {"cpu": "host", "nvme": "host", "none": "none"}, "none") == "host":
             config.offload = offload
-    for key in ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"):
-        nested.pop(key)
+        if str(nested.ignore(key)).lower() == "nvme":
+            nested.name(key)
     config.precision = None
-    config.unknown += unread_keys("deepspeed_config", nested)
+    config.gather(nested, "deepspeed_config")
     return config
 
 
@@ -108,23 +96,25 @@ def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
     strategy = fsdp.word("fsdp_sharding_strategy")
     if again is not None and str(again).upper() in _STRATEGIES:
         strategy, again = again, None
+    elif again is not None and str(again).lower() not in WORDS_OF_TRUTH:
+        fsdp.name("fsdp_reshard_after_forward")
     if strategy is not None:
+        if str(strategy).upper() not in _STRATEGIES:
+            fsdp.name("fsdp_sharding_strategy")
         config.zero = _STRATEGIES.get(str(strategy).upper(), 3)
         if str(strategy).upper() in ("4", "HYBRID_SHARD", "5", "HYBRID_SHARD_ZERO2"):
             config.assumed.append("HYBRID_SHARD: shards within a node")
             config.data_shard = 0
     else:
-        config.zero = 2 if str(again).lower() == "false" else 3
-    fsdp.pop("fsdp_version")
+        config.zero = 2 if WORDS_OF_TRUTH.get(str(again).lower()) is False else 3
+    fsdp.expect("fsdp_version", 2)
+    if "fsdp_version" not in fsdp:
+        config.assumed.append("FSDP2, though fsdp_version is 1 unless it is said")
     if fsdp.flag("fsdp_offload_params"):
         config.offload = "parameters"
     if fsdp.flag("fsdp_activation_checkpointing"):
         config.recompute = "full"
-    for key in ("fsdp_auto_wrap_policy", "fsdp_state_dict_type", "fsdp_use_orig_params"):
-        fsdp.pop(key)
-    for key in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"):
-        fsdp.pop(key)
-    fsdp.pop("fsdp_sync_module_states")
+    fsdp.expect("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     prefix = "parallelism_config_"
     config.data_replicate = axes.count(f"{prefix}dp_replicate_size")
     shard = axes.number(f"{prefix}dp_shard_size")
@@ -132,8 +122,8 @@ def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
     config.tensor = axes.degree(f"{prefix}tp_size")
     config.context = axes.degree(f"{prefix}cp_size")
     config.sequence_parallel = config.tensor == 1
-    config.unknown += unread_keys("fsdp_config", fsdp)
-    config.unknown += unread_keys("parallelism_config", axes)
+    config.gather(fsdp, "fsdp_config")
+    config.gather(axes, "parallelism_config")
 
 
 def _of_megatron(nested: Settings, config: ParsedConfig) -> None:
@@ -149,4 +139,4 @@ def _of_megatron(nested: Settings, config: ParsedConfig) -> None:
     if nested.flag(f"{prefix}recompute_activations"):
         config.recompute = "selective"
     config.trains(clip_norm=nested.amount(f"{prefix}gradient_clipping"))
-    config.unknown += unread_keys("megatron_lm_config", nested)
+    config.gather(nested, "megatron_lm_config")

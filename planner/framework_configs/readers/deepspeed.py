@@ -6,11 +6,7 @@ from typing import Any
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import (
-    ParsedConfig,
-    Settings,
-    unread_keys,
-)
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
 
 
 def read(text: str) -> ParsedConfig:
@@ -40,40 +36,65 @@ def of_settings(data: dict[str, Any]) -> ParsedConfig:
         raise DocumentError("zero_optimization.stage", f"is {config.zero}; it is 0, 1, 2 or 3")
     for key, offload in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
         part = zero.part(key)
-        device = part.word("device")
-        part.pop("pin_memory")
-        if device in ("cpu", "nvme") or (key == "offload_optimizer" and zero.flag("cpu_offload")):
+        place = part.choice("device", _PLACES, "none")
+        if place != "none" or (key == "offload_optimizer" and zero.flag("cpu_offload")):
             config.offload = offload
-        if device == "nvme":
-            config.assumed.append(f"zero_optimization.{key}: in host memory instead of on NVMe")
-        config.unknown += unread_keys(f"zero_optimization.{key}", part)
+        if str(part.ignore("device")).lower() == "nvme":
+            part.name("device")
+        part.expect("pin_memory", True, "auto")
+        config.gather(part, f"zero_optimization.{key}")
     for also in ("overlap_comm", "contiguous_gradients"):
-        zero.pop(also)
-    formats = {name: settings.part(name) for name in ("bf16", "bfloat16", "fp16", "amp")}
-    config.precision = "fp32"
-    for name, part in formats.items():
-        on = part.pop("enabled")
-        if on == "auto":
-            config.precision = None
-        elif on and name != "amp":
-            config.precision = "fp16" if name == "fp16" else "bf16"
-        config.unknown += unread_keys(name, part)
+        zero.expect(also, True, "auto")
+    for key, usual in _USUAL.items():
+        zero.expect(key, usual, "auto")
+    config.gather(zero, "zero_optimization")
+    _precision(settings, config)
     _optimizer(settings.part("optimizer"), config)
     _rates(settings.part("scheduler"), config)
     again = settings.part("activation_checkpointing")
     if again.unread:
         config.recompute = "full"
         config.assumed.append("activation_checkpointing: every block is recomputed")
-        config.unknown += unread_keys("activation_checkpointing", again)
-    pipeline = settings.part("tensor_parallel")
-    config.tensor = pipeline.degree("autotp_size", "tp_size")
-    config.unknown = [
-        *settings.unread,
-        *unread_keys("zero_optimization", zero),
-        *config.unknown,
-    ]
+        config.gather(again, "activation_checkpointing")
+    divided = settings.part("tensor_parallel")
+    config.tensor = divided.degree("autotp_size", "tp_size")
+    config.gather(divided, "tensor_parallel")
+    config.gather(settings)
     config.understood = settings.understood
     return config
+
+
+def _precision(settings: Settings, config: ParsedConfig) -> None:
+    """Read the type of weights, of which one is on; `auto` is the trainer's."""
+    config.precision = "fp32"
+    kinds = []
+    for name in ("bf16", "bfloat16", "fp16", "amp"):
+        part = settings.part(name)
+        if part.ignore("enabled") == "auto":
+            config.precision = None
+        elif part.flag("enabled") and name == "amp":
+            part.name("enabled")
+        elif part.flag("enabled"):
+            kinds.append("fp16" if name == "fp16" else "bf16")
+        config.gather(part, name)
+    if len(kinds) > 1:
+        raise DocumentError("bf16", "and fp16 are both enabled; enable one")
+    config.precision = kinds[0] if kinds else config.precision
+
+
+_USUAL = {
+    "allgather_partitions": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 5e8,
+    "allgather_bucket_size": 5e8,
+    "sub_group_size": 1e9,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_prefetch_bucket_size": 5e7,
+    "stage3_param_persistence_threshold": 1e5,
+}
+"""What DeepSpeed has where nothing is said (runtime/zero/config.py), which plans have too."""
+_PLACES = {"cpu": "host", "nvme": "host", "none": "none"}
 
 
 def _batches(data: dict[str, Any]) -> list[Any]:
@@ -82,9 +103,8 @@ def _batches(data: dict[str, Any]) -> list[Any]:
 
 
 def _optimizer(optimizer: Settings, config: ParsedConfig) -> None:
-    kind = optimizer.word("type")
-    if kind not in (None, "Adam", "AdamW"):
-        config.assumed.append(f"optimizer.type {kind!r:.40}: AdamW instead")
+    kinds = {"Adam": "adamw", "AdamW": "adamw", "Lion": "lion", "Muon": "muon", "SGD": "sgd"}
+    config.trains(optimizer=optimizer.choice("type", kinds, "adamw"))
     values = optimizer.part("params")
     first, second = values.pair("betas")
     config.trains(
@@ -94,7 +114,8 @@ def _optimizer(optimizer: Settings, config: ParsedConfig) -> None:
         epsilon=values.amount("eps"),
         weight_decay=values.amount("weight_decay"),
     )
-    config.unknown += unread_keys("optimizer.params", values)
+    config.gather(values, "optimizer.params")
+    config.gather(optimizer, "optimizer")
 
 
 def _rates(scheduler: Settings, config: ParsedConfig) -> None:
@@ -102,7 +123,6 @@ def _rates(scheduler: Settings, config: ParsedConfig) -> None:
     values = scheduler.part("params")
     total = values.number("total_num_steps")
     config.trains(warmup_steps=values.number("warmup_num_steps"))
-    values.pop("warmup_min_lr")
     most = values.amount("warmup_max_lr")
     if most:
         config.trains(learning_rate=most)
@@ -111,4 +131,5 @@ def _rates(scheduler: Settings, config: ParsedConfig) -> None:
         config.trains(rate_steps=total, floor=values.amount("cos_min_ratio"))
     elif kind not in (None, "WarmupLR"):
         config.assumed.append(f"scheduler.type {kind!r:.40}: the rate stays constant")
-    config.unknown += unread_keys("scheduler.params", values)
+    config.gather(values, "scheduler.params")
+    config.gather(scheduler, "scheduler")

@@ -34,7 +34,7 @@ def read(text: str) -> ParsedConfig:  # noqa: PLR0912 - a case for each form
             case ast.Dict(keys=keys, values=given):
                 for key, setting in zip(keys, given, strict=True):
                     if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                        settings[key.value] = limits.source(setting)
+                        settings.setdefault(key.value, limits.source(setting))
             case ast.Call(func=function, keywords=keywords) if limits.dotted_names(function)[
                 -1:
             ] == ["AdamW"]:
@@ -51,18 +51,29 @@ def read(text: str) -> ParsedConfig:  # noqa: PLR0912 - a case for each form
     config.micro_batches = constants.count("MICRO_BATCHES")
     config.seq_len = constants.count("SEQ_LEN")
     config.trains(clip_norm=constants.amount("CLIP_NORM"))
-    config.zero = 2 if settings.get("reshard_after_forward") == "False" else 3
-    policy = settings.get("mp_policy", "")
-    for kind, precision in _TYPES.items():
-        if policy.startswith(f"MixedPrecisionPolicy(torch.{kind}"):
-            config.precision = precision
-    if "CPUOffloadPolicy" in settings.get("offload_policy", ""):
-        config.offload = "parameters"
+    _sharding(Settings(settings), config)
+    config.gather(constants)
     if again is not None and limits.source(again) != "()":
         config.recompute = "full"
         config.model["recomputed_blocks"] = _blocks(again)
     config.understood = constants.understood
     return config
+
+
+def _sharding(settings: Settings, config: ParsedConfig) -> None:
+    """Read the arguments of `fully_shard`."""
+    config.zero = 2 if settings.flag("reshard_after_forward") is False else 3
+    policies = {
+        f"MixedPrecisionPolicy(torch.{kind}, torch.float32)": precision
+        for kind, precision in _TYPES.items()
+    }
+    config.precision = settings.choice("mp_policy", policies, "fp32")
+    places = {"CPUOffloadPolicy()": "parameters", "OffloadPolicy()": "none"}
+    config.offload = settings.choice("offload_policy", places, "none")
+    settings.expect("mesh", "mesh['shard'] if REPLICAS == 1 else mesh")
+    for key in ("params", "weight_decay"):  # of the optimizer's groups
+        settings.ignore(key)
+    config.gather(settings, "fully_shard")
 
 
 def _blocks(node: ast.expr) -> list[int]:
@@ -90,8 +101,9 @@ def _optimizer(keywords: list[ast.keyword], config: ParsedConfig) -> None:
         try:
             arguments[str(keyword.arg)] = limits.literal(keyword.value)
         except ValueError:
-            continue
+            arguments[str(keyword.arg)] = limits.source(keyword.value)
     values = Settings(arguments)
+    values.expect("fused", True)
     first, second = values.pair("betas")
     config.trains(
         learning_rate=values.amount("lr"),
@@ -100,3 +112,4 @@ def _optimizer(keywords: list[ast.keyword], config: ParsedConfig) -> None:
         epsilon=values.amount("eps"),
         weight_decay=values.amount("weight_decay"),
     )
+    config.gather(values, "AdamW")

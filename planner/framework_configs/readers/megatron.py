@@ -6,6 +6,7 @@ Megatron-Bridge's overrides of a recipe (YAML), by the names of Megatron-LM's ar
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
@@ -25,9 +26,30 @@ _MOST_LAYOUT = 100_000
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
+_ARGUMENTS_KEY = re.compile(r"^MODEL_ARGS:", re.MULTILINE)
+
+
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the arguments say."""
+    """Return what the arguments say: of a script, one a line, or under MODEL_ARGS of a YAML."""
+    if _ARGUMENTS_KEY.search(text):
+        return _of_model_args(text)
     return shell.parsed(text, "megatron", lambda words: _of_words(words, text), surroundings)
+
+
+def _of_model_args(text: str) -> ParsedConfig:
+    """Return what the arguments of a test case or of a model zoo say."""
+    data = limits.settings(text, "megatron")
+    arguments = data["MODEL_ARGS"]
+    if not isinstance(arguments, dict):
+        raise DocumentError("MODEL_ARGS", f"is {arguments!r:.40}; it is a section of arguments")
+    flags = {
+        str(name).removeprefix("--").replace("_", "-"): value
+        for name, value in arguments.items()
+        if value is not None
+    }
+    config = of_flags(flags)
+    config.unknown += [str(key) for key in data if key != "MODEL_ARGS"]
+    return config
 
 
 def _of_words(words: list[str], text: str) -> ParsedConfig:
@@ -38,7 +60,7 @@ def _of_words(words: list[str], text: str) -> ParsedConfig:
     return of_flags(flags, text)
 
 
-def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> ParsedConfig:
+def of_flags(flags: Mapping[str, Any], text: str = "") -> ParsedConfig:
     """Return what flags say."""
     config = ParsedConfig(framework="megatron")
     left_out = [
@@ -53,7 +75,9 @@ def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> Parsed
     _optimizer(settings, config)
     _figures(settings, config)
     config.devices = _devices(settings, shell.directives(text))
-    config.unknown = [f"--{key}" for key in settings.unread] + settings.loose
+    config.unknown = [f"--{word}" for word in (*settings.unread, *settings.unusual)]
+    config.unknown += settings.loose
+    config.without_effect = [f"--{key}" for key in settings.without_effect]
     config.understood = settings.understood
     return config
 
@@ -73,6 +97,10 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
     config.context = settings.degree("context-parallel-size")
     config.expert = settings.degree("expert-model-parallel-size")
     config.sequence_parallel = bool(settings.flag("sequence-parallel")) or config.tensor == 1
+    if config.tensor == 1:
+        settings.idle("sequence-parallel", "tp-comm-overlap")
+    if config.pipeline == 1:
+        settings.idle(*_OF_PIPELINES)
     each = settings.number("expert-tensor-parallel-size")
     if config.expert > 1:
         # By default tensor ranks divide each expert.
@@ -102,10 +130,13 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
     if isinstance(layout, str):
         config.blocks, config.virtual_stages = _of_layout(layout, config.pipeline)
         config.schedule = _schedule(config.virtual_stages)
-    for also in ("overlap-grad-reduce", "overlap-param-gather", "ckpt-format"):
-        settings.ignore(also)
-    settings.ignore("no-gradient-accumulation-fusion")
-    strategy = settings.word("data-parallel-sharding-strategy")
+    config.overlaps_reduction = bool(settings.flag("overlap-grad-reduce"))
+    _sharding(settings, config)
+
+
+def _sharding(settings: Settings, config: ParsedConfig) -> None:
+    """Read what data-parallel ranks divide, and what of it runs beside computation."""
+    strategy = settings.ignore("data-parallel-sharding-strategy")
     if settings.flag("use-distributed-optimizer"):
         config.zero = 1
     if settings.flag("use-megatron-fsdp", "use-custom-fsdp"):
@@ -114,9 +145,32 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
                 "--data-parallel-sharding-strategy",
                 f"is '{strategy:.40}'; it is one of {', '.join(_STRATEGIES)}",
             )
+        settings.word("data-parallel-sharding-strategy")
         config.zero = _STRATEGIES[strategy or "no_shard"]
+        settings.idle("use-distributed-optimizer")
+    else:
+        settings.idle("data-parallel-sharding-strategy")
     if settings.flag("use-torch-fsdp2"):
         config.zero = 3
+    if config.zero:
+        settings.expect("overlap-param-gather", True)
+    else:
+        settings.idle("overlap-param-gather")
+    if config.zero > 1:
+        settings.idle("no-gradient-accumulation-fusion")
+
+
+_OF_PIPELINES = (
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+    "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank",
+    "virtual-pipeline-model-parallel-size",
+    "pipeline-model-parallel-layout",
+)
+"""Arguments that say nothing without a pipeline."""
 
 
 def _schedule(virtual_stages: int) -> str:
@@ -151,83 +205,130 @@ def _batches(settings: Settings, config: ParsedConfig) -> None:
     config.micro_batch = settings.count("micro-batch-size")
     config.global_batch = settings.count("global-batch-size")
     config.seq_len = settings.number("seq-length")
-    config.precision = "fp32"
-    for name in ("fp16", "bf16"):
-        if settings.flag(name):
-            config.precision = name
+    kinds = [name for name in ("fp16", "bf16") if settings.flag(name)]
+    if len(kinds) > 1:
+        raise DocumentError("--bf16", "and --fp16 are both there; leave one out")
+    config.precision = kinds[0] if kinds else "fp32"
     if settings.pop("fp8-format", "fp8"):
+        if config.precision != "bf16":
+            config.assumed.append(f"what is not in 8 bits is in bf16, not in {config.precision}")
         config.precision = "fp8"
+        settings.expect("fp8-format" if "fp8-format" in settings else "fp8", *_FORMATS)
         config.scales = settings.word("fp8-recipe") or "delayed"
         if config.scales == "mxfp8":
             config.precision, config.scales = "mxfp8", "tensorwise"
-            settings.pop("reuse-grad-buf-for-mxfp8-param-ag")
+            settings.expect("reuse-grad-buf-for-mxfp8-param-ag", True)
         elif config.scales not in RECIPES:
             raise DocumentError("--fp8-recipe", f"is '{config.scales:.40}'; {' or '.join(RECIPES)}")
         if settings.flag("fp8-dot-product-attention"):
             config.options.append("fp8-attention")
         if not settings.flag("fp8-param-gather"):
             config.options.append("16-bit-gathers")
+    else:
+        settings.idle("fp8-recipe", "fp8-param-gather", "fp8-dot-product-attention")
+    if settings.flag("grad-reduce-in-bf16"):
+        config.options.append("narrow-gradients")
 
 
-ATTENTION = frozenset({"core_attn"})
-CHEAP = frozenset({"layernorm", "mla_up_proj", "moe_act"})
-"""Values of --recompute-modules that its plans have, each set as a whole."""
+_FORMATS = ("hybrid", "e4m3")
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""Values of --recompute-modules that plans have, each an option of the framework."""
 
 
 def _recompute(settings: Settings, config: ParsedConfig) -> None:
     kind = settings.word("recompute-granularity")
-    method, count = settings.word("recompute-method"), settings.number("recompute-num-layers")
     if settings.flag("recompute-activations"):
         kind = "selective"
     if kind == "full":
         config.recompute = "full"
+        method = settings.choice("recompute-method", {"uniform": "uniform", "block": "block"}, "")
+        count = settings.number("recompute-num-layers")
         if method == "block":
             config.recomputed = count
-        elif method == "uniform" and (count or 1) > 1:
-            config.assumed.append(
-                f"--recompute-num-layers {count} with uniform: each block is recomputed alone"
-            )
+        else:
+            settings.expect("recompute-num-layers", 1)
+        if not method:
+            settings.name("recompute-granularity")
+        settings.idle("recompute-modules")
     elif kind == "selective":
         config.recompute = "selective"
-        modules = set(settings.words("recompute-modules")) or ATTENTION
-        operators = CHEAP if modules & CHEAP else ATTENTION
-        if operators is CHEAP:
-            config.options.append("cheap-recompute")
-        if modules != operators:
-            config.assumed.append(
-                f"--recompute-modules {' '.join(sorted(modules)):.80}: what is recomputed is "
-                f"{' '.join(sorted(operators))}"
-            )
+        settings.idle("recompute-method", "recompute-num-layers")
+        modules = settings.words("recompute-modules") or ["core_attn"]
+        modules = [word for text in modules for word in text.split()]
+        if set(modules) - set(MODULES):
+            settings.name("recompute-modules")
+        if set(modules) != {"core_attn"}:  # which is what selective recompute is by itself
+            config.options += [
+                f"recompute-{name.replace('_', '-')}" for name in MODULES if name in modules
+            ]
+    else:
+        settings.idle("recompute-method", "recompute-num-layers", "recompute-modules")
+        if kind is not None:
+            settings.name("recompute-granularity")
 
 
 def _kernels(settings: Settings, config: ParsedConfig) -> None:
-    kind = settings.word("moe-token-dispatcher-type")
-    if kind == "flex" and settings.pop("moe-flex-dispatcher-backend") in (None, "deepep", True):
-        config.options.append("deepep")
-    if settings.flag("moe-enable-deepep") and "deepep" not in config.options:
-        config.options.append("deepep")
-    if settings.number("num-experts") and settings.flag("moe-grouped-gemm") is not True:
-        config.assumed.append("products of experts are grouped, without --moe-grouped-gemm")
-    settings.ignore("moe-grouped-gemm")
+    _experts(settings, config)
     for flag, option in (
         ("overlap-moe-expert-parallel-comm", "expert-overlap"),
         ("moe-shared-expert-overlap", "shared-expert-overlap"),
         ("tp-comm-overlap", "tp-overlap"),
+        ("cross-entropy-loss-fusion", "fused-cross-entropy"),
     ):
         if settings.flag(flag):
             config.options.append(option)
-    exchanged = {"a2a": "ulysses", "all_gather": "gathered-context"}
-    kind = settings.word("cp-comm-type")
-    if kind in exchanged:
-        config.options.append(exchanged[kind])
-    if settings.flag("cpu-offloading", "optimizer-cpu-offload"):
-        config.assumed.append("offload to the host, which its plans do not have, is left out")
+    settings.expect("cross-entropy-fusion-impl", "native", "te")
+    exchanged = {"p2p": "", "a2a": "ulysses", "all_gather": "gathered-context"}
+    backends = {"auto": "", "fused": "", "flash": "fa2", "unfused": "eager-attention"}
+    graphs = {"none": "", "transformer_engine": "graphed-layers", "local": "graphed-layers"}
+    for key, words in (
+        ("cp-comm-type", exchanged),
+        ("attention-backend", backends),
+        ("cuda-graph-impl", graphs),
+    ):
+        option = settings.choice(key, words, "")
+        if option:
+            config.options.append(option)
+    if settings.flag("use-flash-attn") and "fa2" not in config.options:
+        config.options.append("fa2")
+    if settings.flag("enable-cuda-graph", "external-cuda-graph"):
+        config.options.append("graphed-layers")
+    _graphs(settings, config)
+    settings.expect("transformer-impl", "transformer_engine")
+
+
+def _graphs(settings: Settings, config: ParsedConfig) -> None:
+    """Read which part of a layer is replayed as a graph; plans have whole layers and steps."""
+    words = settings.words("cuda-graph-scope")
+    if not words:
+        return
+    if words == ["full_iteration"]:
+        config.options = [option for option in config.options if option != "graphed-layers"]
+        config.options.append("graphed-steps")
+    elif words != ["full"] or "graphed-layers" not in config.options:
+        config.options = [option for option in config.options if option != "graphed-layers"]
+        settings.name("cuda-graph-scope")
+
+
+def _experts(settings: Settings, config: ParsedConfig) -> None:
+    """Read how tokens come to experts and how those compute."""
+    kinds = {"alltoall": "alltoall", "flex": "flex"}
+    kind = settings.choice("moe-token-dispatcher-type", kinds, "")
+    settings.expect("moe-flex-dispatcher-backend", "deepep")
+    if settings.flag("moe-enable-deepep") or kind == "flex":
+        config.options.append("deepep")
+    if settings.number("num-experts"):
+        if settings.flag("moe-grouped-gemm") is not True:
+            config.assumed.append("products of experts are grouped, without --moe-grouped-gemm")
+        if not kind and config.expert > 1 and "moe-token-dispatcher-type" not in settings:
+            config.assumed.append("tokens go to experts by --moe-token-dispatcher-type alltoall")
+    else:
+        settings.expect("moe-grouped-gemm", True)
 
 
 def _optimizer(settings: Settings, config: ParsedConfig) -> None:
-    optimizer = settings.word("optimizer")
-    if optimizer not in (None, "adam"):
-        config.assumed.append(f"--optimizer {optimizer:.40}: AdamW instead")
+    kinds = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
+    config.trains(optimizer=settings.choice("optimizer", kinds, "adamw"))
     rate = settings.amount("lr")
     config.trains(
         learning_rate=rate,
@@ -238,7 +339,6 @@ def _optimizer(settings: Settings, config: ParsedConfig) -> None:
         clip_norm=settings.amount("clip-grad"),
         seed=settings.number("seed"),
     )
-    settings.ignore("lr-warmup-init")
     steps, warmup = settings.number("train-iters"), settings.number("lr-warmup-iters")
     batch = config.global_batch
     samples, of_warmup = settings.number("train-samples"), settings.number("lr-warmup-samples")
@@ -274,20 +374,62 @@ def _optimizer(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _figures(settings: Settings, config: ParsedConfig) -> None:
-    figures = {
-        "hidden_size": settings.number("hidden-size"),
-        "heads": settings.number("num-attention-heads"),
-        "kv_heads": settings.number("num-query-groups"),
-        "ffn_size": settings.number("ffn-hidden-size"),
-        "vocab_size": settings.number("vocab-size"),
-        "experts": settings.number("num-experts"),
-        "per_token": settings.number("moe-router-topk"),
-        "expert_ffn_size": settings.number("moe-ffn-hidden-size"),
+    """Read figures of the model, which must be those of the model that is planned."""
+    latent = bool(settings.flag("multi-latent-attention"))
+    names = {
+        "hidden_size": "hidden-size",
+        "heads": "num-attention-heads",
+        "kv_heads": "num-query-groups",
+        "ffn_size": "ffn-hidden-size",
+        "vocab_size": "vocab-size",
+        "experts": "num-experts",
+        "per_token": "moe-router-topk",
+        "expert_ffn_size": "moe-ffn-hidden-size",
+        "shared_ffn_size": "moe-shared-expert-intermediate-size",
+        "head_dim": "kv-channels",
+        "q_rank": "q-lora-rank",
+        "kv_rank": "kv-lora-rank",
+        "rope_head_dim": "qk-pos-emb-head-dim",
+        "nope_head_dim": "qk-head-dim",
+        "value_head_dim": "v-head-dim",
     }
-    if not settings.flag("group-query-attention"):
+    figures: dict[str, Any] = {name: settings.number(key) for name, key in names.items()}
+    if settings.flag("group-query-attention"):
+        figures["kv_heads"] = figures["kv_heads"] or 1
+    else:
         figures["kv_heads"] = None
+    if latent:
+        figures |= {"head_dim": None, "kv_heads": None}
     if figures["hidden_size"]:
         figures["experts"] = figures["experts"] or 0
+    if not figures["experts"]:
+        settings.idle("moe-router-topk", "moe-ffn-hidden-size")
+        figures |= {"per_token": None, "expert_ffn_size": None}
+    flags: tuple[tuple[str, str, bool], ...] = (
+        ("swiglu", "gated_mlp", True),
+        ("squared-relu", "gated_mlp", False),
+        ("untie-embeddings-and-output-weights", "tied_embeddings", False),
+        ("add-qkv-bias", "qkv_bias", True),
+        ("disable-bias-linear", "mlp_bias", False),
+        ("qk-layernorm", "qk_norm", True),
+        ("multi-latent-attention", "is_latent", True),
+    )
+    for flag, name, value in flags:
+        if settings.flag(flag):
+            figures[name] = value
+    norms = {"RMSNorm": "rms", "LayerNorm": "layer"}
+    figures["norm"] = settings.choice("normalization", norms, "") or None
+    positions = {"rope": "rotary", "yarn": "rotary", "learned_absolute": "learned", "none": "none"}
+    figures["positions"] = settings.choice("position-embedding-type", positions, "") or None
+    frequency = settings.word("moe-layer-freq")
+    leading = re.fullmatch(
+        r"\(?\[0\]\s*\*\s*(\d{1,4})\s*\+\s*\[1\]\s*\*\s*\d{1,4}\)?", frequency or ""
+    )
+    if leading:
+        figures["dense_layers"] = int(leading[1])
+    elif frequency is not None:
+        settings.expect("moe-layer-freq", 1)
+        figures["dense_layers"] = 0
     config.model |= {name: value for name, value in figures.items() if value is not None}
 
 
@@ -295,8 +437,6 @@ def _devices(settings: Settings, asked: dict[str, str]) -> int | None:
     """Return how many ranks are started, as torchrun's or Slurm's arguments say."""
     each = settings.number("nproc-per-node") if _plain(settings, "nproc-per-node") else None
     nodes = settings.number("nnodes") if _plain(settings, "nnodes") else None
-    for also in ("node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"):
-        settings.ignore(also)
     return ranks_of(asked, nodes, each)
 
 
@@ -326,6 +466,9 @@ _OTHER_NAMES = {
     "num_moe_experts": "num-experts",
 }
 _SECTIONS = ("model", "train", "dataset", "ddp", "optimizer", "scheduler")
+_MIXED = re.compile(
+    r"(bf16|fp16)(_mixed|_with_(mx)?fp8(_(delayed|current|subchannel)_scaling)?_mixed)(_aggressive)?"
+)
 _RECIPES = (("mxfp8", "mxfp8"), ("current", "tensorwise"), ("subchannel", "blockwise"))
 """What names of mixed precision say of scales; others are delayed."""
 
@@ -340,16 +483,25 @@ def read_bridge(text: str) -> ParsedConfig:
         if not isinstance(values, dict):
             raise DocumentError(section, f"is {values!r:.40}; it is a section of settings")
         for key, value in values.items():
-            if value is None or value is False:
+            if value is None:
                 continue
             name = _OTHER_NAMES.get(key, key.replace("_", "-"))
-            flags[name] = value
+            if flags.setdefault(name, value) != value:
+                other = places[f"--{name}"]
+                raise DocumentError(
+                    f"{section}.{key}",
+                    f"is {value!r:.40}, and {other} {flags[name]!r:.40}; give one",
+                )
             places[f"--{name}"] = f"{section}.{key}"
     if flags.get("num-query-groups"):
         flags["group-query-attention"] = True
     mixed = data.get("mixed_precision")
+    if mixed is not None and not isinstance(mixed, str):
+        raise DocumentError("mixed_precision", f"is {mixed!r:.40}; it is the name of a recipe")
     if isinstance(mixed, str):
         plain = mixed.replace("-", "_")
+        if not _MIXED.fullmatch(plain):
+            raise DocumentError("mixed_precision", f"is {mixed:.40}; write bf16_mixed or another")
         flags["fp16" if plain.startswith("fp16") else "bf16"] = True
         if "fp8" in plain:
             flags["fp8"] = "hybrid"
@@ -360,6 +512,13 @@ def read_bridge(text: str) -> ParsedConfig:
     config.framework = "megatron-bridge"
     config.unknown = [
         *(key for key in data if key not in (*_SECTIONS, "mixed_precision")),
-        *(places.get(key, key) for key in config.unknown),
+        *(_in_place(key, places) for key in config.unknown),
     ]
+    config.without_effect = [_in_place(key, places) for key in config.without_effect]
     return config
+
+
+def _in_place(word: str, places: Mapping[str, str]) -> str:
+    """Return a word of arguments as the recipe has it."""
+    key, sign, value = word.partition("=")
+    return places.get(key, key) + sign + value

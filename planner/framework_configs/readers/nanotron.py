@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import (
-    ParsedConfig,
-    Settings,
-    unread_keys,
-)
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
 from meshwright.planner.schedules import PLAIN, schedule_of
 from meshwright.planner.schedules.pipeline_schedules import GPIPE
 
@@ -26,21 +22,24 @@ def read(text: str) -> ParsedConfig:
     config.tensor, config.pipeline = axes.degree("tp"), axes.degree("pp")
     config.context = axes.degree("context_parallel_size")
     config.expert = axes.degree("expert_parallel_size")
-    config.sequence_parallel = (
-        axes.word("tp_mode") or "ALL_REDUCE"
-    ).upper() == "REDUCE_SCATTER" or config.tensor == 1
+    modes = {"ALL_REDUCE": "", "REDUCE_SCATTER": "divided"}
+    config.sequence_parallel = bool(axes.choice("tp_mode", modes, "")) or config.tensor == 1
     engine = axes.word("pp_engine") or _PLAIN
     if engine not in _ENGINES:
         raise DocumentError("parallelism.pp_engine", f"is '{engine:.40}'; it is 1f1b or afab")
     config.schedule = _ENGINES[engine]
     if axes.flag("recompute_layer"):
         config.recompute = "full"
-    axes.pop("tp_linear_async_communication")
+    if config.tensor == 1:
+        axes.idle("tp_linear_async_communication")
+    else:
+        axes.expect("tp_linear_async_communication", False)
     config.micro_batch = tokens.count("micro_batch_size")
     config.micro_batches = tokens.count("batch_accumulation_per_replica")
     config.seq_len = tokens.number("sequence_length")
     steps = tokens.number("train_steps")
-    config.precision = "bf16" if model.word("dtype") in (None, "bfloat16") else "fp32"
+    dtypes = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+    config.precision = model.choice("dtype", dtypes, "bf16")
     figures = model.part("model_config")
     names = {
         "layers": "num_hidden_layers",
@@ -56,12 +55,9 @@ def read(text: str) -> ParsedConfig:
             config.model[name] = value
     config.zero = optimizer.number("zero_stage") or 0
     factory = optimizer.part("optimizer_factory")
-    optimizer.pop("accumulate_grad_in_fp32")
-    optimizer.pop("weight_decay_exclude_named_params")
-    factory.pop("torch_adam_is_fused")
-    kind = factory.word("name")
-    if kind not in (None, "adamW"):
-        config.assumed.append(f"optimizer_factory.name {kind!r:.40}: AdamW instead")
+    optimizer.expect("accumulate_grad_in_fp32", True)
+    factory.expect("torch_adam_is_fused", True)
+    factory.expect("name", "adamW")
     bound = optimizer.amount("clip_grad")
     config.trains(
         beta1=factory.amount("adam_beta1"),
@@ -76,7 +72,7 @@ def read(text: str) -> ParsedConfig:
         config.devices = (
             data_ranks * config.tensor * config.pipeline * config.context * config.expert
         )
-    config.unknown = [*settings.unread]
+    config.gather(settings)
     for name, section in (
         ("parallelism", axes),
         ("tokens", tokens),
@@ -86,7 +82,7 @@ def read(text: str) -> ParsedConfig:
         ("optimizer.optimizer_factory", factory),
         ("optimizer.learning_rate_scheduler", rates),
     ):
-        config.unknown += unread_keys(name, section)
+        config.gather(section, name)
     config.understood = settings.understood
     return config
 
@@ -95,7 +91,6 @@ def _rates(rates: Settings, config: ParsedConfig, steps: int | None) -> None:
     rate, least = rates.amount("learning_rate"), rates.amount("min_decay_lr")
     warmup = rates.number("lr_warmup_steps") or 0
     begin, fall = rates.number("lr_decay_starting_step"), rates.number("lr_decay_steps")
-    rates.pop("lr_warmup_style")
     style = rates.word("lr_decay_style")
     config.trains(learning_rate=rate, warmup_steps=warmup)
     if least is not None and least == rate:

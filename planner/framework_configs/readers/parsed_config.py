@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import one_line
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.schedules import SCHEDULES
 
@@ -25,6 +26,10 @@ class Settings:
         self._parts: list[Settings] = []
         self.loose: list[str] = []
         """Unknown words behind a switch, which may be words of their own."""
+        self.unusual: list[str] = []
+        """Settings `key=value` whose key is known and whose value is not."""
+        self.without_effect: list[str] = []
+        """Keys that decide nothing beside the other settings."""
 
     def pop(self, key: str, *others: str) -> Any:
         """Return what a key says, or one of its other names; None if none of them is there.
@@ -67,6 +72,37 @@ class Settings:
         if not isinstance(value, bool | int | float):
             raise DocumentError(key, f"is {value!r:.40}; it is one word")
         return str(value)
+
+    def expect(self, key: str, *values: object) -> None:
+        """Take a key of which plans have these values alone; any other is not understood."""
+        value = self.ignore(key)
+        if isinstance(value, dict | list):
+            raise DocumentError(key, f"is {value!r:.40}; it is one word")
+        if value is not None and all(not _is_alike(value, usual) for usual in values):
+            self.name(key)
+
+    def name(self, *keys: str) -> None:
+        """Name keys as not understood, with what they say."""
+        for key in keys:
+            value = self.ignore(key)
+            if value is not None:
+                shown = f"{key}={_value_text(value)}" if value is not True else key
+                self.unusual += [shown] * (shown not in self.unusual)
+
+    def idle(self, *keys: str) -> None:
+        """Take keys that decide nothing beside the other settings."""
+        self.without_effect += [key for key in keys if self.ignore(key) is not None]
+
+    def choice(self, key: str, values: Mapping[str, str], usual: str) -> str:
+        """Return what a word means; one that is not among `values` is not understood."""
+        value = self.word(key)
+        if value is None:
+            return usual
+        meanings = {word.lower(): meaning for word, meaning in values.items()}
+        meaning = meanings.get(value.lower())
+        if meaning is None:
+            self.name(key)
+        return meaning or usual
 
     def number(self, key: str, *others: str) -> int | None:
         """Return a whole number; DocumentError if it is none."""
@@ -155,6 +191,20 @@ class Settings:
         return self._values.get(key) is not None
 
 
+def _is_alike(value: object, usual: object) -> bool:
+    """Whether a value is the usual one, however it is written."""
+    if isinstance(usual, bool):
+        return WORDS_OF_TRUTH.get(str(value).lower()) is usual
+    try:
+        return value == usual or float(value) == float(usual)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return str(value).lower() == str(usual).lower()
+
+
+def _value_text(value: object) -> str:
+    return one_line(str(value))[:40]
+
+
 def _number(value: Any, key: str, *, whole: bool) -> float | None:
     if value is None or value == "auto":
         return None
@@ -192,6 +242,14 @@ class ParsedConfig:
     precision: str | None = None
     offload: str = "none"
     recompute: str = "none"
+    samples_of_schedule: int | None = None
+    """Samples that a run of a pipeline's schedule takes, of which a plan has one a step."""
+    overlaps_reduction: bool = True
+    """Gradients are reduced beside the backwards, as plans have it."""
+    recompute_every: int = 1
+    """Every n-th block of a rank is recomputed."""
+    loss_chunks: int | None = None
+    """In how many parts a micro-batch's loss is computed; None: from all logits."""
     recomputed: int | None = None
     """The number of blocks of each stage, from its first; None: all."""
     blocks: list[int] | None = None
@@ -211,8 +269,26 @@ class ParsedConfig:
     """Figures of the model: layers, hidden_size, heads, ffn_size; or its name."""
     assumed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    without_effect: list[str] = field(default_factory=list)
     understood: int = 0
     """Number of settings that were read."""
+
+    def gather(
+        self, settings: Settings, section: str = "", names: Mapping[str, str] | None = None
+    ) -> None:
+        """Note what of a section was not read, and what of it decides nothing.
+
+        `names` are those that the configuration has for keys.
+        """
+        before = f"{section}." if section else ""
+
+        def in_place(word: str) -> str:
+            key, sign, value = word.partition("=")
+            return before + (names or {}).get(key, key) + sign + value
+
+        self.unknown += [in_place(word) for word in (*settings.unread, *settings.unusual)]
+        self.unknown += settings.loose
+        self.without_effect += [in_place(key) for key in settings.without_effect]
 
     def trains(self, **values: Any) -> None:
         """Note settings of the optimizer, as far as they are said."""
@@ -236,9 +312,3 @@ def named_file(key: str, name: object, surroundings: ScriptEnvironment | None) -
             "what the run takes",
         )
     return name, text
-
-
-def unread_keys(section: str, settings: Settings) -> Iterator[str]:
-    """Yield the keys that are left in a section, with its name."""
-    for key in settings.unread:
-        yield f"{section}.{key}"

@@ -7,14 +7,18 @@ sections (`ParallelismConfig(...)`), where they are plain values.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from typing import Any
 
+from meshwright.planner.documents.document import nearest
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors.shown import one_line
+from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
     Settings,
-    unread_keys,
+    named_file,
 )
 from meshwright.planner.schedules import SCHEDULES
 
@@ -32,57 +36,211 @@ _CLASSES = {
 _MODES = {"FullAC": "full", "SelectiveAC": "selective"}
 
 
-def read(text: str) -> ParsedConfig:
+def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what a TOML or a Python configuration says."""
     sections = limits.toml_or_module(text, "torchtitan")
-    return of_sections(of_python(sections) if isinstance(sections, ast.Module) else sections)
+    if isinstance(sections, ast.Module):
+        chosen = None if surroundings is None else surroundings.values.get("config")
+        sections = of_python(sections, chosen)
+    return of_sections(sections)
 
 
-def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for each form
-    """Return sections of settings that a module assigns or passes."""
-    sections: dict[str, Any] = {}
-    names: dict[str, ast.expr] = {}
+def of_python(tree: ast.Module, chosen: str | None = None) -> dict[str, Any]:
+    """Return sections of settings that a module assigns or passes, in their order.
 
-    def assign(section: str, key: str, node: ast.expr) -> None:
+    DocumentError where several functions make a configuration and none is `chosen`.
+    """
+    module = _Module()
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    plain = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
+    for statement in plain:
+        module.read(statement)
+    called = {name: _callees(node, functions) for name, node in functions.items()}
+    roots = [name for name in functions if not any(name in names for names in called.values())]
+    if chosen is not None and chosen not in functions:
+        raise DocumentError("set", f"config={chosen:.40}: {nearest(chosen, list(functions))}")
+    if chosen is None and len(roots) > 1:
+        raise DocumentError(
+            "torchtitan",
+            f"has {len(roots)} configurations ({', '.join(roots[:3])[:80]} ...); add --set "
+            "config=NAME",
+        )
+    for name in [chosen] if chosen is not None else roots:
+        _follow(name, functions, called, module, set())
+        if name not in ("planned", "configured"):
+            module.sections.setdefault("model", {}).setdefault("registered", name)
+    return module.sections
+
+
+def _callees(node: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef]) -> list[str]:
+    """Return the functions of a module that one of them calls."""
+    names = [
+        call.func.id
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    ]
+    return [name for name in dict.fromkeys(names) if name in functions and name != node.name]
+
+
+def _follow(
+    name: str,
+    functions: Mapping[str, ast.FunctionDef],
+    called: Mapping[str, list[str]],
+    module: _Module,
+    seen: set[str],
+) -> None:
+    """Read a function behind those that it calls."""
+    if name in seen:
+        return
+    seen.add(name)
+    for inner in called[name]:
+        _follow(inner, functions, called, module, seen)
+    for statement in functions[name].body:
+        module.read(statement)
+
+
+class _Module:
+    """Settings that the statements of a module make, one statement after the other."""
+
+    def __init__(self) -> None:
+        self.sections: dict[str, Any] = {}
+        self._names: dict[str, ast.expr] = {}
+
+    def read(self, statement: ast.stmt) -> None:
+        """Read a statement; what it makes of settings that are not known is kept by its name."""
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass | ast.Assert):
+            return
+        if isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.Match | ast.With):
+            self._unread(limits.source(statement).partition("\n")[0])
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AugAssign | ast.AnnAssign | ast.Delete):
+            self._unread(limits.source(statement))
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                self._call(node)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._assign(target, node.value)
+        if len(targets) > 1:
+            self._unread(limits.source(statement))
+
+    def _unread(self, text: str) -> None:
+        self.sections.setdefault("computed", {})[one_line(text)[:60]] = True
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._names[name] = value
+            case ast.Attribute(value=ast.Name(), attr=section):
+                self._assign_section(section, value)
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(), attr=section), attr=key):
+                self._put(section, key, value)
+            case _:
+                self._unread(limits.source(target))
+
+    def _assign_section(self, section: str, value: ast.expr) -> None:
+        """Read a section that is assigned as a whole: its class is read where it is called."""
+        if section == "activation_checkpoint":
+            is_none = isinstance(value, ast.Constant) and value.value is None
+            policy = "none" if is_none else _policy(value)
+            self.sections.setdefault(section, {})["mode"] = policy
+        elif section == "loss":
+            self._loss(value)
+        elif section in _SECTIONS and isinstance(value, ast.Call):
+            chain = limits.dotted_names(value.func)
+            if not any(part in _CLASSES or part in _GROUPS for part in chain):
+                self.sections.setdefault(section, {})[limits.source(value.func)] = True
+        elif section == "model_spec":
+            return  # its converters and its flavor are read where they are called
+        elif section not in _NOT_SETTINGS:
+            self.sections[section] = limits.source(value)
+
+    def _loss(self, value: ast.expr) -> None:
+        text = limits.source(value)
+        if "Chunked" in text and isinstance(value, ast.Call):
+            return
+        plain = "loss_fn" in text or text.startswith("CrossEntropyLoss")
+        self.sections["loss"] = {"kind": "full" if plain else text}
+
+    def _put(self, section: str, key: str, node: ast.expr) -> None:
+        """Put a setting into its section, or among those that are computed."""
         try:
             value = limits.literal(node)
         except ValueError:
             value = _infinite(node)
             if value is None:
-                sections.setdefault("computed", {})[f"{section}.{key}"] = limits.source(node)
+                self.sections.setdefault("computed", {})[f"{section}.{key}"] = limits.source(node)
                 return
-        sections.setdefault(section, {})[key] = value
+        inside = self.sections.setdefault(section, {})
+        if isinstance(inside, dict):
+            inside[key] = value
 
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                names[name] = value
-            case ast.Assign(
-                targets=[ast.Attribute(value=ast.Attribute(attr=section), attr=key)], value=value
-            ):
-                assign(section, key, value)
-            case ast.Assign(targets=[ast.Attribute(attr="activation_checkpoint")], value=value):
-                if isinstance(value, ast.Constant) and value.value is None:
-                    sections["activation_checkpoint"] = {"mode": "none"}
-            case ast.Call(func=function, keywords=keywords):
-                chain = limits.dotted_names(function)
-                classes = [part for part in chain if part in _CLASSES]
-                if classes:
-                    for keyword in keywords:
-                        if keyword.arg:
-                            assign(_CLASSES[classes[-1]], keyword.arg, keyword.value)
-                    if classes[-1] in _MODES:
-                        section = sections.setdefault("activation_checkpoint", {})
-                        section["mode"] = _MODES[classes[-1]]
-                elif chain[-1:] == ["ParamGroupConfig"]:
-                    _group(keywords, names, sections)
-                elif any(part in _CONVERTERS for part in chain):
-                    _converter(next(p for p in chain if p in _CONVERTERS), keywords, sections)
-                elif chain[:1] == ["config_registry"] and len(chain) == 2:
-                    sections.setdefault("model", {})["registered"] = chain[1]
-            case ast.FunctionDef(name=name) if name not in ("planned", "configured"):
-                sections.setdefault("model", {}).setdefault("registered", name)
-    return sections
+    def _call(self, node: ast.Call) -> None:
+        chain = limits.dotted_names(node.func)
+        classes = [part for part in chain if part in _CLASSES]
+        if classes:
+            self._section(classes[-1], node)
+        elif "OptimizersContainer" in chain:
+            for keyword in node.keywords:
+                if keyword.arg != "param_groups":
+                    self._unread(f"OptimizersContainer.{keyword.arg}")
+        elif chain[-1:] == ["ParamGroupConfig"]:
+            _group(node.keywords, self._names, self.sections)
+        elif any(part in _CONVERTERS for part in chain):
+            name = next(part for part in chain if part in _CONVERTERS)
+            _converter(name, node.keywords, self.sections)
+        elif any(part.startswith("Chunked") for part in chain):
+            chunks = [word.value for word in node.keywords if word.arg == "num_chunks"]
+            self.sections["loss"] = {"kind": "chunked", "num_chunks": _plain(chunks, 8)}
+        elif chain[:1] == ["config_registry"] and len(chain) == 2:
+            self.sections.setdefault("model", {})["registered"] = chain[1]
+        elif chain[-1:] == ["model_registry"]:
+            self._model(node)
+        elif chain[-2:] == ["Trainer", "Config"]:
+            for keyword in node.keywords:
+                if keyword.arg:
+                    self._assign_section(keyword.arg, keyword.value)
+
+    def _section(self, name: str, node: ast.Call) -> None:
+        """Read the arguments of a section's class."""
+        for keyword in node.keywords:
+            if keyword.arg:
+                self._put(_CLASSES[name], keyword.arg, keyword.value)
+            else:
+                self._unread(limits.source(node))
+        if name in _MODES:
+            self.sections.setdefault("activation_checkpoint", {})["mode"] = _MODES[name]
+
+    def _model(self, node: ast.Call) -> None:
+        """Read the arguments of a model's registry: converters are calls of their own."""
+        for keyword in node.keywords:
+            if keyword.arg == "converters":
+                for item in ast.walk(keyword.value):
+                    if isinstance(item, ast.Call):
+                        chain = limits.dotted_names(item.func)
+                        if not any(part in _CONVERTERS for part in chain):
+                            self._unread(limits.source(item.func))
+            elif keyword.arg:
+                self._put("model", keyword.arg, keyword.value)
+
+
+def _policy(value: ast.expr) -> str:
+    """Return the kind of a policy of recomputation, or its text."""
+    chain = limits.dotted_names(value.func) if isinstance(value, ast.Call) else []
+    return next((_MODES[part] for part in chain if part in _MODES), limits.source(value))
+
+
+def _plain(nodes: list[ast.expr], usual: int) -> Any:
+    """Return the value of a keyword, if it is there."""
+    try:
+        return limits.literal(nodes[0]) if nodes else usual
+    except ValueError:
+        return limits.source(nodes[0])
+
+
+_SECTIONS = frozenset(_CLASSES.values())
+_GROUPS = ("OptimizersContainer", "Config")
+_NOT_SETTINGS = ("hf_assets_path", "dump_folder")
 
 
 _CONVERTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,7 +277,15 @@ def _group(
 ) -> None:
     """Put the settings of a group of parameters; those of all others count."""
     arguments = {keyword.arg: keyword.value for keyword in keywords}
+    unread = sections.setdefault("computed", {})
+    for name in set(arguments) - {"pattern", "optimizer_name", "optimizer_kwargs"}:
+        unread[f"ParamGroupConfig.{name}"] = True
+    kind = arguments.get("optimizer_name")
+    if isinstance(kind, ast.Constant) and kind.value != "AdamW":
+        unread[f"optimizer_name={kind.value!r:.40}"] = True
     pattern = arguments.get("pattern")
+    if pattern is None:
+        unread["ParamGroupConfig without pattern"] = True
     section = sections.setdefault("optimizer", {})
     if isinstance(pattern, ast.Constant) and pattern.value != ".*":
         return
@@ -136,14 +302,24 @@ def _group(
                 continue
 
 
-def of_flags(flags: dict[str, str | bool | list[str]]) -> ParsedConfig:
-    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say."""
+def of_flags(
+    flags: dict[str, str | bool | list[str]], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
+    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say, above a file's."""
     sections: dict[str, Any] = {}
     others: list[str] = []
+    file = flags.pop("job.config-file", flags.pop("job.config_file", None))
+    if file is not None:
+        name, text = named_file("--job.config_file", file, surroundings)
+        parsed = limits.toml_or_module(text, name)
+        sections = of_python(parsed) if isinstance(parsed, ast.Module) else parsed
     for name, value in flags.items():
-        section, dot, key = name.partition(".")
+        section, dot, key = name.replace("-", "_").partition(".")
         if dot:
-            sections.setdefault(section.replace("-", "_"), {})[key.replace("-", "_")] = value
+            inside = sections.setdefault(section, {})
+            for part in key.split(".")[:-1]:
+                inside = inside.setdefault(part, {})
+            inside[key.rpartition(".")[2]] = value
         elif name in ("module", "config"):
             sections.setdefault("model", {})[{"config": "registered"}.get(name, name)] = value
         else:
@@ -169,32 +345,58 @@ def of_sections(sections: dict[str, Any]) -> ParsedConfig:
             "model",
             "memory_estimation",
             "quantize",
+            "computed",
+            "loss",
         )
     }
     _degrees(parts["parallelism"], config)
     _training(parts["training"], config)
     _rates(parts["optimizer"], parts["lr_scheduler"], config)
-    mode = parts["activation_checkpoint"].word("mode")
-    config.recompute = {"full": "full", "none": "none"}.get(str(mode), "selective")
-    parts["activation_checkpoint"].pop("selective_ac_option")
-    if parts["compile"].flag("enable", "model"):
-        config.compile = "block"
-    parts["compile"].pop("components")
+    _recompute(parts["activation_checkpoint"], config)
+    _compile(parts["compile"], config)
     # Of its section `compile` since 0.3, and of `parallelism` before.
     async_ = [
         parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
     ]
     if any(async_) and config.tensor > 1 and config.compile == "block":
         config.axes["tensor_overlap"] = "async"
+    _loss(parts["loss"], config)
     _model(parts["model"], config)
     _quantize(parts["model"], parts["quantize"], config)
-    config.unknown = [
-        *settings.unread,
-        *(key for name, section in parts.items() for key in unread_keys(name, section)),
-        *settings.loose,
-    ]
+    config.gather(settings)
+    for name, section in parts.items():
+        config.gather(section, "" if name == "computed" else name)
     config.understood = settings.understood
     return config
+
+
+def _recompute(section: Settings, config: ParsedConfig) -> None:
+    """Read which blocks are recomputed: all, none, every n-th, or a part of each operator's."""
+    modes = {"full": "full", "none": "none", "selective": "selective"}
+    config.recompute = section.choice("mode", modes, "selective")
+    if config.recompute != "selective":
+        section.idle("selective_ac_option")
+        return
+    option = section.word("selective_ac_option") or "op"
+    if option.isdecimal() and 0 < int(option) < 10**4:
+        config.recompute, config.recompute_every = "full", int(option)
+    elif option != "op":
+        section.name("selective_ac_option")
+
+
+def _compile(section: Settings, config: ParsedConfig) -> None:
+    """Read what is compiled: blocks, the loss, or both."""
+    if not section.flag("enable", "model"):
+        section.idle("components")
+        return
+    components = section.words("components") if "components" in section else ["model", "loss"]
+    if "model" in components:
+        config.compile = "block"
+    if "loss" in components:
+        config.options.append("compiled-loss")
+    if set(components) - {"model", "loss"}:
+        section.name("components")
+    section.expect("backend", "inductor")
 
 
 def _degrees(axes: Settings, config: ParsedConfig) -> None:
@@ -206,16 +408,18 @@ def _degrees(axes: Settings, config: ParsedConfig) -> None:
     config.pipeline = axes.degree("pipeline_parallel_degree")
     config.expert = axes.degree("expert_parallel_degree")
     divided = axes.flag("enable_sequence_parallel")
+    if config.tensor == 1:
+        axes.idle("enable_sequence_parallel")
     config.sequence_parallel = divided is not False or config.tensor == 1
     each = axes.number("expert_tensor_parallel_degree")
     if config.expert > 1 and each:
         config.expert_tensor = each
-    again = axes.word("fsdp_reshard_after_forward") or "default"
+    words = {word: word for word in ("default", "always", "never")}
+    again = axes.choice("fsdp_reshard_after_forward", words, "default")
     default = "never" if config.pipeline > 1 else "always"
     config.zero = 3 if (default if again == "default" else again) == "always" else 2
     if config.pipeline == 1:
-        for key in ("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"):
-            axes.pop(key)
+        axes.idle(*_OF_PIPELINES)
         return
     name = axes.word("pipeline_parallel_schedule") or "1F1B"
     names = [
@@ -230,7 +434,7 @@ def _degrees(axes: Settings, config: ParsedConfig) -> None:
         )
     config.schedule = names[0]
     config.micro_batch = axes.count("pipeline_parallel_microbatch_size") or 1
-    axes.pop("pipeline_parallel_expert_parallel_overlap")
+    axes.expect("pipeline_parallel_expert_parallel_overlap", config.expert > 1)
     parts = axes.pop("module_fqns_per_model_part")
     if isinstance(parts, list | tuple):
         if not parts or not all(isinstance(part, list | tuple) for part in parts):
@@ -250,22 +454,44 @@ def _degrees(axes: Settings, config: ParsedConfig) -> None:
         config.model["blocks_of_stage"] = each_stage
 
 
+_OF_PIPELINES = (
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_expert_parallel_overlap",
+    "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers",
+    "pipeline_parallel_layers_per_stage",
+    "module_fqns_per_model_part",
+)
+"""Keys that say nothing without a pipeline."""
+
+
 def _training(training: Settings, config: ParsedConfig) -> None:
+    tokens = training.count("num_tokens_per_microbatch_per_dp_rank")
+    length = training.count("max_context_length")
     local = training.count("local_batch_size", "batch_size") or 8
+    if tokens and length:
+        local = max(1, tokens // length)
+    elif tokens:
+        training.name("num_tokens_per_microbatch_per_dp_rank")
     config.global_batch = training.number("global_batch_size")
     if config.global_batch is not None and config.global_batch < 0:
         config.global_batch = None
     if config.pipeline == 1:
         config.micro_batch = local
+    else:
+        config.samples_of_schedule = local
     config.micro_batches = None
     if config.global_batch is None:
         config.micro_batches = local // config.micro_batch if config.micro_batch else None
-    config.seq_len = training.number("seq_len") or 2048
-    working = training.word("mixed_precision_param") or "bfloat16"
-    config.precision = {"bfloat16": "bf16", "float32": "fp32"}.get(str(working), "bf16")
+    config.seq_len = training.number("seq_len", "max_context_length") or 2048
+    dtypes = {"bfloat16": "bf16", "float32": "fp32"}
+    config.precision = training.choice("mixed_precision_param", dtypes, "bf16")
+    training.expect("mixed_precision_reduce", "float32")
+    training.expect("dtype", "float32")
+    training.expect("disable_cuda_graphs", True)
     if training.flag("enable_cpu_offload"):
         config.offload = "parameters"
-    training.pop("disable_cuda_graphs")
     bound = training.bound("max_norm")
     if bound is not None:
         config.trains(clip_norm=0.0 if bound == float("inf") else bound)
@@ -274,11 +500,17 @@ def _training(training: Settings, config: ParsedConfig) -> None:
         config.model["steps"] = steps
 
 
+def _loss(loss: Settings, config: ParsedConfig) -> None:
+    """Read how the loss is computed: from all logits, or from a part of a sample's at a time."""
+    kind = loss.choice("kind", {"full": "full", "chunked": "chunked"}, "full")
+    if kind == "chunked":
+        config.loss_chunks = loss.count("num_chunks")
+
+
 def _rates(optimizer: Settings, rates: Settings, config: ParsedConfig) -> None:
     first, second = optimizer.pair("betas")
-    name = optimizer.word("name")
-    if name not in (None, "AdamW"):
-        config.assumed.append(f"optimizer.name {name!r:.40}: AdamW instead")
+    optimizer.expect("name", "AdamW")
+    optimizer.expect("implementation", "fused")
     rate = optimizer.amount("lr")
     config.trains(
         learning_rate=rate,
@@ -312,6 +544,8 @@ def _model(model: Settings, config: ParsedConfig) -> None:
         config.model["registered"] = f"{name}_{flavor}".lower()
 
 
+_CONVERTER_NAMES = tuple(name for name, _ in _CONVERTERS.values())
+_MX_RECIPES = ("mxfp8", "mxfp8_cublas", "mxfp8_emulated")
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
@@ -324,8 +558,11 @@ def _quantize(model: Settings, quantize: Settings, config: ParsedConfig) -> None
     settings = {name: linear.part(name) for name in ("float8", "mx")}
     for name in ("float8", "mx"):
         experts = grouped.part(name)
-        for key in ("fqns", "recipe_name", "pad_multiple"):
-            experts.pop(key)
+        if f"quantize.grouped_mm.{name}" not in names:
+            experts.idle("fqns", "recipe_name", "pad_multiple")
+        config.gather(experts, f"quantize.grouped_mm.{name}")
+    read = {"float8", *_CONVERTER_NAMES}
+    config.unknown += [f"model.converters={name}" for name in sorted(names - read)]
     if float8 or mx:
         config.precision = "fp8" if float8 else "mxfp8"
         if f"quantize.grouped_mm.{'float8' if float8 else 'mx'}" in names:
@@ -341,14 +578,17 @@ def _quantize(model: Settings, quantize: Settings, config: ParsedConfig) -> None
             )
         if section.flag("enable_fsdp_float8_all_gather") and config.zero == 3:
             config.axes["weight_gather_dtype"] = "fp8"
-        section.pop("precompute_float8_dynamic_scale_for_fsdp")
-        section.pop("force_recompute_fp8_weight_in_bwd")
-    section.pop("mxfp8_dim1_cast_kernel_choice")
+        section.expect("precompute_float8_dynamic_scale_for_fsdp", True, False)
+        section.expect("force_recompute_fp8_weight_in_bwd", False)
+    elif mx:
+        section.expect("recipe_name", *_MX_RECIPES)
     left, taken = set(section.words("filter_fqns")) - {""}, section.pop("fqns")
     if "auto_filter_small_kn" in left:
         config.options.append("auto-filter")
-    others = sorted(left - {"lm_head", "output", "router.gate", "auto_filter_small_kn"})
-    if others:
-        config.assumed.append(f"filter_fqns: {', '.join(others[:4])[:80]} are in 8 bits too")
+    if left - {"lm_head", "output", "router.gate", "auto_filter_small_kn"}:
+        section.name("filter_fqns")
+    if taken and taken != ["layers"]:
+        section.name("fqns")
+    config.gather(section, f"quantize.linear.{'float8' if float8 else 'mx'}")
     if taken == [] or (float8 and not left & {"lm_head", "output"}):
         config.assumed.append("the output layer, which is converted too, stays in 16 bits")

@@ -1,9 +1,16 @@
-"""Hugging Face TrainingArguments: YAML or JSON, or the flags of a training script."""
+"""Hugging Face TrainingArguments: YAML or JSON, or the flags of a training script.
+
+TRL's scripts have more arguments and other defaults; frameworks that hand their own settings to the
+same trainer translate them first (`finetuning`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import deepspeed
 from meshwright.planner.framework_configs.readers import input_limits as limits
@@ -11,7 +18,6 @@ from meshwright.planner.framework_configs.readers.parsed_config import (
     ParsedConfig,
     Settings,
     named_file,
-    unread_keys,
 )
 
 _RATES = {
@@ -23,24 +29,57 @@ _RATES = {
 }
 
 
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
+    "paged_adamw_8bit": "adamw-8bit-paged",
+    "adafactor": "adafactor",
+    "lion_32bit": "lion",
+    "muon": "muon",
+    "sgd": "sgd",
+}
+"""What plans call optimizers (training_args.py, OptimizerNames; axolotl's muon)."""
+
+
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the arguments say."""
     return of_settings(limits.settings(text, "transformers"), surroundings)
 
 
+def read_trl(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
+    """Return what the arguments of a script of TRL say."""
+    return of_trl(limits.settings(text, "trl"), surroundings)
+
+
+def of_trl(data: Mapping[str, Any], surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
+    """Return what TRL's arguments say, whose defaults are its own."""
+    usual: dict[str, Any] = {"gradient_checkpointing": True, "max_length": 1024}
+    lengths = {"max_length", "max_seq_length"} & set(data)
+    if lengths:
+        del usual["max_length"]
+    if "fp16" not in data:
+        usual["bf16"] = True
+    config = of_settings({**usual, **data}, surroundings)
+    config.understood -= len(set(usual) - set(data))
+    return config
+
+
 def of_flags(
-    flags: dict[str, str | bool | list[str]], surroundings: ScriptEnvironment | None = None
+    flags: Mapping[str, str | bool | list[str]],
+    surroundings: ScriptEnvironment | None = None,
+    *,
+    trl: bool = False,
 ) -> ParsedConfig:
     """Return what flags of a script say."""
     data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
     nested = data.get("fsdp_config")
     if isinstance(nested, str) and nested.startswith("{"):
         data["fsdp_config"] = limits.json_settings(nested, "--fsdp_config")
-    return of_settings(data, surroundings)
+    return of_trl(data, surroundings) if trl else of_settings(data, surroundings)
 
 
 def of_settings(
-    data: dict[str, Any], surroundings: ScriptEnvironment | None = None
+    data: Mapping[str, Any], surroundings: ScriptEnvironment | None = None
 ) -> ParsedConfig:
     """Return what arguments say; other files that they name are read too."""
     settings = Settings(data)
@@ -53,30 +92,130 @@ def of_settings(
         config = deepspeed.of_settings(nested)
     config.micro_batch = settings.count("per_device_train_batch_size") or 8
     config.micro_batches = settings.count("gradient_accumulation_steps") or 1
-    config.precision = "fp32"
-    for name in ("fp16", "bf16"):
-        if settings.flag(name):
-            config.precision = name
+    kinds = [name for name in ("fp16", "bf16") if settings.flag(name)]
+    if len(kinds) > 1:
+        raise DocumentError("bf16", "and fp16 are both on; switch one off")
+    config.precision = kinds[0] if kinds else "fp32"
     if nested is None:
         _of_fsdp(settings, config, surroundings)
+    else:
+        settings.idle("fsdp", "fsdp_config")
     if settings.flag("gradient_checkpointing"):
         config.recompute = "full"
-    settings.pop("gradient_checkpointing_kwargs")
+    _checkpointing(settings, config)
     if settings.flag("torch_compile"):
         config.compile = "block"
+    for key, usual in (("torch_compile_backend", "inductor"), ("torch_compile_mode", "default")):
+        settings.expect(key, usual)
     config.seq_len = settings.number(
         "max_length", "max_seq_length", "model_max_length", "block_size", "cutoff_len"
     )
-    wanted = settings.word("model_name_or_path")
+    wanted = settings.word("model_name_or_path", "model", "base_model")
     if wanted:
         config.model["registered"] = wanted
-    optimizer = settings.word("optim")
-    if optimizer is not None and not optimizer.startswith("adamw_torch"):
-        config.assumed.append(f"optim {optimizer!r:.40}: AdamW in the plan's types instead")
+    config.trains(optimizer=settings.choice("optim", OPTIMIZERS, "adamw"))
+    if config.precision == "fp32":
+        settings.expect("tf32", False)
+    else:
+        settings.idle("tf32")
+    _weights(settings, config)
+    _kernels(settings, config)
+    _adapters(settings, config)
+    _samples(settings, config)
     _rates(settings, config)
-    config.unknown += [*settings.unread, *settings.loose]
+    config.gather(settings)
     config.understood += settings.understood
     return config
+
+
+def _checkpointing(settings: Settings, config: ParsedConfig) -> None:
+    """Read how blocks are recomputed, where they are."""
+    values = settings.pop("gradient_checkpointing_kwargs")
+    if isinstance(values, str):
+        values = limits.json_settings(values, "gradient_checkpointing_kwargs")
+    kwargs = Settings({"gradient_checkpointing_kwargs": values}).part(
+        "gradient_checkpointing_kwargs"
+    )
+    if config.recompute != "full":
+        kwargs.idle("use_reentrant")
+    elif kwargs.flag("use_reentrant"):
+        config.options.append("reentrant-recompute")
+    config.gather(kwargs, "gradient_checkpointing_kwargs")
+
+
+def _weights(settings: Settings, config: ParsedConfig) -> None:
+    """Read the type in which weights are loaded: with one of 32 bits states have it too."""
+    types = {"bfloat16": "", "float16": "", "auto": "", "float32": "wide-states"}
+    for key in ("torch_dtype", "dtype"):
+        option = settings.choice(key, types, "")
+        if config.framework == "deepspeed":  # which has masters of its own
+            settings.idle(key)
+        elif option:
+            config.options.append(option)
+
+
+def _kernels(settings: Settings, config: ParsedConfig) -> None:
+    """Read which kernels replace a model's own."""
+    attention = {
+        "sdpa": "",
+        "flash_attention_2": "fa2",
+        "flash_attention_3": "fa3",
+        "eager": "eager-attention",
+    }
+    option = settings.choice("attn_implementation", attention, "")
+    config.options += [option] if option else []
+    if settings.flag("use_liger_kernel", "use_liger"):
+        config.options += ["fused-norms", "fused-gates"]
+        config.axes["loss"] = ChunkedLoss()
+    parts = settings.pop("liger_kernel_config")
+    if parts is not None:
+        settings.name("liger_kernel_config")
+
+
+def _adapters(settings: Settings, config: ParsedConfig) -> None:
+    """Read adapters, and in how many bits the weights lie that they stand beside."""
+    weights = packed_weights(settings)
+    if not settings.flag("use_peft"):
+        settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
+        if weights != "full":
+            settings.name("load_in_4bit", "load_in_8bit")
+        return
+    targets = [word for text in settings.words("lora_target_modules") for word in text.split()]
+    rank, alpha = settings.count("lora_r") or 16, settings.amount("lora_alpha") or 32.0
+    adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
+    read_dropout(settings, config)
+
+
+def packed_weights(settings: Settings) -> str:
+    """Return how weights that are not trained are stored."""
+    four, eight = settings.flag("load_in_4bit"), settings.flag("load_in_8bit")
+    if four and eight:
+        raise DocumentError("load_in_4bit", "and load_in_8bit are both on; switch one off")
+    settings.expect("bnb_4bit_quant_type", "nf4", "fp4")
+    return "nf4" if four else "int8" if eight else "full"
+
+
+def read_dropout(settings: Settings, config: ParsedConfig) -> None:
+    """Read whether what goes into adapters is dropped out, which is a tensor of its own."""
+    if settings.share("lora_dropout"):
+        config.options.append("adapter-dropout")
+
+
+def adapters(
+    config: ParsedConfig, *, rank: int, alpha: float, targets: list[str], weights: str
+) -> None:
+    """Note that adapters alone are trained."""
+    usual = not targets or targets in (["all"], ["all-linear"])
+    chosen = ("all-linear",) if usual else tuple(dict.fromkeys(targets))
+    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "weights": weights})
+
+
+def _samples(settings: Settings, config: ParsedConfig) -> None:
+    """Read how samples are filled; a plan's have all their tokens."""
+    if settings.flag("packing") is False or settings.flag("sample_packing") is False:
+        config.assumed.append("samples have all their tokens: without packing they are shorter")
+    elif settings.flag("packing") or settings.flag("sample_packing"):
+        config.assumed.append("attention is over whole samples, at most what packed ones take")
 
 
 def _of_fsdp(
@@ -86,27 +225,39 @@ def _of_fsdp(
     if isinstance(nested, str):
         name, text = named_file("fsdp_config", nested, surroundings)
         nested = limits.json_settings(text, name)
-    fsdp = Settings(
-        {key.removeprefix("fsdp_"): value for key, value in (nested or {}).items()}
-        if isinstance(nested, dict)
-        else {}
-    )
-    words = value if isinstance(value, list) else str(value or "").split()
-    if not value or value == "no_shard":
+    inside = nested if isinstance(nested, dict) else {}
+    fsdp = Settings({key.removeprefix("fsdp_"): value for key, value in inside.items()})
+    listed = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+    words = [str(word) for word in listed]
+    if not value or words == ["no_shard"]:
+        settings.idle("fsdp_transformer_layer_cls_to_wrap")
+        if nested:
+            settings.idle("fsdp_config")
         return
+    if set(words) - set(_FSDP_WORDS):
+        settings.name("fsdp")
+    if "auto_wrap_policy" in fsdp:
+        config.without_effect += ["fsdp=auto_wrap"] * ("auto_wrap" in words)
+    elif "auto_wrap" not in words:
+        config.assumed.append("each block is a unit of FSDP, though its words have no auto_wrap")
     again = fsdp.flag("reshard_after_forward")
     config.zero = 2 if "shard_grad_op" in words or again is False else 3
-    if any(str(word).startswith("hybrid_shard") for word in words):
+    if any(word.startswith("hybrid_shard") for word in words):
         config.assumed.append("hybrid_shard: shards within a node")
         config.data_shard = 0
     if "offload" in words or fsdp.flag("cpu_offload", "offload_params"):
         config.offload = "parameters"
     if fsdp.flag("activation_checkpointing"):
         config.recompute = "full"
-    for key in ("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap"):
-        fsdp.pop(key)
-    settings.pop("fsdp_transformer_layer_cls_to_wrap")
-    config.unknown += unread_keys("fsdp_config", fsdp)
+    fsdp.idle("version")  # what is priced is the framework's own
+    fsdp.expect("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    theirs = {key.removeprefix("fsdp_"): key for key in inside}
+    config.gather(fsdp, "fsdp_config", theirs)
+
+
+_FSDP_WORDS = (
+    "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload"
+)  # fmt: skip
 
 
 def _rates(settings: Settings, config: ParsedConfig) -> None:
@@ -127,7 +278,9 @@ def _rates(settings: Settings, config: ParsedConfig) -> None:
     if warmup is None and ratio and steps:
         warmup = round(ratio * steps)
     elif ratio and warmup is None:
-        config.assumed.append("warmup: a share of the steps, whose number is not said; no warm-up")
+        config.assumed.append(
+            f"warmup: a share ({ratio:g}) of the steps, whose number is not said; no warm-up"
+        )
     config.trains(warmup_steps=None if warmup is None else int(warmup))
     kind, values = (
         settings.word("lr_scheduler_type") or "linear",
@@ -135,7 +288,9 @@ def _rates(settings: Settings, config: ParsedConfig) -> None:
     )
     if isinstance(values, str):
         values = limits.json_settings(values, "lr_scheduler_kwargs")
-    kwargs = Settings({"lr_scheduler_kwargs": values}).part("lr_scheduler_kwargs")
+    if values is not None and not isinstance(values, dict):
+        raise DocumentError("lr_scheduler_kwargs", f"is {values!r:.40}; it is a section")
+    kwargs = Settings(values or {})
     rate = _RATES.get(kind)
     if rate is None or steps is None:
         if not kind.startswith("constant"):
@@ -147,4 +302,4 @@ def _rates(settings: Settings, config: ParsedConfig) -> None:
             config.trains(decay_steps=kwargs.number("num_decay_steps"))
             if kwargs.word("decay_type") not in (None, "linear"):
                 config.assumed.append("lr_scheduler_kwargs.decay_type: it falls linearly")
-    config.unknown += unread_keys("lr_scheduler_kwargs", kwargs)
+    config.gather(kwargs, "lr_scheduler_kwargs")

@@ -275,7 +275,12 @@ def plan_with(
         micro_batches=layout.micro_batches,
         **axes_of(layout),
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
-        training=Training(lora=job.lora),
+        training=Training(
+            lora=job.lora,
+            optimizer=job.optimizer,
+            master_weights=job.master_weights,
+            objective=job.objective,
+        ),
         stages=stages,
         groups=groups,
         shares=shares,

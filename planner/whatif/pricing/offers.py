@@ -15,10 +15,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from meshwright.planner.catalog import Market, Rent, accelerators, rents
-from meshwright.planner.whatif.formatting import price_ages
+from meshwright.planner.whatif.formatting import price_ages, price_dates
 from meshwright.planner.whatif.uncertain_value import UncertainValue, product, total
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ FEW = 3
 NO_NETWORK = "an offer that names no network between nodes"
 MOST_LEFT_OUT = 2
 """Offers named that are cheaper and cannot make a cluster."""
-FALL_A_YEAR, RISE_A_YEAR = 0.67, 1.25
-"""How far 80 of 100 prices move in a year, assumed: down with the value of used hardware, and up
-by a quarter, as rents of H100 did in 2026."""
+FALL_A_YEAR, RISE_A_YEAR = 0.56, 1.53
+"""How far 80 of 100 prices move in a year: what was published of 2025 and 2026 is taken for the
+ends.  AWS cut H100 by 44 % in June 2025; nebius asked 2.95 for it on 2026-05-18 and 4.50 on
+2026-10-24 (PRICE_MOVES)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +62,35 @@ class Rented:
     usd_per_device_hour: UncertainValue | None
     how: str
     cause: str = ""
-    """The quotes that it rests on: prices of the same quotes move together."""
+    """Who asks it, a line each: two prices of one provider move together."""
     term_months: float | None = None
     prepaid: float = 0.0
+    markets: tuple[Market, ...] = ()
+    """Of its quotes."""
+    elsewhere: float | None = None
+    """What the other market asks, where it rents all of the cluster."""
 
 
 def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rented:
     """Return a device's rent from the offers that can make a cluster, and what they are."""
-    spans, words, terms, causes = [], [], [], set()
+    spans, words, terms, causes, markets = [], [], [], set(), set()
+    elsewhere: list[float | None] = []
     for group in cluster.groups:
         name = group.accelerator.name
         several = cluster.devices > group.devices_per_node
         asked = [rent for rent in rents if _matches(rent, name, rental)]
         quotes, left = quotes_of(asked, rental.commitment, group, several=several)
         kind = rental.commitment.replace("_", "-")
-        if not quotes:
+        if not any(rental.market in (None, quote.offer.market) for quote in quotes):
             why = f": {'; '.join(dict.fromkeys(map(_left_words, left)))}" if left else ""
             return Rented(usd_per_device_hour=None, how=f"no price known, {kind} {name}{why}")
-        taken, others = _one_market(quotes)
+        taken, others = _one_market(_newest(quotes), rental.market)
         price = aged(range_of(_prices(taken)), _age_years(taken))
         spans.append(price.times(group.devices / cluster.devices))
-        causes |= {_quote_text(quote.offer, kind) for quote in taken}
+        causes |= {quote.offer.provider for quote in taken}
+        markets |= {quote.offer.market for quote in taken}
+        other = statistics.median(_prices(others)) if others else None
+        elsewhere.append(None if other is None else other * group.devices / cluster.devices)
         terms.append(max(taken, key=lambda quote: quote.offer.term_months or 0.0).offer)
         words.append(
             _words(taken, kind, name, rental)
@@ -91,22 +100,55 @@ def rent_of(rental: Rental, cluster: ClusterSpec, rents: Sequence[Rent]) -> Rent
     return Rented(
         usd_per_device_hour=total(spans),
         how="; ".join(words),
-        cause="; ".join(sorted(causes)),
+        cause="\n".join(sorted(causes)),
         term_months=max((offer.term_months or 0.0 for offer in terms), default=0.0) or None,
         prepaid=max(offer.prepaid for offer in terms),
+        markets=tuple(sorted(markets)),
+        elsewhere=None if None in elsewhere else sum(filter(None, elsewhere)),
     )
 
 
-def _quote_text(offer: Rent, kind: str) -> str:
-    return f"{kind} {offer.provider} {offer.instance} {offer.region} {offer.accelerator}"
+def common_market(
+    asked: Sequence[tuple[Rental, ClusterSpec]], rents: Sequence[Rent]
+) -> Market | None:
+    """Return the market in which every cluster has a rent that has one in any; None if none does.
+
+    Of two such markets it is the cheaper one, by the geometric mean over the clusters.
+    """
+    priced = [(rental, c) for rental, c in asked if rent_of(rental, c, rents).usd_per_device_hour]
+    means: dict[Market, float] = {}
+    for market in get_args(Market):
+        in_market = [
+            rent_of(rental.model_copy(update={"market": market}), cluster, rents)
+            for rental, cluster in priced
+        ]
+        prices = [r.usd_per_device_hour.value for r in in_market if r.usd_per_device_hour]
+        if priced and len(prices) == len(priced) and min(prices) > 0:
+            means[market] = statistics.geometric_mean(prices)
+    return min(means, key=means.__getitem__, default=None)
 
 
-def _one_market(quotes: Sequence[Quote]) -> tuple[list[Quote], list[Quote]]:
-    """Return the quotes of the market whose median is lower, and those of the other."""
+def _newest(quotes: Sequence[Quote]) -> list[Quote]:
+    """Return of each provider the quotes of its latest month: older ones are of another market."""
+    months: dict[str, str] = {}
+    for quote in quotes:
+        dates = price_dates(quote.offer.date)
+        month = dates[0] if dates else ""
+        months[quote.offer.provider] = max(month, months.get(quote.offer.provider, ""))
+    return [
+        quote
+        for quote in quotes
+        if (price_dates(quote.offer.date) or [""])[0] == months[quote.offer.provider]
+    ]
+
+
+def _one_market(quotes: Sequence[Quote], market: Market | None) -> tuple[list[Quote], list[Quote]]:
+    """Return the quotes of a market, or of the one whose median is lower, and the others."""
     markets: dict[Market, list[Quote]] = {}
     for quote in quotes:
         markets.setdefault(quote.offer.market, []).append(quote)
-    taken = min(markets.values(), key=lambda of: statistics.median(_prices(of)))
+    cheaper = min(markets.values(), key=lambda of: statistics.median(_prices(of)))
+    taken = cheaper if market is None else markets[market]
     return taken, [quote for quote in quotes if quote.offer.market != taken[0].offer.market]
 
 
@@ -133,7 +175,7 @@ def aged(price: UncertainValue, years: float) -> UncertainValue:
     """Return a price with the range that it has some years after it was asked.
 
     >>> aged(UncertainValue(value=2.0, low=2.0, high=2.0), 1.0)
-    UncertainValue(value=2.0, low=1.34, high=2.5)
+    UncertainValue(value=2.0, low=1.12, high=3.06)
     """
     moved = UncertainValue(value=1.0, low=FALL_A_YEAR**years, high=RISE_A_YEAR**years)
     return product([price, moved])
@@ -142,7 +184,6 @@ def aged(price: UncertainValue, years: float) -> UncertainValue:
 def _matches(rent: Rent, accelerator: str, rental: Rental) -> bool:
     return (
         rent.accelerator == accelerator
-        and rental.market in (None, rent.market)
         and rental.provider in (None, rent.provider)
         and rental.region in (None, rent.region)
     )
@@ -234,7 +275,7 @@ def _left_out(left: Sequence[LeftOut], price: float) -> str:
     """Name offers below a price that cannot make the cluster, first those that lack a network."""
     cheaper = sorted(
         (rent for rent in left if rent.usd_per_device_hour < price),
-        key=lambda one: (one.reason != NO_NETWORK, one.usd_per_device_hour),
+        key=lambda rent: (rent.reason != NO_NETWORK, rent.usd_per_device_hour),
     )
     if not cheaper:
         return ""

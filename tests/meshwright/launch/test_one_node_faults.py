@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.run.recovery_policy import ATTEMPTS
 from tests.limits import PATIENCE_S
 from tests.meshwright.launch.test_multi_node import ForkingRoom, forks, losses, room, two_ranks
 
@@ -53,8 +56,10 @@ def test_data_that_change_under_a_run_are_refused_at_the_restart(
 
 
 KILLED_AT_ITS_END = """
+import hashlib
 import os
 import signal
+from pathlib import Path
 from pathlib import Path
 from meshwright.runtime.launch import training_loop as train
 
@@ -96,6 +101,7 @@ def test_a_run_whose_last_step_is_saved_ends_well_however_often_it_is_started(
 
 
 LEAVES = """
+import hashlib
 import os
 from pathlib import Path
 from meshwright.runtime.launch import training_loop as train
@@ -171,3 +177,130 @@ def test_a_restart_takes_the_newest_whole_checkpoint(room: ForkingRoom) -> None:
     assert launcher.returncode == 0, said
     assert said.count("it is kept as damaged-step-000030") == 1
     assert len(losses(room)) == STEPS
+
+
+RAISES = """
+import hashlib
+import os
+from pathlib import Path
+from meshwright.runtime.launch import training_loop as train
+
+take_step = train.Loop._take_step
+def step(self, batch):
+    mark = Path("FOLDER/raised")
+    if self.rank == 1 and self.steps_done == AT and not (MOST and mark.exists()):
+        mark.touch()
+        ERROR
+    return take_step(self, batch)
+train.Loop._take_step = step
+"""
+
+
+def saved_step(room: ForkingRoom) -> int:
+    """Return the step of the newest checkpoint, which is whole to the byte."""
+    saved = checkpoint.newest(room.folder / "saved")
+    if saved is None:
+        return 0
+    assert checkpoint.verify(saved) is None
+    return checkpoint.progress(saved).step
+
+
+def raising(room: ForkingRoom, error: str, *, once: bool) -> str:
+    """Return what lets rank 1 raise an error behind step 12."""
+    words = {"AT": "12", "ERROR": f"raise {error}", "MOST": str(once), "FOLDER": str(room.folder)}
+    text = RAISES
+    for name, word in words.items():
+        text = text.replace(name, word)
+    return text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_what_is_not_understood_leaves_the_newest_copy_on_disk(
+    room: ForkingRoom, *, resumed: bool
+) -> None:
+    """Nothing was saved by then; what is trained from it is what is trained without an end."""
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.05)
+    before = room.begins_with
+    room.begins_with += raising(room, "RuntimeError('of no known kind')", once=False)
+    plan = room.plan(two_ranks(room))
+    launcher = room.launched(plan, options(room))
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 1
+    step = saved_step(room)
+    assert 3 <= step <= 12
+    assert f"step-{step:06} is complete and can be resumed" in said
+    assert "nothing was saved" not in said
+    if not resumed:
+        return
+    room.begins_with = before
+    launcher = room.launched(plan, f"{options(room)} --resume")
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 0, said
+    assert len(losses(room)) == STEPS
+    interrupted = losses(room)
+    room.run(two_ranks(room), steps=STEPS)
+    assert losses(room) == interrupted
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OSError(5, 'Input/output error', '/data')",
+        "OSError(116, 'Stale file handle')",
+        "RuntimeError('CUDA error: an illegal memory access was encountered')",
+        "RuntimeError('CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling')",
+        "RuntimeError('NCCL error: unhandled system error, ncclSystemError')",
+    ],
+)
+@pytest.mark.parametrize("once", [True, False])
+def test_errors_that_may_pass_are_tried_again_and_end_with_a_checkpoint(
+    room: ForkingRoom, error: str, *, once: bool
+) -> None:
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.05)
+    room.begins_with += raising(room, error, once=once)
+    launcher = room.launched(room.plan(two_ranks(room)), options(room))
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == (0 if once else 1), said
+    assert said.count("restart, because such errors may pass") == (1 if once else ATTEMPTS - 1)
+    assert saved_step(room) == STEPS if once else 3 <= saved_step(room) <= 12
+    if once:
+        interrupted = losses(room)
+        room.run(two_ranks(room), steps=STEPS)
+        assert losses(room) == interrupted
+
+
+@pytest.mark.ranks
+def test_copies_outlive_a_launcher_that_is_killed(room: ForkingRoom) -> None:
+    """The next launch makes a checkpoint of them before it looks for one."""
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.05)
+    plan = room.plan(two_ranks(room))
+    launcher = room.launched(plan, options(room))
+    room.wait_for_step(12, while_running=launcher)
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.communicate(timeout=PATIENCE_S)
+    room.wait_until_empty()
+    assert saved_step(room) == 0
+    done = len(losses(room))
+
+    launcher = room.launched(plan, f"{options(room)} --resume --or-start")
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert "a launcher that was killed left copies in /dev/shm/" in said
+    went_on = int(said.split("going on from ")[1].split("step-")[1][:6])
+    assert done - 10 <= went_on <= done + 1
+    assert len(losses(room)) == STEPS
+    assert not list(Path("/dev/shm").glob(f"meshwright-{os.getuid()}-{key(room)}-*"))
+
+
+def key(room: ForkingRoom) -> str:
+    """Return what folders of copies of a room's run have in their names."""
+    return hashlib.sha256(os.fsencode((room.folder / "saved").resolve())).hexdigest()[:16]

@@ -275,7 +275,7 @@ def test_a_run_that_stops_says_why(
     end = RankEnd(cause="hang", rank=1, after_step=7)
 
     def hangs(*_: Any) -> None:
-        raise RankFailed("it hangs", lead="it hangs", output=output, end=end)
+        raise RankFailed("it hangs", output=output, end=end)
 
     monkeypatch.setattr(launches, "run_attempt", hangs)
 

@@ -91,6 +91,29 @@ UNLISTED: dict[str, dict[str, Any]] = {
         "vocab_size": 155136,
         "pad_token_id": 1,
     },
+    "llama4_text": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 8192,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "vocab_size": 202048,
+    },
+    "minimax_m2": {
+        "hidden_size": 3072,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 8,
+        "vocab_size": 200064,
+        "rotary_dim": 64,
+    },
     "gpt_oss": {
         "hidden_size": 2880,
         "num_hidden_layers": 2,
@@ -530,3 +553,160 @@ def test_any_pattern_of_windows_is_read() -> None:
     alternating = ["local_moe_block", "moe_block"] * 2 + ["local_moe_block"]
     assert kinds(**oss, **routed) == alternating
     assert kinds(model_type="mixtral", **routed) == ["local_moe_block"] * 5
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Kimi-K2-Base": (
+        {
+            "model_type": "kimi_k2",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 384,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "vocab_size": 163840,
+            "tie_word_embeddings": False,
+        },
+        1.04e12,
+        0.02,
+    ),
+    "gemma-3-4b-it": (  # 4.3e9 with its tower of 0.42e9
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+            },
+            "vision_config": {"model_type": "siglip_vision_model"},
+        },
+        3.88e9,
+        0.01,
+    ),
+    "gemma-3-27b-it": (  # 27.4e9 with its tower of 0.42e9
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "head_dim": 128,
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 62,
+                "num_key_value_heads": 16,
+                "sliding_window": 1024,
+            },
+        },
+        27.0e9,
+        0.01,
+    ),
+    "GLM-4.5": (  # without its layer for further tokens
+        {
+            "model_type": "glm4_moe",
+            "hidden_size": 5120,
+            "num_hidden_layers": 92,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 160,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+            "vocab_size": 151552,
+            "tie_word_embeddings": False,
+        },
+        355e9,
+        0.01,
+    ),
+    "Llama-4-Scout-17B-16E": (  # 109e9 with its tower
+        {
+            "model_type": "llama4",
+            "text_config": {
+                "model_type": "llama4_text",
+                "hidden_size": 5120,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384,
+                "num_local_experts": 16,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 1,
+                "no_rope_layers": [],
+                "attention_chunk_size": 8192,
+                "vocab_size": 202048,
+            },
+        },
+        108e9,
+        0.01,
+    ),
+    "MiniMax-M2": (
+        {
+            "model_type": "minimax_m2",
+            "hidden_size": 3072,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 1536,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rotary_dim": 64,
+            "vocab_size": 200064,
+            "tie_word_embeddings": False,
+        },
+        229e9,
+        0.01,
+    ),
+}
+"""Configurations after those of the hub: figures, published parameters, and their rounding."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_count_what_their_authors_say(name: str, tmp_path: Path) -> None:
+    config, parameters, rounding = PUBLISHED[name]
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+    model = resolve_model(str(folder))
+
+    assert model.parameters == pytest.approx(parameters, rel=rounding)
+    assert model.name == name + ("-language-model-alone" if "text_config" in config else "")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "qwen3_next"}, "carry a state"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "qwen3_5_text"),
+        ({"model_type": "minimax"}, "carry a state"),
+        ({**LLAMA, "model_type": "llama4_text", "interleave_moe_layer_step": 2}, "take turns"),
+    ],
+)
+def test_what_has_no_figures_is_refused_with_its_reason(config: dict[str, Any], says: str) -> None:
+    kind = config["model_type"]
+    with pytest.raises(DocumentError, match=says):
+        architecture_of({**config, "model_type": kind}, name="x")

@@ -247,3 +247,27 @@ def test_an_accelerator_is_added_by_adding_one_entry(monkeypatch: pytest.MonkeyP
 
 def test_every_accelerator_of_the_catalogue_has_rates_of_its_own_generation() -> None:
     assert all(entry.architecture for entry in catalog.accelerators().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("h100-hbm2e-96gb", 95.0),
+        ("a100-sxm-80gb", 79.15),
+        ("h100-sxm-80gb", 79.11),
+        ("rtx-4090", 23.64),
+        ("l40", 44.40),
+        ("v100-sxm-32gb", 31.74),
+    ],
+)
+def test_capacity_is_what_cuda_reports_as_total_in_published_logs(name: str, gib: float) -> None:
+    assert accelerators()[name].memory_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_capacity_without_a_log_has_a_range_around_it(name: str) -> None:
+    entry = accelerators()[name]
+    is_derived = "CUDA reports" in entry.sources["memory_bytes"]
+    assert (entry.memory_range_bytes is not None) == is_derived
+    low, high = entry.memory_range_bytes or (entry.memory_bytes - 1, entry.memory_bytes + 1)
+    assert low < entry.memory_bytes < high < 1.02 * low

@@ -15,13 +15,16 @@ from meshwright.planner.catalog.expressions import resolve_cluster, resolve_mode
 from meshwright.planner.costs.predict import layout_prediction
 from meshwright.planner.costs.slowdown import slower_framework
 from meshwright.planner.costs.uncertainty import (
+    ABOVE,
     ASSUMED_SPREAD,
+    BALANCED_ABOVE,
+    BALANCED_BELOW,
+    BELOW,
     EIGHT_BITS_GAIN,
-    EXPERTS_SPREAD,
-    KNOWN_ABOVE,
-    KNOWN_BELOW,
     MEMORY_ABOVE,
-    OUTSIDE,
+    NATURAL_ABOVE,
+    NATURAL_BELOW,
+    NEW,
     PIPELINES_ABOVE,
     SPANNING_ABOVE,
     WAITING_ABOVE,
@@ -81,26 +84,29 @@ def outside(run: Setup) -> tuple[str, ...]:
 
 
 def known(found: Prediction) -> tuple[float, float]:
-    """Return the widths of a run like its framework's own."""
-    return KNOWN_BELOW, KNOWN_ABOVE + WAITING_ABOVE * waiting_share(found.step_parts)
+    """Return the widths of a run of a dense model of which all is known."""
+    return BELOW, ABOVE + WAITING_ABOVE * waiting_share(found.step_parts)
 
 
-def test_a_run_among_the_measured_ones_has_the_narrowest_range() -> None:
-    run = setup()
-    found = predict_run(run)
+def test_runs_of_a_framework_make_no_range_narrower_and_what_none_had_a_wider_one() -> None:
+    run, new = setup(), setup(accelerator="b200")
+    found, wider = predict_run(run), predict_run(new)
 
-    assert outside(run) == ()
+    assert outside(run) == () and outside(new) == ("b200",)
     assert widths(found) == pytest.approx(known(found))
-    assert found.assumptions[0].what == "range of the step: that of runs like its framework's own"
+    assert widths(predict_run(setup(framework="fsdp"))) >= (BELOW, ABOVE)
+    assert widths(wider) == pytest.approx([width + NEW for width in known(wider)])
+    what = "range of the step: that of left-out runs of its class, dense"
+    assert found.assumptions[0].what == what
 
 
-def test_tensor_groups_over_nodes_and_pipelines_of_unmeasured_frameworks_are_known_least() -> None:
+def test_tensor_groups_and_pipelines_over_nodes_are_known_least() -> None:
     one, spanning = (predict_run(setup(tp=tensor)) for tensor in ("8", "16"))
     over_nodes = predict_run(setup(pp="2", framework="torchtitan"))
 
     assert widths(one) == pytest.approx(known(one))
     assert widths(spanning)[1] == pytest.approx(known(spanning)[1] + SPANNING_ABOVE)
-    assert widths(over_nodes)[1] == pytest.approx(known(over_nodes)[1] + OUTSIDE + PIPELINES_ABOVE)
+    assert widths(over_nodes)[1] == pytest.approx(known(over_nodes)[1] + PIPELINES_ABOVE)
 
 
 def test_what_is_left_open_widens_a_range_by_its_share() -> None:
@@ -128,11 +134,23 @@ def test_a_run_that_may_have_been_in_eight_bits_may_be_faster_by_what_they_save(
     )
 
 
-def test_experts_are_as_skewed_as_the_data_makes_them() -> None:
-    found = predict_run(setup(framework="megatron", n_experts="8", experts_per_token="2"))
+@pytest.mark.parametrize(
+    ("cells", "width"),
+    [
+        ({}, (BALANCED_BELOW, BALANCED_ABOVE)),
+        ({"ep": "8", "options": "balanced-routing"}, (BALANCED_BELOW, BALANCED_ABOVE)),
+        ({"ep": "8", "options": "te"}, (NATURAL_BELOW, NATURAL_ABOVE)),
+        ({"zero_stage": "3", "tp": "1"}, (NATURAL_BELOW, NATURAL_ABOVE)),
+    ],
+)
+def test_experts_are_as_uneven_as_the_data_makes_them(
+    cells: dict[str, str], width: tuple[float, float]
+) -> None:
+    mixture = {"framework": "megatron", "n_experts": "8", "experts_per_token": "2"}
+    found = predict_run(setup(**mixture, **cells))
 
     below, above = widths(found)
-    assert (below, above) == pytest.approx((EXPERTS_SPREAD, max(EXPERTS_SPREAD, known(found)[1])))
+    assert (below, above) == pytest.approx((width[0], max(width[1], known(found)[1])))
 
 
 def test_a_measured_machine_misses_by_its_causes_alone() -> None:

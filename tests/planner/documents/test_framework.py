@@ -27,7 +27,7 @@ from meshwright.planner.documents.framework import (
     usual_of_release,
     with_options,
     without_basis,
-    without_source,
+    without_sources,
 )
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import Pins
@@ -190,7 +190,7 @@ SOURCES = frozenset(
 
 
 def left_out(name: str, source: str) -> Framework:
-    return without_source(frameworks()[name], source, SOURCES, frameworks()["unknown"])
+    return without_sources(frameworks()[name], {source}, SOURCES, frameworks()["unknown"])
 
 
 def test_what_rests_on_one_source_is_left_out_and_what_code_says_stays() -> None:
@@ -211,11 +211,11 @@ def test_a_figure_stands_without_a_source_if_two_other_studies_support_it() -> N
     # Five sources are behind megatron's host; of the others two are tables of one paper.
     assert left_out("megatron", "mlperf") == megatron
     # Both are of one study, so that of its host's three studies two stay; of its runs one does.
-    assert resting_on(deepspeed, "vtrain_multi", SOURCES) == {"accuracy.seen"}
-    assert resting_on(deepspeed, "bigscience_a100", SOURCES) == {"accuracy.seen"}
+    assert resting_on(deepspeed, {"vtrain_multi"}, SOURCES) == {"accuracy.seen"}
+    assert resting_on(deepspeed, {"bigscience_a100"}, SOURCES) == {"accuracy.seen"}
     two = SOURCES - {"nanotron_usp"}
-    assert resting_on(deepspeed, "vtrain_multi", two) >= {"host.layer_s", "host.rank_s"}
-    assert not resting_on(deepspeed, "mlperf", SOURCES)
+    assert resting_on(deepspeed, {"vtrain_multi"}, two) >= {"host.layer_s", "host.rank_s"}
+    assert not resting_on(deepspeed, {"mlperf"}, SOURCES)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_figures_of_options_and_accelerators_rest_on_three_studies_or_are_derive
 def test_what_native_and_common_frameworks_have_rests_on_no_single_source() -> None:
     for name in ("native", "unknown", "megatron"):
         for source in SOURCES:
-            assert not resting_on(frameworks()[name], source, SOURCES)
+            assert not resting_on(frameworks()[name], {source}, SOURCES)
 
 
 def test_blocks_recompute_attention_where_it_is_written_out_and_the_framework_can() -> None:

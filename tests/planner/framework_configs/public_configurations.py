@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.inputs_read import inputs
+
 
 class Row(NamedTuple):
     """One published configuration."""
@@ -564,3 +566,20 @@ def _fsdp(row: tuple[Any, ...]) -> Row:
 
 
 FSDP = [_fsdp(row) for row in _FSDP]
+
+# --- Fine-tuning frameworks -----------------------------------------------------------------------
+
+
+def _tuning() -> dict[str, list[Row]]:
+    """Return the configurations of benchmarks/inputs that name no other file, by their reader."""
+    rows: dict[str, list[Row]] = {
+        of: [] for of in ("llama-factory", "axolotl", "ms-swift", "trl", "litgpt", "verl", "nemo")
+    }
+    for entry in inputs():
+        if entry.reader in rows and not entry.files and entry.refused is None:
+            row = Row(entry.source, entry.model, entry.cluster, entry.text, ())
+            rows[entry.reader].append(row)
+    return rows
+
+
+TUNING = _tuning()

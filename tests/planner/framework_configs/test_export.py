@@ -7,6 +7,7 @@ import json
 import math
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -210,3 +211,81 @@ def test_every_example_is_written_or_refused_with_a_reason(to: str) -> None:
             assert configuration(plan, model, to, resolve_cluster(plan.cluster)).strip()
         except DocumentError as error:
             assert f"{to} cannot run this plan: " in error.message
+
+
+def adapted(*settings: str, framework: str = "transformers", **options: Any) -> Plan:
+    machine = resolve_cluster(options.pop("cluster", "1xa100-sxm-80gb"))
+    request = Request.create(
+        MODEL,
+        machine,
+        seq_len=2048,
+        global_batch=16,
+        lora=settings,
+        framework=framework,
+        pins=read_pins(["zero=0", "recompute=full"] if machine.devices == 1 else ["zero=3"]),
+        **options,
+    )
+    return search(request).plan
+
+
+ADAPTED = {
+    "trl": ("lora_r", "lora_target_modules", ["all-linear"], {"load_in_4bit": True}),
+    "axolotl": ("lora_r", "lora_target_linear", True, {"adapter": "qlora"}),
+    "llama-factory": ("lora_rank", "lora_target", "all", {"quantization_bit": 4}),
+}
+
+
+@pytest.mark.parametrize("to", ADAPTED)
+def test_fine_tuners_are_told_adapters_and_packed_weights(to: str) -> None:
+    rank, targets, every, packed = ADAPTED[to]
+
+    plan = adapted("rank=8", "weights=nf4")
+    told = yaml.safe_load(configuration(plan, MODEL, to, recipe=False))
+
+    assert (told[rank], told[targets]) == (8, every)
+    assert packed.items() <= told.items()
+    batch = told.get("per_device_train_batch_size", told.get("micro_batch_size"))
+    assert batch * told["gradient_accumulation_steps"] == 16
+    # LLaMA-Factory recomputes blocks unless it is told not to.
+    checkpoints = told.get("gradient_checkpointing", not told.get("disable_gradient_checkpointing"))
+    assert checkpoints is True
+    plain = yaml.safe_load(configuration(adapted("rank=8"), MODEL, to))
+    assert packed.items().isdisjoint(plain.items())
+    sharded = yaml.safe_load(configuration(adapted("rank=8", cluster="8xa100-sxm-80gb"), MODEL, to))
+    assert sharded["fsdp_config"]["reshard_after_forward"] is True
+
+
+def test_scripts_are_told_how_peft_and_bitsandbytes_have_it() -> None:
+    plan = adapted("rank=8", "weights=nf4")
+
+    told = "\n".join(in_the_script(plan, MODEL, "transformers"))
+
+    assert "peft.LoraConfig(r=8, lora_alpha=16, target_modules='all-linear'" in told
+    assert "load_in_4bit=True, bnb_4bit_quant_type='nf4'" in told
+
+
+def test_megatron_bridge_has_a_section_of_adapters() -> None:
+    plan = adapted("rank=8", "targets=[q_proj,v_proj,down_proj]", framework="megatron")
+
+    told = yaml.safe_load(configuration(plan, MODEL, "megatron-bridge"))
+
+    assert told["peft"]["target_modules"] == ["linear_qkv", "linear_fc2"]
+    assert told["peft"]["dim"] == 8
+    with pytest.raises(DocumentError, match="adapters are trained"):
+        configuration(plan, MODEL, "megatron")
+
+
+def test_optimizers_without_a_word_are_refused_by_name() -> None:
+    request = Request.create(
+        MODEL, CLUSTER, seq_len=2048, global_batch=16, optimizer="adamw-8bit-paged",
+        masters="none", framework="torchtune",
+    )  # fmt: skip
+    plan = search(request).plan
+
+    told = yaml.safe_load(configuration(plan, MODEL, "torchtune"))
+    assert told["optimizer"]["_component_"] == "bitsandbytes.optim.PagedAdamW8bit"
+    arguments = yaml.safe_load(configuration(plan, MODEL, "transformers"))
+    assert arguments["optim"] == "paged_adamw_8bit"
+    for to in ("deepspeed", "accelerate", "fsdp", "megatron"):
+        with pytest.raises(DocumentError, match="adamw-8bit-paged"):
+            configuration(plan, MODEL, to, CLUSTER)

@@ -10,7 +10,6 @@ from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.framework_space import EVERYTHING
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
-from meshwright.planner.documents.training import Lora
 from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.frameworks.native_limits import caveat, limit, obstacle, refusal
 
@@ -55,7 +54,6 @@ def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: Cluste
     ("job", "reason"),
     [
         (replace(JOB, precision="nvfp4"), "precision: is nvfp4"),
-        (replace(JOB, lora=Lora(rank=16, quantised=True)), "training.lora.quantised: is true"),
     ],
 )
 def test_what_other_frameworks_train_in_is_refused_by_name(

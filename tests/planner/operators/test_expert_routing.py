@@ -41,3 +41,37 @@ def test_deepseek_v3_by_hand() -> None:
     assert Routing(256, 8, 8, 4).distinct(8) == pytest.approx(4 * (1 - missed))
     # Without the limit more than five nodes, each of which the network carries.
     assert Routing(256, 8).distinct(8) > 1.4 * Routing(256, 8, 8, 4).distinct(8)
+
+
+@pytest.mark.parametrize(
+    ("routing", "ranks"),
+    [
+        (Routing(128, 8, spread=0.3), 8),
+        (Routing(256, 8, spread=0.1), 64),
+        (Routing(8, 2, spread=0.2), 4),
+    ],
+)
+def test_the_busiest_rank_is_that_of_experts_with_loads_drawn_apart(
+    routing: Routing, ranks: int
+) -> None:
+    deviation = routing.spread * np.sqrt(routing.experts / routing.per_token - 1)
+    loads = np.random.default_rng(3).normal(1, deviation, (4000, ranks, routing.experts // ranks))
+    of_ranks = loads.mean(axis=2)
+
+    busiest = (of_ranks.max(axis=1) - of_ranks.mean(axis=1)).mean()
+
+    assert routing.busiest_load(ranks) == pytest.approx(1 + busiest, rel=0.02)
+
+
+def test_loads_have_a_least_and_a_most() -> None:
+    balanced, collapsed = Routing(128, 8), Routing(128, 8, spread=1.0)
+
+    assert [balanced.busiest_load(n) for n in (1, 8, 128)] == [1.0] * 3
+    assert collapsed.busiest_load(1) == 1.0
+    # Tokens that all choose the same eight experts fill a rank of eight, and one of 16 with all.
+    assert max(Routing(16, 8, spread=9.0).busiest_load(n) for n in (2, 16)) == 2.0
+    loads = [collapsed.busiest_load(n) for n in (2, 8, 32, 128)]
+    assert loads == sorted(loads)
+    assert collapsed.busiest_load(8, layers=16) < collapsed.busiest_load(8)
+    every = collapsed.busiest_load(np.array([8, 1, 8]))  # type: ignore[arg-type]
+    assert list(every) == [collapsed.busiest_load(8), 1.0, collapsed.busiest_load(8)]

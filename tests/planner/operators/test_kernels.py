@@ -10,7 +10,7 @@ import pytest
 from meshwright.planner.architectures.architecture import graph_of
 from meshwright.planner.catalog import frameworks, models, native
 from meshwright.planner.catalog.expressions import resolve_model
-from meshwright.planner.documents.framework import Framework, with_figures
+from meshwright.planner.documents.framework import CHEAP_MODULES, Framework, with_figures
 from meshwright.planner.operators.kernels import MODULES, KernelSettings, kernels_of
 from meshwright.planner.operators.layer_operators import table
 from meshwright.planner.operators.operator_table import ManySettings, OperatorTable, Setting
@@ -183,7 +183,7 @@ def test_tables_of_every_model_are_whole_under_every_framework(framework: Framew
     kernels = [
         kernels_of(framework, "bf16"),
         kernels_of(framework, "fp8", flash_attention=False),
-        kernels_of(framework, "bf16", frozen=True, quantised=True),
+        kernels_of(framework, "bf16", frozen=True, weights="nf4"),
     ]
     for name in LANGUAGE:
         model = resolve_model(name)
@@ -316,7 +316,7 @@ def test_what_is_cheap_to_make_again_is_dropped_and_nothing_else() -> None:
     # Llama-3.1-8B fused, bf16, per token: inputs of both norms 2 h each, queries, keys and values
     # 2 (h + 2 x 1,024), attention's output 2 h and a sum of 4 for each of 32 heads, gate and up 2 f
     # each.  Norms' outputs and roots, and the gated product, are made again.
-    found = of("llama-3.1-8b", "block", fused(selective="cheap"))
+    found = of("llama-3.1-8b", "block", fused(selective="modules", modules=CHEAP_MODULES))
     h, f = 4096, 14336
 
     kept = 2 * h + 2 * h + 2 * (h + 2 * 1024) + 2 * h + 4 * 32 + 2 * 2 * f
@@ -329,10 +329,10 @@ def test_tokens_go_to_experts_in_8_bits_and_come_back_in_16() -> None:
     # DeepSeek-V3, sections 3.2.2 and 3.3.3: one copy of each token, 7,168 wide, to experts in a
     # byte each, combined in two; gradients go the same way round.
     once = of("deepseek-v3", "moe_block", fused(expert_once=True, expert_narrow=True), expert=64)
-    each = of("deepseek-v3", "moe_block", fused(expert_skew=1.0), expert=64)
+    each = of("deepseek-v3", "moe_block", fused(expert_spread=0.0), expert=64)
     sizes = {o.name: (o.moved_bytes, o.backward_moved_bytes) for o in once.operators}
 
-    copy = TOKENS * 7168 * 1.1
+    copy = TOKENS * 7168  # links wait for what is busiest of that which they lead to
     assert sizes["arrived"] == pytest.approx((copy, 2 * copy))
     assert sizes["returned"] == pytest.approx((2 * copy, copy))
     arrived = next(op for op in each.operators if op.name == "arrived")
@@ -417,7 +417,7 @@ def test_the_last_tile_of_each_expert_is_half_empty() -> None:
         assert share == pytest.approx(filled, rel=0.02)
 
     # DeepSeek-V3 among 64 ranks: as many tokens as a rank has, 8 times, on 4 experts.
-    found = of("deepseek-v3", "moe_block", fused(expert_tile=128, expert_skew=1.0), expert=64)
+    found = of("deepseek-v3", "moe_block", fused(expert_tile=128, expert_spread=0.0), expert=64)
     rate = 8 * TOKENS / (8 * TOKENS + 4 * 64)
     shares = {o.name: o.share for o in found.operators if o.kind == "matmul"}
     assert shares["expert_up"] == shares["expert_down"] == pytest.approx(rate)
@@ -442,9 +442,9 @@ def test_a_rank_attends_to_a_whole_head_of_keys_however_few_there_are() -> None:
 def test_ranks_that_divide_experts_gather_tokens_and_scatter_sums() -> None:
     # Mixtral, 4 ranks of experts x 2 that divide each: a rank has half of its tokens, sends them
     # twice each, and has those of both behind the gather.
-    found = of("mixtral-8x7b", "moe_block", fused(expert_skew=1.0), tensor=2, expert=4)
+    found = of("mixtral-8x7b", "moe_block", fused(expert_spread=0.0), tensor=2, expert=4)
     both = of(
-        "mixtral-8x7b", "moe_block", fused(expert_skew=1.0), tensor=2, expert=4, expert_tensor=2
+        "mixtral-8x7b", "moe_block", fused(expert_spread=0.0), tensor=2, expert=4, expert_tensor=2
     )
     sizes = {o.name: (o.kind, o.axis, o.moved_bytes) for o in both.operators}
     own = 2 * TOKENS / 2 * 4096 * 2

@@ -23,7 +23,7 @@ from meshwright.planner.search.search import search
 
 MIXTRAL = resolve_model("mixtral-8x7b")
 BLOCK = next(layer for layer in MIXTRAL.layers if layer.repeat > 1)
-SENT = Setting(micro_batch=1, seq_len=4096, expert=8, kernels=replace(MODULES, expert_skew=1.0))
+SENT = Setting(micro_batch=1, seq_len=4096, expert=8, kernels=replace(MODULES, expert_spread=0.0))
 RELAYED = replace(SENT, hierarchical_all_to_all=4)
 JOB = Job(seq_len=2048, global_batch=64)
 

@@ -37,6 +37,7 @@ from tests.planner.whatif.test_study import study
 
 ROOT = Path(__file__).parents[3]
 NODE = shutil.which("node")
+START = {"value": 2.0, "low": 0.5, "high": 6.0, "source": "a quote"}
 QUOTE = {"date": "2026-11", "source": "a quote"}
 ROUNDS = 150
 without_node = pytest.mark.skipif(
@@ -387,7 +388,7 @@ def test_a_study_changed_on_the_page_is_the_study_that_it_exports(
 ) -> None:
     goal = {"tokens": 2e10, "deadline_days": 60.0, "budget_usd": 90_000.0}
     data = {"stored_tb": 3.0, "moved_tb": 1.5}
-    asked = study(offers=OFFERS, goal=goal, assumptions={"data": data})
+    asked = study(offers=OFFERS, goal=goal, assumptions={"data": data, "start_hours": START})
     shown = page_data(worked_out(asked, plans))
 
     assert not list(exported_differs(shown, SET, plans))

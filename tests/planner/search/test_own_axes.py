@@ -18,6 +18,7 @@ from meshwright.planner.documents.model import (
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.frameworks.native_limits import refusal
+from meshwright.planner.operators.expert_routing import routing_of
 from meshwright.planner.operators.layer_operators import local_parameters, traced_layer
 from meshwright.planner.operators.layer_operators import table as table_of
 from meshwright.planner.operators.operator_table import Operator, OperatorTable, Setting
@@ -119,7 +120,8 @@ def test_tokens_go_as_those_of_a_mixture_that_is_known(fields: dict[str, object]
     assert of_traced.keys() == of_known.keys()
     for key, size in of_traced.items():
         # Routers of known models are not balanced, and choices are sent too.
-        skew = how.kernels.expert_skew if key[0] == "all_to_all" else 1.0
+        routing = routing_of(a.experts, how.kernels.expert_spread)
+        skew = routing.busiest_load(how.expert) if key[0] == "all_to_all" else 1.0
         assert skew * size == pytest.approx(of_known[key], rel=0.01), key
 
 

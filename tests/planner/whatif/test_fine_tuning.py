@@ -34,7 +34,7 @@ def test_4_bits_fit_where_16_do_not() -> None:
     quantised = fastest_fine_tuner(Request(model, four, JOB), quantised=True)
     assert quantised.prediction.fits
     assert quantised.plan.training.lora is not None
-    assert quantised.plan.training.lora.quantised
+    assert quantised.plan.training.lora.packs_weights
     peak = quantised.prediction.stages[0].peak_memory_bytes
     # 13.0e9 weights at 0.53 bytes are 6.9 GB of it.
     assert 6.9e9 < peak <= four.groups[0].accelerator.memory_bytes
@@ -108,7 +108,7 @@ def test_no_layout_of_any_tuner_is_faster(
     model, job = resolve_model("llama-3.1-8b"), Job(seq_len=1024, global_batch=8)
     best_s = math.inf
     for name, layout in itertools.product(("transformers", "megatron"), layouts(cluster, job)):
-        own = replace(job, lora=Lora(rank=16, quantised=quantised))
+        own = replace(job, lora=Lora(rank=16, weights="nf4" if quantised else "full"))
         request = Request(model, cluster, own, framework=frameworks()[name])
         if rules_of(request.framework)(model, cluster, own, layout) is not None:
             continue

@@ -18,7 +18,7 @@ from meshwright.planner.whatif.evaluate import evaluate
 from meshwright.planner.whatif.monte_carlo import chances_to_be_first, drawn_figure
 from meshwright.planner.whatif.outcome import CandidateOutcome
 from meshwright.planner.whatif.planning import Planned, plan_candidate, year_of
-from meshwright.planner.whatif.ranking import doubts
+from meshwright.planner.whatif.ranking import doubts, rank_outcomes
 from meshwright.planner.whatif.study import Study
 from tests.planner.whatif.test_study import study
 
@@ -135,8 +135,21 @@ def test_a_run_pays_each_term_of_a_contract_that_it_begins() -> None:
     assert share.usd.value == pytest.approx(8 * 1.2 * once.hours.value / 0.5)
 
 
-def test_a_purchase_is_paid_whole_by_the_only_run_on_it() -> None:
-    """By hand: no interest, resale or running costs: 8 x 9,000 USD and nothing else."""
+def test_a_purchase_is_paid_whole_by_the_only_run_in_its_year() -> None:
+    """By hand: no interest, resale or running costs: a third of 8 x 9,000 USD, of three years."""
+    asked = study(**free_of_all_but_the_price())
+    [candidate] = candidates_of(asked)
+    outcome = evaluate(asked, "gpt2", candidate)
+
+    assert outcome.usd is not None and outcome.hours is not None
+    assert outcome.hours.value < 1000
+    assert outcome.usd.value == pytest.approx(24_000.0)
+    assert outcome.usd.high == pytest.approx(24_000.0)
+    assert outcome.capital_usd == pytest.approx(72_000.0)
+
+
+def free_of_all_but_the_price() -> dict[str, Any]:
+    """Return a purchase of eight devices at 9,000 USD that costs nothing else in three years."""
     nothing = {"value": 0.0, "low": 0.0, "high": 0.0, "source": "by hand"}
     names = ("storage_usd_per_device", "spares", "support_a_year", "insurance_a_year")
     names += ("staff_usd_per_device_year", "hosting_usd_per_kw_month", "idle_power")
@@ -145,14 +158,34 @@ def test_a_purchase_is_paid_whole_by_the_only_run_on_it() -> None:
     buy = {"usd_per_device": 9000.0, "network_usd_per_device": 0.0, **QUOTE}
     ends = {"low": 9000.0, "high": 9000.0}
     power = {"value": 1e-12, "low": 1e-12, "high": 1e-12, "source": "by hand"}
-    asked = study(
-        offers=[{"cluster": "8xa10g", "buy": {**buy, **ends}}],
-        assumptions={"owning": owning, "interest": 0.0, "electricity_usd_per_kwh": power},
-    )
-    [candidate] = candidates_of(asked)
-    outcome = evaluate(asked, "gpt2", candidate)
+    return {
+        "offers": [{"cluster": "8xa10g", "buy": {**buy, **ends}}],
+        "assumptions": {"owning": owning, "interest": 0.0, "electricity_usd_per_kwh": power},
+    }
 
-    assert outcome.usd is not None and outcome.hours is not None
-    assert outcome.hours.value < 1000
-    assert outcome.usd.value == pytest.approx(72_000.0)
-    assert outcome.usd.high == pytest.approx(72_000.0)
+
+def test_a_year_of_one_job_costs_what_its_run_costs() -> None:
+    """One question in two forms: rented, reserved for a year and bought, within 5 %."""
+    offers = [
+        {"name": "rented", "cluster": "8xa10g", "rent": on_demand(1.5)},
+        {"name": "reserved", "cluster": "8xa10g", "rent": contract(0.9, 12.0)},
+        {"name": "bought", "cluster": "8xa10g", "buy": {"usd_per_device": 9e3, **QUOTE}},
+    ]
+    for tokens in (4e10, 4.8e11):
+        jobs = [{"name": "all", "model": "gpt2", "tokens": tokens, "runs_a_year": 1.0}]
+        yearly = study(models=[], goal={}, jobs=jobs, offers=offers)
+        once = study(goal={"tokens": tokens}, offers=offers)
+        each = candidates_of(once)
+        planned = plan_candidate(once, "gpt2", each[0])
+        runs = [evaluate(once, "gpt2", c, planned) for c in each]
+        year_plan = year_of([(yearly.jobs[0], planned)])
+        years = [evaluate(yearly, yearly.rows[0], c, year_plan) for c in candidates_of(yearly)]
+
+        for run_outcome, year_outcome in zip(runs, years, strict=True):
+            assert run_outcome.usd is not None and year_outcome.usd is not None
+            assert run_outcome.usd.value == pytest.approx(year_outcome.usd.value, rel=0.05)
+        order = [
+            [rank.outcome.candidate for rank in rank_outcomes(asked, outcomes)]
+            for asked, outcomes in ((once, runs), (yearly, years))
+        ]
+        assert order[0] == order[1]

@@ -153,6 +153,31 @@ def test_an_hour_is_the_least_that_is_sold() -> None:
         assert (found.usd.low, found.usd.value, found.usd.high) == pytest.approx((usd,) * 3)
 
 
+def test_a_batch_that_leaves_devices_idle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """160 kW feed 14 nodes; of 112 devices 16 stand idle with 1,024 samples: 9 x 112 use all."""
+    question = asked(
+        "power",
+        {"tokens": 1e9, "power_cap_w": 155e3},
+        cluster="{n}x8xh100-sxm-80gb",
+    ).model_copy(update={"work": study(work={"global_batch": 1024}).work})
+    assert powered_devices(question, question.offers[0]) == 14
+    idle = {112: 16}
+
+    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> Any:
+        return type("Outcome", (), {"idle": idle.get(candidate.devices, 0)})()
+
+    monkeypatch.setattr(evaluate, "evaluate", evaluated)
+    assert bounded_size(question, 0, "gpt2") == (
+        12,
+        "14 could be had, of which 2 would stand idle: a batch of 1,024 does not divide by 112 "
+        "devices, --global-batch 1008 would",
+    )
+    idle.clear()
+    size, why = bounded_size(question, 0, "gpt2")
+    assert size == 14
+    assert "at the meter, cooling and network included" in why
+
+
 @pytest.mark.matrix
 def test_a_study_that_finds_its_size() -> None:
     goal = {"tokens": 1e9, "power_cap_w": 5000.0}

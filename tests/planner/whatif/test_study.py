@@ -18,7 +18,12 @@ SPOT = {"commitment": "spot", "date": "2026-11", "source": "a quote"}
 PRICE = {"usd_per_device_hour": 2.0, "date": "2026-11", "source": "a quote"}
 
 
+LEAD = {"value": 60.0, "low": 14.0, "high": 180.0, "source": "by hand"}
+AT_ONCE = {"value": 0.0, "low": 0.0, "high": 0.0, "source": "by hand"}
+
+
 def study(**changes: Any) -> Study:
+    """Return a study of small clusters: runs train at once, deliveries take 60 days."""
     data: dict[str, Any] = {
         "format": 1,
         "name": "small",
@@ -27,7 +32,8 @@ def study(**changes: Any) -> Study:
         "goal": {"tokens": 1e9},
         "offers": [{"cluster": "4xa10g", "rent": PRICE}, {"cluster": "8xa10g", "rent": PRICE}],
     }
-    return Study.of({**data, **changes})
+    assumed = {"start_hours": AT_ONCE, "lead_days": LEAD, **changes.pop("assumptions", {})}
+    return Study.of({**data, **changes, "assumptions": assumed})
 
 
 def test_an_offer_with_numbers_becomes_a_candidate_for_each() -> None:

@@ -95,7 +95,6 @@ COUPLED = (
     standard_targets,
     ranks,
     hardest,
-    ignoring_mean,
     weighted_mean,
     mean_and_count,
     divided_by_count,
@@ -139,6 +138,16 @@ SUMS = (summed, mean_of_samples, of_probabilities, with_noise, pairs, penalised)
 def test_losses_that_depend_on_the_parts_are_refused(loss: Any) -> None:
     with pytest.raises(BatchError, match=r"meshwright\.whole_batch\(loss\)"):
         engine(loss)
+
+
+def test_a_mean_over_what_is_not_ignored_is_that_of_the_whole_batch() -> None:
+    x, y, _ = batch()
+    torch.manual_seed(0)
+    wanted = functional.cross_entropy(build()(x), y).detach()
+
+    result = engine(ignoring_mean).step(batch())
+
+    assert (float(result.loss), result.count) == (pytest.approx(float(wanted), rel=1e-6), 7)
 
 
 @pytest.mark.parametrize("loss", SUMS)
@@ -188,7 +197,7 @@ def test_equal_samples_of_an_example_hide_no_coupling() -> None:
 def test_modules_too_large_to_run_are_compared_on_random_outputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("meshwright.runtime.engine.loss_check.MOST_CHECKED", 0)
+    monkeypatch.setattr("meshwright.runtime.engine.losses.loss_check.MOST_CHECKED", 0)
 
     for loss in SUMS:
         engine(loss)

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import meshwright
 from meshwright.planner.errors import LaunchError
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.engine.named_loss import head_of
+from meshwright.runtime.engine.losses.named_loss import head_of
 from meshwright.runtime.parallel.context_check import check_positions
 from meshwright.runtime.techniques.split_backward import WeightGradients, defer
 from meshwright.runtime.tracing.tracer import Recorder

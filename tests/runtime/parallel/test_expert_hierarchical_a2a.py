@@ -139,7 +139,7 @@ def test_bytes_over_each_tier_are_those_that_are_priced() -> None:
         precision="fp32",
         expert=4,
         hierarchical_all_to_all=2,
-        kernels=replace(MODULES, expert_skew=1.0),
+        kernels=replace(MODULES, expert_spread=0.0),
     )
     expected = [dict.fromkeys(("across", "inside"), 0.0) for _ in range(2)]
     for operator in table(model, block, setting).operators:

@@ -52,7 +52,7 @@ def mirror_of(memory: dict[str, str], *, run: str) -> Mirror:
 def copied(mirror: Mirror, steps: list[int], *, step_s: float = 1e9) -> None:
     for step in steps:
         assert mirror.is_due(step)
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()
         used = SampleDigest.of_first(8 * step)
         mirror.copy(state_of(dist.get_rank(), step), used=used, began_s=begin_s, step_s=step_s)
 
@@ -124,7 +124,7 @@ def sent(memory: list[dict[str, str]], missing: int, lost: int | None) -> int | 
     for step in (6, 8):
         assert mirror.is_due(step)
         used = SampleDigest.of_first(8 * step)
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()
         mirror.copy(state_of(rank, step), used=used, began_s=begin_s, step_s=1e9)
         assert not mirror.is_due(step + 1), "it is copied before the last one is kept"
         if step == 6 or missing != rank:
@@ -211,7 +211,7 @@ def interval(memory: dict[str, str], calls_s: float, step_s: float) -> int:
     """Return how many steps lie between copies whose calls take so many seconds."""
     mirror = mirror_of(memory, run="f1")
     for step in range(MEASURED):
-        used, begin_s = SampleDigest.of_first(8 * step), time.perf_counter() - calls_s
+        used, begin_s = SampleDigest.of_first(8 * step), time.thread_time() - calls_s
         mirror.copy(state_of(dist.get_rank(), step), used=used, began_s=begin_s, step_s=step_s)
     return next(every for every in range(1, 10**9) if mirror.is_due(step + every))
 

@@ -100,7 +100,7 @@ def test_the_root_waits_for_the_gradient_of_its_first_layer() -> None:
 
 
 def test_frozen_units_are_gathered_in_their_own_type_and_have_no_gradients() -> None:
-    four = state_types(frameworks()["fsdp_qlora"], "bf16", quantised=True)
+    four = state_types(frameworks()["fsdp_qlora"], "bf16", weights="nf4")
     pair = replace(PURE, types=four, shard=2, data=2)
 
     held = flat_units.fsdp1_frozen_states(64.0, pair)

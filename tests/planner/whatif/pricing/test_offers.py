@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import datetime
 import math
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshwright.planner.catalog import Rent, purchases, rents
 from meshwright.planner.catalog.expressions import resolve_cluster
-from meshwright.planner.whatif.candidates import listed_price
+from meshwright.planner.whatif.candidates import candidates_of, listed_price
+from meshwright.planner.whatif.evaluate import evaluate
+from meshwright.planner.whatif.formatting import price_dates
+from meshwright.planner.whatif.monte_carlo import chances_to_be_first
+from meshwright.planner.whatif.planning import plan_candidate
 from meshwright.planner.whatif.pricing.offers import range_of, rent_of, usual_spread
 from meshwright.planner.whatif.study import Rental
+from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
+from tests.planner.whatif.test_study import PRICE, study
 
 
 def offer(**said: Any) -> Rent:
@@ -74,7 +82,7 @@ def test_specialists_and_hyperscalers_are_two_markets() -> None:
 
 
 def test_a_quote_of_a_year_ago_has_a_wider_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: ends at 0.8 and 1.25 times and a year's 0.67 and 1.25, in squares of logarithms."""
+    """By hand: ends at 0.8 and 1.25 times and a year's 0.56 and 1.53, in squares of logarithms."""
 
     class Clock(datetime.date):
         @classmethod
@@ -89,7 +97,10 @@ def test_a_quote_of_a_year_ago_has_a_wider_range(monkeypatch: pytest.MonkeyPatch
 
     found = rent("8xh100-sxm-80gb", *quotes).usd_per_device_hour
 
-    below, above = math.hypot(math.log(0.8), math.log(0.67)), math.hypot(*[math.log(1.25)] * 2)
+    below, above = (
+        math.hypot(math.log(0.8), math.log(0.56)),
+        math.hypot(math.log(1.25), math.log(1.53)),
+    )
     ends = (5.0, 5 * math.exp(-below), 5 * math.exp(above))
     assert (found.value, found.low, found.high) == pytest.approx(ends, rel=1e-9)
 
@@ -146,7 +157,7 @@ def test_the_lowest_spot_price_seen_is_not_what_weeks_of_it_cost() -> None:
 
 
 def test_the_age_of_a_purchases_price_widens_its_range() -> None:
-    """One price of a device, sold in a month: by hand, 0.67 to 1.25 times as much each year."""
+    """One price of a device, sold in a month: by hand, 0.56 to 1.53 times as much each year."""
     known = purchases()["b200"]
     assert known.low is None and known.high is None and known.date == "2024-12"
     today = datetime.date.today()
@@ -155,5 +166,53 @@ def test_the_age_of_a_purchases_price_widens_its_range() -> None:
     span = listed_price(known)
 
     assert span.value == known.usd_per_device
-    assert span.low == pytest.approx(known.usd_per_device * 0.67**years)
-    assert span.high == pytest.approx(known.usd_per_device * 1.25**years)
+    assert span.low == pytest.approx(known.usd_per_device * 0.56**years)
+    assert span.high == pytest.approx(known.usd_per_device * 1.53**years)
+
+
+def test_of_each_provider_the_newest_quote_counts() -> None:
+    """By hand: 4.50 of October and 4.00 of another; 2.95 of May is of another market."""
+    old = offer(provider="a", on_demand_usd_per_device_hour=2.95, date="2026-05-18")
+    new = offer(provider="a", on_demand_usd_per_device_hour=4.5, date="2026-10-24")
+    other = offer(provider="b", on_demand_usd_per_device_hour=4.0, date="2026-06")
+
+    found = rent("8xh100-sxm-80gb", old, new, other)
+
+    assert found.usd_per_device_hour.value == 4.25
+    assert found.cause == "a\nb"
+
+
+def test_every_price_of_the_catalogue_has_a_date() -> None:
+    undated = [r.instance for r in rents() if not price_dates(r.date)]
+    assert not undated
+
+
+def test_two_prices_of_one_provider_move_together() -> None:
+    """A simulation of its own: of one provider the cheaper stays cheaper; of two it need not."""
+    plain = study(offers=[{"cluster": "8xa10g", "rent": PRICE}])
+    [candidate] = candidates_of(plain)
+    plan = plan_candidate(plain, "gpt2", candidate)
+    spread = UncertainValue(value=2.0, low=1.0, high=4.0)
+
+    def chance(*causes: str) -> float | None:
+        base = evaluate(plain, "gpt2", candidate, plan)
+        priced = [
+            replace(
+                base,
+                usd=exact(1.0),
+                usd_per_device_hour=spread.times(factor),
+                price_cause=cause,
+            )
+            for factor, cause in zip((1.0, 1.1), causes, strict=True)
+        ]
+        return chances_to_be_first(priced, "cost")[0]
+
+    rng, first, drawn = random.Random(5), {"ab": 0, "half": 0}, 40_000
+    width = math.log(2.0) / 1.2815516
+    for _ in range(drawn):
+        a, b = rng.gauss(0, 1), rng.gauss(0, 1)
+        first["ab"] += a * width < b * width + math.log(1.1)
+        first["half"] += a * width < (a + b) / math.sqrt(2) * width + math.log(1.1)
+    assert chance("a", "a") == 1.0
+    assert chance("a", "b") == pytest.approx(first["ab"] / drawn, abs=0.02)
+    assert chance("a", "a\nb") == pytest.approx(first["half"] / drawn, abs=0.02)

@@ -9,6 +9,7 @@ the module, no plan trains.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from meshwright.runtime.core.side_effects import (
     restore_side_effects,
     seed_all,
 )
+from meshwright.runtime.engine.losses.counted_mean import BatchCount, CountedMean, counts_of
 from meshwright.runtime.engine.module_graph import SAMPLES, Loss, few_samples
 from meshwright.runtime.tracing.trace import Leaf, ModuleTensor, Recording, Value
 from meshwright.runtime.tracing.tracer import Recorder, arguments, has_data, own_tensors
@@ -67,8 +69,10 @@ def check_loss(
     loss: Loss,
     *,
     by_micro_batch: bool = False,
-) -> None:
+) -> Loss:
     """Refuse a loss that is not the sum of those of parts of the example, if the plan cuts batches.
+
+    Returns the loss, or a mean as what adds up: see counted_mean.
 
     The module runs on SAMPLES of the example, and its outputs are repeated, each time smaller;
     outputs without samples (a loss inside the module) are made for each part anew.  Of a module
@@ -88,8 +92,15 @@ def check_loss(
         trial = _LossTrial(plan, module, recorder, batch, loss_copy)
         trial.refuse_own_parameters()
         reason = trial.difference() if cut else None
+        unequal = trial.unequal_parts() if cut and reason is None else None
+        count = None
+        if (reason or unequal) and plan.mesh.context == 1:
+            count = trial.count()
+        if count is not None:
+            reason = None
+        elif unequal is not None:
+            raise BatchError(unequal.refusal(parts))
         if cut and reason is None:
-            trial.refuse_unequal(parts)
             trial.refuse_memory(parts)
         apart = parts > 1 and not by_micro_batch
         other = trial.coupled_output() if apart and reason is None else None
@@ -107,6 +118,28 @@ def check_loss(
             f"{parts} micro-batches here).{_whole_leaf(batch)} If samples belong together, write "
             "loss=meshwright.whole_batch(loss). Otherwise return a sum over samples and the count "
             'of what was summed, such as (F.cross_entropy(out, y, reduction="sum"), len(y))'
+        )
+    return loss if count is None else CountedMean(loss, count)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnequalParts:
+    """A loss that divides by what counts in a part of a batch."""
+
+    leaf: str
+    """Of the batch, which says what counts."""
+    ignored: str
+    difference: str
+
+    def refusal(self, parts: int) -> str:
+        """Return why a plan that cuts a batch into parts is refused, and what to write."""
+        return (
+            f"loss: where some of {self.leaf} is {self.ignored}, {self.difference}: it divides by "
+            "what counts there, of which parts have unequal shares, so that training would "
+            f"depend on how the plan cuts the batch (into {parts} micro-batches here). "
+            "Return the sum and the count of what was summed, such as (F.cross_entropy("
+            f'out, y, ignore_index=..., reduction="sum"), ({self.leaf} != {self.ignored}).sum()), '
+            "not len(y)"
         )
 
 
@@ -183,41 +216,73 @@ class _LossTrial:
                     ) from error.__cause__
         return None
 
-    def refuse_unequal(self, parts: int) -> None:
-        """Refuse a mean over what counts, of which the example has as much in each part.
+    def unequal_parts(self) -> _UnequalParts | None:
+        """Return where the loss is a mean over what counts, of which the example has it in parts.
 
-        Targets of half the samples are set in part to what the loss ignores, and masks to 0.
+        Targets of half the samples are set in part to what the loss ignores, masks and weights to
+        0, and lengths are halved.
         """
         if self._tried is None:
-            return
+            return None
+        outputs, size = self._tried
+        for path, ignored, batch in self._with_less_in_parts(self._numbers()):
+            try:
+                difference = self._difference_of(batch, outputs, size)
+            except _LossError:
+                continue  # the number means nothing there
+            if difference is not None:
+                return _UnequalParts(f"batch{keystr(path)}", ignored, difference)
+        return None
+
+    def count(self) -> BatchCount | None:
+        """Return over what the loss is a mean, if it is one over something that a batch tells."""
+        if self._tried is None:
+            return None
+        outputs, size = self._tried
+        few, numbers = few_samples(self._batch, 2 * size), self._numbers()
+        batches = [few, *(batch for _, _, batch in self._with_less_in_parts(numbers))]
+        means: list[tuple[Any, list[tuple[Any, float]]]] = []
+        for batch in batches:
+            halves = [range(size), range(size, 2 * size)]
+            parts = [part_of(batch, half) for half in halves]
+            try:
+                mean = self._mean(outputs, batch, range(2 * size))
+                of_parts = [self._mean(outputs, *part) for part in zip(parts, halves, strict=True)]
+            except _LossError:
+                continue
+            numbered = [value for value in of_parts if value is not None]
+            if mean is None or len(numbered) < len(parts):
+                return None
+            means.append(((batch, mean), list(zip(parts, numbered, strict=True))))
+        counts = counts_of(few, {*numbers, IGNORED})
+        return next((count for count in counts if _explains(count, means)), None)
+
+    def _mean(self, outputs: _Outputs, batch: Any, samples: range) -> float | None:
+        """Return what the loss says of a batch; None where it does not return a mean."""
+        with restore_side_effects(self._loss):
+            returned = self._call_loss(outputs(batch, samples), batch)
+        return _number(returned) if isinstance(returned, Tensor) else None
+
+    def _numbers(self) -> frozenset[int]:
+        """Return the numbers that the loss compares integers of the batch with, or ignores."""
+        assert self._tried is not None
         outputs, size = self._tried
         few = few_samples(self._batch, 2 * size)
-        with _NotedNumbers() as numbers:
-            try:
-                self._sums(outputs, few, range(2 * size))
-            except _LossError:
-                return
+        with _NotedNumbers() as numbers, contextlib.suppress(_LossError):
+            self._sums(outputs, few, range(2 * size))
+        return frozenset(numbers.values)
+
+    def _with_less_in_parts(self, numbers: Collection[int]) -> Iterator[tuple[Any, str, Any]]:
+        """Yield batches of whose second part less counts: which leaf, what it is there, batch."""
+        assert self._tried is not None
+        _, size = self._tried
+        few = few_samples(self._batch, 2 * size)
         for at, (path, leaf) in enumerate(tree_flatten_with_path(few)[0]):
-            for ignored in _ignored_in(leaf, numbers.values, size):
-                batch = _with_less(few, at, ignored, size)
-                try:
-                    difference = self._difference_of(batch, outputs, size)
-                except _LossError:
-                    continue  # the number means nothing there
-                if difference is None:
-                    continue
-                name, number = (
-                    f"batch{keystr(path)}",
-                    ignored if leaf.dtype != torch.bool else False,
-                )
-                raise BatchError(
-                    f"loss: where some of {name} is {number}, {difference}: it divides by what "
-                    "counts there, of which parts have unequal shares, so that training would "
-                    f"depend on how the plan cuts the batch (into {parts} micro-batches here). "
-                    "Return the sum and the count of what was summed, such as (F.cross_entropy("
-                    f'out, y, ignore_index=..., reduction="sum"), ({name} != {number}).sum()), '
-                    "not len(y)"
-                )
+            for ignored in _ignored_in(leaf, numbers, size):
+                number = "False" if leaf.dtype == torch.bool else str(ignored)
+                yield path, number, _with_less(few, at, ignored, size)
+            if isinstance(leaf, Tensor) and leaf.ndim == 1 and _is_integer(leaf):
+                yield path, "smaller", _with_less(few, at, None, size)
 
     def refuse_own_parameters(self) -> None:
         """Refuse a loss that trains what the module does not return to it."""
@@ -352,6 +417,7 @@ class _LossTrial:
 
     def _difference_of(self, batch: Any, outputs: _Outputs, size: int) -> str | None:
         samples = 2 * size
+        torch.manual_seed(0)
         whole = self._sums(outputs, batch, range(samples))
         torch.manual_seed(1)
         if self._sums(outputs, batch, range(samples)).values != whole.values:
@@ -407,10 +473,14 @@ class _NotedNumbers(TorchFunctionMode):
 
 def _ignored_in(leaf: Any, numbers: Collection[int], size: int) -> list[int]:
     """Return the numbers that may say of an element of a leaf that it does not count."""
-    if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.is_floating_point():
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
         return []
+    if leaf.ndim == 1 and size < 2:
+        return []
+    if leaf.is_floating_point():
+        return [0]
     if leaf.ndim == 1:  # a class for each sample: one that does not count is said
-        return sorted(numbers) if size > 1 and leaf.dtype != torch.bool else []
+        return [0] if leaf.dtype == torch.bool else sorted(numbers)
     if leaf[0].numel() < 2:
         return []
     is_mask = leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
@@ -419,11 +489,31 @@ def _ignored_in(leaf: Any, numbers: Collection[int], size: int) -> list[int]:
     )
 
 
-def _with_less(few: Any, at: int, ignored: int, size: int) -> Any:
-    """Return a batch of whose second part less counts."""
+def _is_integer(leaf: Tensor) -> bool:
+    return not leaf.is_floating_point() and leaf.dtype != torch.bool
+
+
+def _explains(count: BatchCount, means: Sequence[tuple[Any, Sequence[tuple[Any, float]]]]) -> bool:
+    """Tell whether means of batches are those of their parts, each of them so often counted."""
+    varies = False
+    for (batch, whole), parts in means:
+        counts = [float(count(part)) for part, _ in parts]
+        total = float(count(batch)) * whole
+        sums = [mean * number for (_, mean), number in zip(parts, counts, strict=True) if number]
+        size = abs(total) + math.fsum(map(abs, sums))
+        if not math.isfinite(total) or not abs(total - math.fsum(sums)) <= CLOSE * size:
+            return False
+        varies = varies or len(set(counts)) > 1
+    return varies
+
+
+def _with_less(few: Any, at: int, ignored: int | None, size: int) -> Any:
+    """Return a batch of whose second part less counts; without a number, lengths are halved."""
     leaves, spec = tree_flatten(few)
     leaf = leaves[at] = leaves[at].clone()
-    if leaf.ndim == 1:
+    if ignored is None:
+        leaf[size:] = (leaf[size:] + 1) // 2
+    elif leaf.ndim == 1:
         leaf[size : size + size // 2] = ignored
     else:
         rows = leaf.flatten(1)

@@ -1,0 +1,193 @@
+"""verl's actor, as its configuration (YAML) or as the words of its command (`key=value`).
+
+The plan is that of the actor's update: rollouts, the reference model and the critic are other
+programs on the same devices, and are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.planner.documents import document
+from meshwright.planner.errors import DocumentError
+from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
+
+
+def read(text: str) -> ParsedConfig:
+    """Return what the configuration says."""
+    return of_settings(limits.settings(text, "verl"))
+
+
+def of_words(words: Sequence[str]) -> ParsedConfig:
+    """Return what `key=value` words of a command say."""
+    data: dict[str, Any] = {}
+    others: list[str] = []
+    for word in words:
+        path, sign, value = word.lstrip("+~").partition("=")
+        if not sign or not path.replace(".", "").replace("_", "").isalnum():
+            others += [word] if word.startswith("-") and word not in ("-m", "-u") else []
+            continue
+        inside = data
+        *sections, key = path.split(".")
+        for section in sections:
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                raise DocumentError(path, "is a setting and a section; give one of them")
+        inside[key] = _value(value)
+    config = of_settings(data)
+    config.unknown += others
+    return config
+
+
+def _value(text: str) -> Any:
+    try:
+        value = document.plain(text)
+    except DocumentError:
+        return text
+    return text if isinstance(value, dict) else value
+
+
+def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
+    """Return what settings of the actor, of its model and of the trainer say."""
+    settings = Settings(data)
+    both = settings.part("actor_rollout_ref")
+    model, actor = both.part("model"), both.part("actor")
+    trainer, samples = settings.part("trainer"), settings.part("data")
+    strategy = actor.choice(
+        "strategy", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}, "fsdp"
+    )
+    config = ParsedConfig(framework=strategy, precision="bf16")
+    if strategy == "fsdp" and actor.ignore("strategy") != "fsdp2":
+        config.options.append("wide-states")
+    each, nodes = trainer.count("n_gpus_per_node") or 8, trainer.count("nnodes") or 1
+    config.devices = each * nodes
+    wanted = model.word("path")
+    if wanted:
+        config.model["registered"] = wanted
+    _batches(actor, both, samples, config)
+    if model.flag("enable_gradient_checkpointing") is not False:
+        config.recompute = "full"
+    if model.flag("enable_activation_offload"):
+        model.name("enable_activation_offload")
+    if model.flag("use_remove_padding") is False:
+        model.name("use_remove_padding")
+    if model.flag("use_fused_kernels"):
+        model.name("use_fused_kernels")
+    _adapters(model, config)
+    sharding = actor.part("fsdp_config")
+    degrees = actor.part("megatron")
+    if strategy == "fsdp":
+        _sharding(sharding, config)
+        config.context = actor.degree("ulysses_sequence_parallel_size")
+        if config.context > 1:
+            config.options.append("ulysses")
+        if degrees.unread:
+            actor.idle("megatron")
+    else:
+        _megatron(degrees, config)
+        actor.idle("fsdp_config", "ulysses_sequence_parallel_size")
+        config.gather(degrees, f"{_ACTOR}.megatron")
+    rates = actor.part("optim")
+    config.trains(
+        learning_rate=rates.amount("lr"),
+        weight_decay=rates.amount("weight_decay"),
+        clip_norm=actor.amount("grad_clip"),
+    )
+    config.assumed.append(
+        "the actor's update alone: rollouts, reference and critic are not counted"
+    )
+    for part, section in (
+        (rates, f"{_ACTOR}.optim"),
+        (sharding if strategy == "fsdp" else Settings({}), f"{_ACTOR}.fsdp_config"),
+        (model, "actor_rollout_ref.model"),
+        (actor, _ACTOR),
+        (both, "actor_rollout_ref"),
+        (samples, "data"),
+        (trainer, "trainer"),
+        (settings, ""),
+    ):
+        config.gather(part, section)
+    config.understood = settings.understood
+    return config
+
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def _batches(actor: Settings, both: Settings, samples: Settings, config: ParsedConfig) -> None:
+    """Read samples of an update: answers to prompts, of which a rank takes some at once."""
+    prompt, answer = samples.count("max_prompt_length"), samples.count("max_response_length")
+    config.seq_len = (prompt or 512) + (answer or 512)
+    answers = both.part("rollout")
+    each = answers.count("n") or 1
+    batch = actor.count("ppo_mini_batch_size")
+    if batch is None:
+        batch = samples.count("train_batch_size")
+    else:
+        samples.idle("train_batch_size")
+    config.global_batch = batch * each if batch else None
+    config.micro_batch = actor.count(
+        "ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size_per_device"
+    )
+    if actor.flag("use_dynamic_bsz"):
+        tokens = actor.count("ppo_max_token_len_per_gpu") or 16384
+        config.micro_batch = max(1, tokens // config.seq_len)
+        actor.name("use_dynamic_bsz")
+    else:
+        actor.idle("ppo_max_token_len_per_gpu")
+    config.assumed.append("answers have all their tokens")
+    if answers.unread:  # its engine has memory on the same devices
+        config.unknown.append("actor_rollout_ref.rollout")
+
+
+def _adapters(model: Settings, config: ParsedConfig) -> None:
+    rank = model.count("lora_rank")
+    alpha = model.amount("lora_alpha") or 16.0
+    targets = [word for text in model.words("target_modules") for word in text.split()]
+    if not rank:
+        model.idle("lora_alpha", "target_modules")
+        return
+    chosen = tuple(targets) if targets and targets != ["all-linear"] else ("all-linear",)
+    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen})
+
+
+def _sharding(sharding: Settings, config: ParsedConfig) -> None:
+    again = sharding.flag("reshard_after_forward")
+    config.zero = 2 if again is False else 3
+    size = sharding.number("fsdp_size")
+    if size is not None and size < 1 and size != -1:
+        raise DocumentError("fsdp_size", f"is {size}; it is a number of ranks, or -1 for all")
+    if size is not None and size > 0:
+        config.data_shard = size
+    if sharding.flag("offload_policy"):
+        config.offload = "parameters"
+    # They are moved to the host between updates, and back before one.
+    for key in ("param_offload", "optimizer_offload", "grad_offload"):
+        if sharding.flag(key):
+            config.assumed.append(f"{key}: states are on the device while the actor is updated")
+    dtypes = {"bfloat16": "", "bf16": "", "float32": "", "fp32": ""}
+    sharding.choice("model_dtype", dtypes, "")
+    if str(sharding.ignore("model_dtype")) in ("bfloat16", "bf16"):
+        config.options = [option for option in config.options if option != "wide-states"]
+        config.options.append("narrow-states")
+
+
+def _megatron(degrees: Settings, config: ParsedConfig) -> None:
+    config.tensor = degrees.degree("tensor_model_parallel_size")
+    config.pipeline = degrees.degree("pipeline_model_parallel_size")
+    config.context = degrees.degree("context_parallel_size")
+    config.expert = degrees.degree("expert_model_parallel_size")
+    each = degrees.count("expert_tensor_parallel_size")
+    if config.expert > 1:
+        config.expert_tensor = config.tensor if each is None else each
+    virtual = degrees.count("virtual_pipeline_model_parallel_size")
+    if virtual and config.pipeline > 1:
+        config.virtual_stages = virtual
+        config.schedule = "interleaved"
+    config.sequence_parallel = degrees.flag("sequence_parallel") is not False
+    config.zero = 0 if degrees.flag("use_distributed_optimizer") is False else 1
+    for key in ("param_offload", "optimizer_offload", "grad_offload"):
+        if degrees.flag(key):
+            config.assumed.append(f"{key}: states are on the device while the actor is updated")

@@ -1,0 +1,1 @@
+"""Losses of a script: tried before training, made what adds up, and made in chunks."""

@@ -1,0 +1,109 @@
+"""What a training loop does with parameters between two steps: followed, or refused by name.
+
+    watch = ParameterWatch(module, slots, frozen)
+    if watch.has_moved():                    # p.data = new: the optimizers follow
+        optimizers.follow()
+
+A parameter that was replaced has no optimizer, and one that ranks divide has its values in memory
+that `p.data = new` does not reach: both would train on without what the loop meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Never
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.planner.errors import LaunchError
+from meshwright.runtime.optim.gradients import Slot
+
+
+class ParameterWatch:
+    """Parameters of this rank as they were when an Engine was made."""
+
+    def __init__(self, modules: Sequence[nn.Module], slots: Sequence[Slot]) -> None:
+        """`modules` hold the parameters of `slots`, and others that are frozen."""
+        named = {
+            id(parameter): (name, parameter)
+            for module in modules
+            for name, parameter in module.named_parameters()
+        }
+        self._frozen = [(n, p) for n, p in named.values() if not p.requires_grad]
+        self._places = [
+            (f"{path}.{key}".removeprefix("."), part._parameters, key, parameter)
+            for module in modules
+            for path, part in module.named_modules()
+            for key, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        self._hooks = [(slot.name, slot.parameter, _hook_count(slot.parameter)) for slot in slots]
+        self._plain = [slot.parameter for slot in slots if not isinstance(slot.parameter, DTensor)]
+        self._divided = [
+            (slot.name, slot.parameter, slot.parameter.untyped_storage()._cdata)
+            for slot in slots
+            if isinstance(slot.parameter, DTensor)
+        ]
+        self._kept = [parameter.untyped_storage() for _, parameter, _ in self._divided]
+        """Memory whose ids come again if it is freed."""
+        self._addresses = [parameter.data_ptr() for parameter in self._plain]
+
+    def has_moved(self) -> bool:
+        """Tell whether parameters have other memory since this was last asked.
+
+        Raises LaunchError where the training loop did what no step would follow.
+        """
+        for name, parameter, count in self._hooks:
+            if _hook_count(parameter) > count:
+                _refuse_hook(name)
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise LaunchError(
+                    f"{name}: was frozen when the Engine was made, which gave it no optimizer; "
+                    "build it with requires_grad and a group of its own whose lr and weight_decay "
+                    "are 0 until then (groups=), or save, and load into an Engine whose build() "
+                    "does not freeze it"
+                )
+        for name, table, key, parameter in self._places:
+            if table.get(key) is not parameter:
+                raise LaunchError(
+                    f"{name}: is another parameter than when the Engine was made, and no optimizer "
+                    "has it; give the one that is there other values, under torch.no_grad(): "
+                    "parameter.copy_(new)"
+                )
+        for name, parameter, storage in self._divided:
+            if parameter.untyped_storage()._cdata != storage:
+                raise LaunchError(
+                    f"{name}: its `data` was bound anew, which does not reach the values that "
+                    "ranks divide; change them in place, under torch.no_grad(): "
+                    "parameter.copy_(new), parameter.clamp_(...)"
+                )
+        addresses = [parameter.data_ptr() for parameter in self._plain]
+        has_moved, self._addresses = addresses != self._addresses, addresses
+        return has_moved
+
+
+def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse gradient hooks on parameters.
+
+    Those that data parallelism puts in their place have none, and a gradient that a hook sees is
+    that of a part of a batch.
+    """
+    for name, parameter in parameters:
+        if _hook_count(parameter):
+            _refuse_hook(name)
+
+
+def _refuse_hook(name: str) -> Never:
+    raise LaunchError(
+        f"{name}: has a gradient hook, which sees gradients of parts of the batch or is never "
+        "called, as the plan divides it; change gradients between engine.gradients() and "
+        "engine.optimizer_step()"
+    )
+
+
+def _hook_count(parameter: nn.Parameter) -> int:
+    return len(parameter._backward_hooks or ()) + len(
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    )
