@@ -92,6 +92,8 @@ ALLOWED = {
     ("runtime/models/safetensors_weights.py", "save_file"): NEW,
     ("runtime/models/safetensors_weights.py", "write_text"): NEW,
     ("runtime/launch/script_run.py", "unlink"): OURS,
+    ("runtime/launch/script_run.py", "mkdir"): NAMED,
+    ("runtime/launch/transient_errors.py", "unlink"): OURS,
     ("runtime/engine/engine_state.py", "torch.save"): NEW,  # into memory
     ("runtime/checkpoint/storage.py", "open"): NEW,
     ("runtime/checkpoint/writer.py", "rmtree"): OURS,

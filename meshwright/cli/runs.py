@@ -100,6 +100,18 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="Restart at most N times if a rank fails")
     ] = 0,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Go on after hangs, crashes and losses, as launch does"),
+    ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", help="Save here what engine.resume() goes on from"),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option("--checkpoint-every", help="Steps; default: where the least is lost"),
+    ] = None,
     profile: ProfileOption = None,
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
@@ -119,6 +131,9 @@ def run(
         ranks=ranks,
         output=output,
         restarts=restarts,
+        elastic=elastic,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
         profile=profile,
         where=where,
         dry_run=dry_run,

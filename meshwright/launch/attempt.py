@@ -194,14 +194,14 @@ def copies_rescued(slots: Slots, folder: Path | None, *, quiet: bool) -> Iterato
     from meshwright.runtime.launch.failure_report import RunEnded, saved_text  # noqa: PLC0415 - the runtime
     from meshwright.runtime.resilience.state_rescue import rescue  # noqa: PLC0415
 
-    def say(text: str) -> None:
+    def print_notice(text: str) -> None:
         if not quiet:
             print(f"meshwright: {lines(text)}", file=sys.stderr)
 
     try:
         yield
     except BaseException as error:
-        saved = rescue(slots, folder, say=say) if folder is not None else None
+        saved = rescue(slots, folder, say=print_notice) if folder is not None else None
         if saved is not None and isinstance(error, RunEnded):
             error.saved = saved_text(folder)
         raise

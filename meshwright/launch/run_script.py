@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from meshwright.planner.documents.profile import Profiles
 from meshwright.planner.documents.units import file_name
 from meshwright.planner.errors import DocumentError, LaunchError, MeshwrightError
 from meshwright.planner.errors.shown import lines
-from meshwright.runtime.run.launch_options import HERE, Where
+from meshwright.runtime.run.launch_options import HERE, LaunchRun, Where
 
 if TYPE_CHECKING:
     from meshwright.runtime.launch.script_run import ScriptRun
@@ -42,6 +42,9 @@ def run_script(
     ranks: int | None = None,
     output: str | None = None,
     restarts: int = 0,
+    elastic: bool = False,
+    checkpoint: str | None = None,
+    checkpoint_every: int | None = None,
     profile: str | None = None,
     where: Where = HERE,
     dry_run: bool = False,
@@ -51,6 +54,9 @@ def run_script(
 
     The script makes a meshwright.Engine without naming a plan.  Where a rank fails, all are started
     again up to `restarts` times, and a script that calls `engine.resume` goes on where it saved.
+    With a folder `checkpoint` its Engine saves by itself, after so many steps or where the least is
+    lost, once the script has called `engine.resume(extra=...)`.  `elastic` does about each end what
+    `launch` does with it, instead of `restarts`.
     A `profile` of its layers makes the prediction.
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
@@ -73,16 +79,18 @@ def run_script(
         )
     wanted = document.read(Plan, plan_path)
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
+    _check_survival(elastic=elastic, checkpoint=checkpoint, every=checkpoint_every)
+    more = {"elastic": elastic, "checkpoint": checkpoint, "checkpoint_every": checkpoint_every}
     if where.on != "local":
         if profile is not None:
             raise DocumentError("profile", "is of these machines, where no job runs; leave it out")
         machine = machine_of(wanted.cluster, None)
-        command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
+        command = _command(wanted, plan_path, machine, script, arguments, output, restarts, more)
         return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)
     where.refuse_job()
     if where.hosts is not None:
         machine = machine_of(wanted.cluster, None)
-        command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
+        command = _command(wanted, plan_path, machine, script, arguments, output, restarts, more)
         _on_hosts(plan_path, machine, command, where, profile=profile, dry_run=dry_run)
         return None
     if dry_run:
@@ -110,6 +118,12 @@ def run_script(
         arguments,
         output=folder,
         restarts=restarts,
+        survival=script_run.Survival(
+            checkpoint=None if checkpoint is None else Path(checkpoint).absolute(),
+            every=checkpoint_every,
+            elastic=elastic,
+            fewer=_fewer(wanted, plan_path, profile, checkpoint),
+        ),
         node_rank=node_rank,
         nodes=devices,
         say=print_line,
@@ -149,6 +163,37 @@ def _plan_made(
     return str(path)
 
 
+def _check_survival(*, elastic: bool, checkpoint: str | None, every: int | None) -> None:
+    if elastic and checkpoint is None:
+        raise DocumentError("elastic", "continues from checkpoints: add --checkpoint FOLDER")
+    if every is not None and checkpoint is None:
+        raise DocumentError("checkpoint-every", "saves in a folder: add --checkpoint FOLDER")
+    if every is not None and every < 1:
+        raise DocumentError("checkpoint-every", f"is {every}; it is a number of steps from 1 on")
+
+
+def _fewer(
+    wanted: Plan, plan_path: str, profile: str | None, checkpoint: str | None
+) -> Callable[[int], Path | None]:
+    """Return what plans a script's module for fewer devices, where its plan says enough."""
+
+    def plan_for(devices: int) -> Path | None:
+        from meshwright.launch.fallback_plans import fallback  # noqa: PLC0415 - after a loss alone
+        from meshwright.launch.launchable_plan import LaunchablePlan  # noqa: PLC0415
+
+        if wanted.model.graph is None or checkpoint is None:
+            return None
+        try:
+            fit = LaunchablePlan.read(plan_path, profile)
+            run = LaunchRun(checkpoint=Path(checkpoint).absolute())
+            return Path(fallback(fit, devices, run, quiet=True).path)
+        except MeshwrightError as error:
+            print(f"meshwright: {lines(str(error))}", file=sys.stderr)
+            return None
+
+    return plan_for
+
+
 def _on_hosts(
     plan_path: str,
     machine: ClusterSpec,
@@ -185,6 +230,7 @@ def _command(
     arguments: Sequence[str],
     output: str | None,
     restarts: int,
+    more: Mapping[str, object],
 ) -> Command:
     """Return what a job starts on every node."""
     if machine.devices < wanted.mesh.devices:
@@ -197,11 +243,11 @@ def _command(
         raise LaunchError(f"{script}: is no file; name the script that trains")
     return Command(
         before=("run", "--plan"),
-        options=tuple(option_words({"restarts": restarts or None, "output": output})),
+        options=tuple(option_words({"restarts": restarts or None, **more, "output": output})),
         after=(script, *arguments),
         files=(script,),
-        goes_on=restarts > 0,
-        handed_over=restarts > 0,
+        goes_on=restarts > 0 or more["checkpoint"] is not None,
+        handed_over=restarts > 0 or more["checkpoint"] is not None,
     )
 
 

@@ -36,6 +36,7 @@ Cause = Literal[
     "out_of_memory",
     "not_a_number",
     "corruption",
+    "transient",
     "program",
     "notice",
     "user",

@@ -38,6 +38,7 @@ ADVICE: dict[Cause, str] = {
     "node": "Have the node looked at; the same command on it makes it a spare.",
     "hang": "If it comes again on this rank, its node is bad; else look at its framework.",
     "out_of_memory": "Plan with less memory per device; compare what was held with its prediction.",
+    "transient": "Look at the file system, link or device that the error names.",
     "not_a_number": "Lower the learning rate, or look at the data of the step.",
     "corruption": "Have the device of the rank replaced; its memory or arithmetic is damaged.",
     "program": "Read the end of the rank's log: it is the program or its data.",

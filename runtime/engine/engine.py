@@ -40,7 +40,14 @@ from meshwright.runtime.core.loss import LossScale, Totals, divisor_near
 from meshwright.runtime.core.torch_api_hints import LossValue, missing, refuse_zero_grad
 from meshwright.runtime.core.torch_internals import numbers_are_of_the_whole
 from meshwright.runtime.data.loader import Loader
-from meshwright.runtime.engine.engine_state import ScriptState, Stateful, checkpoint_in
+from meshwright.runtime.engine.engine_state import (
+    ScriptState,
+    Stateful,
+    checkpoint_in,
+    keeper_of,
+)
+from meshwright.runtime.engine.language_model import LanguageModel
+from meshwright.runtime.engine.pipedream_2bw import LateUpdates
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -328,6 +335,7 @@ class Engine:
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
         self._records = ScriptRecords.of_this_process() if is_users_module and self.leads else None
+        self._keeper = keeper_of(self) if is_users_module else None
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
@@ -656,6 +664,11 @@ class Engine:
         done = self._state.progress(self.next_sample)
         return self._state.save(Path(folder), extra or {}, done=done, keep=keep)
 
+    @property
+    def script_state(self) -> ScriptState:
+        """What this rank has of the state, as it is written and read."""
+        return self._state
+
     def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:
         """Go on from a checkpoint, or the newest one of a folder, that any plan wrote.
 
@@ -669,8 +682,22 @@ class Engine:
         place, self.next_sample = self._state.load(Path(folder), extra or {})
         return place
 
-    def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
-        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is."""
+    def resume(
+        self, folder: Path | str | None = None, *, extra: Mapping[str, Stateful] | None = None
+    ) -> bool:
+        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is.
+
+        Started by `meshwright run --checkpoint` the folder is that one, and from here on the state
+        and `extra` are saved by themselves.  Of `extra`, what can be iterated over stands where it
+        does when a step is done, and all else where it does when the next one begins.
+        """
+        if self._keeper is not None:
+            return self._keeper.resume(None if folder is None else Path(folder), extra or {})
+        if folder is None:
+            raise LaunchError(
+                "resume: name a folder of checkpoints, or start the script with meshwright run "
+                "--checkpoint FOLDER"
+            )
         if checkpoint_in(Path(folder)) is None:
             return False
         self.load(folder, extra=extra)
@@ -702,6 +729,8 @@ class Engine:
                 "before the next forward_backward()"
             )
         if self._begun_s is None:
+            if self._keeper is not None:
+                self._keeper.begin_step()
             self._begun_s = time.perf_counter()
         if self._watch is not None and self._watch.has_moved():
             self._optimizers.follow()
@@ -765,6 +794,9 @@ class Engine:
             seconds = time.perf_counter() - self._begun_s
             step = self.steps + (self._late is not None)  # whose update waits
             self._records.write(self.plan, step, loss, norm, seconds, device=self.device)
+        if self._keeper is not None and self._begun_s is not None and moved:
+            step_s = time.perf_counter() - self._begun_s
+            self._keeper.end_step(loss, step_s, noticed=ending >= 1)
         self._begun_s = None
         return StepResult(
             LossValue(loss),

@@ -26,7 +26,7 @@ from meshwright.planner.errors import LaunchError
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint import commit_recovery as unfinished
 from meshwright.runtime.checkpoint.checkpoint import Progress
-from meshwright.runtime.checkpoint.state_snapshot import Snapshot, put_back
+from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot, boxes, put_back
 from meshwright.runtime.checkpoint.writer import Saver
 from meshwright.runtime.core import checksums
 from meshwright.runtime.core.mesh import Place
@@ -43,6 +43,43 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> Any:
         """Become like the object whose state this is."""
+
+
+class StateKeeper(Protocol):
+    """What saves the state of a script's Engine by itself, and goes on from it.
+
+    Where `meshwright run --checkpoint` has started a script, its rank has one
+    (`runtime.launch.script_keeper`); all ranks use theirs together.
+    """
+
+    def resume(self, folder: Path | None, extra: Mapping[str, Stateful]) -> bool:
+        """Go on from the newest state, if there is one, and keep `extra` with it from here on."""
+
+    def begin_step(self) -> None:
+        """Take notice that a step begins: what was done behind the one before is done."""
+
+    def end_step(self, loss: float, step_s: float, *, noticed: bool) -> None:
+        """Take notice that a step is done."""
+
+
+class KeeperFactory(Protocol):
+    """Makes the keeper of the first Engine of a process."""
+
+    def __call__(self, engine: Any) -> StateKeeper:
+        """Return what keeps an engine's state."""
+
+
+_factories: list[KeeperFactory] = []
+
+
+def keep_first_engine_by(factory: KeeperFactory) -> None:
+    """Let the next Engine that a script makes be kept by what this makes."""
+    _factories.append(factory)
+
+
+def keeper_of(engine: Any) -> StateKeeper | None:
+    """Return the keeper of an engine, if this process has one left."""
+    return _factories.pop()(engine) if _factories else None
 
 
 class ScriptState:
@@ -102,22 +139,35 @@ class ScriptState:
         """
         if self._optimizers.agreement is not None:
             self._optimizers.agreement.refuse_drifted()
-        beside = {}
         with raise_on_all():
-            if self._place.stage == 0 and self._place.along("tensor") == 0:
-                plain_extras = {
-                    name: _plain(f"extra '{name}'", value.state_dict())
-                    for name, value in extra.items()
-                }
-                beside[_own_file(self._place.data_rank)] = _pickle(
-                    {
-                        "groups": _plain("the optimizer's groups", self._optimizers.settings()),
-                        "extra": plain_extras,
-                    }
-                )
+            beside = self.own_files({name: one.state_dict() for name, one in extra.items()})
             state = self.tensors()
         saver = Saver(folder, plan=self._plan, keep=keep, group=self._group)
         return saver.save(state, done, beside)
+
+    def own_files(self, states: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return what this rank writes beside tensors: one of each slice has the script's state."""
+        if self._place.stage != 0 or self._place.along("tensor") != 0:
+            return {}
+        plain_states = {name: _plain(f"extra '{name}'", state) for name, state in states.items()}
+        groups = _plain("the optimizer's groups", self._optimizers.settings())
+        own = _pickle({"groups": groups, "extra": plain_states})
+        return {_own_file(self._place.data_rank): own}
+
+    def boxes_of(self, stored: Iterable[str]) -> dict[str, Box]:
+        """Return which parts of stored tensors this rank needs to go on from them."""
+        with self._optimizers.expect_state(list(stored)):
+            return boxes(self.tensors())
+
+    def take_own(self, files: Mapping[str, bytes], extra: Mapping[str, Stateful]) -> None:
+        """Give the optimizer's groups and objects of the script what own files have of them."""
+        name = _own_file(self._place.data_rank)
+        state = _unpickle(io.BytesIO(files.get(name) or files[_own_file(0)]))
+        self._optimizers.take_settings(state["groups"])
+        for name, one in extra.items():
+            if name not in state["extra"]:
+                raise LaunchError(f"the copy in memory has no state of '{name}'; leave it out")
+            one.load_state_dict(state["extra"][name])
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup | None:

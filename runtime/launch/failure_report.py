@@ -9,23 +9,53 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from meshwright.planner.documents.events import Cause, Event, Incident
+from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch import failure_cause as faults
-from meshwright.runtime.launch.preflight import Preflight
+from meshwright.runtime.launch.preflight import LocalRanks
 from meshwright.runtime.launch.rank_processes import BadEnd, blames_a_peer, is_timeout, log_end
+from meshwright.runtime.launch.transient_errors import (
+    device_problem,
+    folder_problem,
+    is_of_device,
+    is_transient,
+)
 from meshwright.runtime.resilience.hang_detector import HungRank
 from meshwright.runtime.resilience.heartbeat import stack_file
 from meshwright.runtime.run import run_folder as run
+from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.recovery_policy import RankEnd
 from meshwright.runtime.run.rendezvous import NodeLeft
 from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import log_text
+
+
+class RunContext(Protocol):
+    """What is known of the run whose ranks have ended: of a launch, or of a script."""
+
+    @property
+    def plan(self) -> Plan:
+        """By which its ranks are laid out."""
+
+    @property
+    def run(self) -> LaunchRun:
+        """What it was asked for."""
+
+    @property
+    def ranks(self) -> LocalRanks:
+        """Those of this node."""
+
+    @property
+    def output(self) -> Path:
+        """Its folder."""
+
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
@@ -81,13 +111,13 @@ class RankLost(RankFailed):
     """A rank ended as if its device were gone: killed from outside, or by its driver."""
 
 
-def log_event(ready: Preflight, event: Event) -> None:
+def log_event(ready: RunContext, event: Event) -> None:
     """Write down what happened, on the node that leads."""
     if ready.ranks.leads:
         run.append_record(event, run.events_file(ready.output))
 
 
-def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:
+def hung(ready: RunContext, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:
     """Return the error that names the rank that the others wait for, and where they do."""
     first, *others = waiting
     lead = f"the run hangs after step {after_step}: {first.text}"
@@ -107,7 +137,7 @@ def hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> R
     )
 
 
-def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> None:
+def write_incident(ready: RunContext, error: Exception, *, after_step: int) -> None:
     """Write down what ended an attempt, with what its ranks left behind."""
     keep_evidence(ready)
     end = error.end if isinstance(error, RankFailed) else None
@@ -116,13 +146,13 @@ def write_incident(ready: Preflight, error: Exception, *, after_step: int) -> No
     log_event(ready, incident(cause, str(error), after_step=after_step, rank=rank))
 
 
-def keep_evidence(ready: Preflight) -> None:
+def keep_evidence(ready: RunContext) -> None:
     """Copy this node's stacks and the ends of its logs: the next attempt empties their folders."""
     with run.never_fatal(ready.output / "incidents"):
         _keep_evidence(ready)
 
 
-def _keep_evidence(ready: Preflight) -> None:
+def _keep_evidence(ready: RunContext) -> None:
     attempt = run.account_of(ready.output).attempts
     for rank in ready.ranks.devices:
         name = f"rank-{rank:05}"
@@ -162,7 +192,7 @@ class MemoryUse:
 
 
 def _out_of_memory(
-    ready: Preflight, bad: BadEnd, memory: MemoryUse, *, after_step: int
+    ready: RunContext, bad: BadEnd, memory: MemoryUse, *, after_step: int
 ) -> tuple[str, RankEnd] | None:
     """Return what the rank held beside what was predicted, and its end; None for another end."""
     ended, failure = bad.cause, bad.failure
@@ -197,7 +227,7 @@ _WRONG = ("ReplicaDrifted", "StepDiffered", "NotANumber")
 
 
 def _wrong_numbers(
-    ready: Preflight, rank: int, failure: run.Failure, *, after_step: int
+    ready: RunContext, rank: int, failure: run.Failure, *, after_step: int
 ) -> RankFailed:
     """Return the error of damaged memory or arithmetic, or of a loss that is no number."""
     suspect = rank if failure.suspect is None else failure.suspect
@@ -215,12 +245,12 @@ def _wrong_numbers(
     )
 
 
-def _stage_of(ready: Preflight, rank: int) -> int:
+def _stage_of(ready: RunContext, rank: int) -> int:
     return ready.plan.stages_of_rank(ready.plan.mesh.coordinate(rank, "pipeline"))[0]
 
 
 def bad_end(
-    ready: Preflight, bad: BadEnd, *, after_step: int, memory: MemoryUse | None = None
+    ready: RunContext, bad: BadEnd, *, after_step: int, memory: MemoryUse | None = None
 ) -> Exception:
     """Return the error that says which rank ended the run, how, and what can be done."""
     ended, failure = bad.cause, bad.failure
@@ -246,6 +276,10 @@ def bad_end(
         kind, cause = RankLost, "crash" if killed else "device"
     elif waits:
         kind, cause = RanksHang, "hang"
+    elif failure is not None and _may_pass(failure):
+        kind = RankFailed
+        end, problem = _test_result(ready, bad, failure, after_step=after_step)
+        how += problem
     elif failure is None:
         kind = RankFailed  # neither its program nor a driver has said why
     elif failure is not None and blames_a_peer(failure):
@@ -265,7 +299,29 @@ def bad_end(
     )
 
 
-def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tuple[str, bool]:
+def _may_pass(failure: run.Failure) -> bool:
+    of_others = blames_a_peer(failure) or faults.assertion(failure)
+    return is_transient(failure) and not of_others
+
+
+def _test_result(
+    ready: RunContext, bad: BadEnd, failure: run.Failure, *, after_step: int
+) -> tuple[RankEnd, str]:
+    """Test what gave an error that may pass; return the end, and what is wrong as words behind."""
+    rank = bad.cause.rank
+    of_device = is_of_device(failure)
+    end = RankEnd(cause="transient", rank=rank, after_step=after_step, named=of_device)
+    if of_device and ready.ranks.device == "cuda":
+        problem = device_problem(ready.ranks.devices[rank])
+        if problem is not None:
+            return end.model_copy(update={"cause": "device"}), f"; of its device: {problem}"
+    folder = ready.run.checkpoint
+    if not of_device and folder is not None and (problem := folder_problem(folder)) is not None:
+        return end.model_copy(update={"cause": "program"}), f"; and {folder}: {problem}"
+    return end, ""
+
+
+def _how(ready: RunContext, bad: BadEnd, message: str, *, after_step: int) -> tuple[str, bool]:
     """Return which rank ended the run and how, and whether it waited for others in vain."""
     ended, failure = bad.cause, bad.failure
     waited = faults.hang(message)
@@ -285,7 +341,7 @@ def _how(ready: Preflight, bad: BadEnd, message: str, *, after_step: int) -> tup
     return f"rank {ended.rank} {how} after step {after_step}", False
 
 
-def way_on(ready: Preflight) -> str:
+def way_on(ready: RunContext) -> str:
     """Return what was saved, as the end of a sentence."""
     return saved_text(ready.run.checkpoint)
 

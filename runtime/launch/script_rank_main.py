@@ -11,13 +11,17 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.errors import HandedOver
+from meshwright.runtime.resilience.heartbeat import BEACONS
 from meshwright.runtime.run import preemption as notice
-from meshwright.runtime.run.environment import OUTPUT_VARIABLE
+from meshwright.runtime.run.environment import CHECKPOINT_VARIABLE, OUTPUT_VARIABLE
 from meshwright.runtime.run.rank_exit import die_with_launcher, leave, report_failure
 from meshwright.runtime.run.run_folder import handed_over
+
+if TYPE_CHECKING:
+    from meshwright.runtime.launch.script_keeper import ScriptKeeper
 
 
 def main() -> int:
@@ -28,8 +32,11 @@ def main() -> int:
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
+    keepers = _let_state_be_kept()
     try:
         runpy.run_path(script, run_name="__main__")
+        for keeper in keepers:
+            keeper.finish()
     except SystemExit as ended:
         if ended.code in (None, 0):
             return 0
@@ -45,6 +52,27 @@ def main() -> int:
         _report_error(error, script)
         return 1
     return 0
+
+
+def _let_state_be_kept() -> list[ScriptKeeper]:
+    """Let the first Engine be kept where the launcher looks or saves; return its keeper, then."""
+    keepers: list[ScriptKeeper] = []
+    if CHECKPOINT_VARIABLE not in os.environ and BEACONS not in os.environ:
+        return keepers
+    from meshwright.runtime.engine.engine_state import keep_first_engine_by  # noqa: PLC0415 - imports torch
+    from meshwright.runtime.launch.script_keeper import ScriptKeeper  # noqa: PLC0415
+    from meshwright.runtime.resilience.heartbeat import answer_with_stack  # noqa: PLC0415
+
+    if BEACONS in os.environ:
+        place = _place()
+        answer_with_stack(place["output"], place["rank"])
+
+    def keeper_of(engine: Any) -> ScriptKeeper:
+        keepers.append(ScriptKeeper(engine))
+        return keepers[-1]
+
+    keep_first_engine_by(keeper_of)
+    return keepers
 
 
 def _hand_over() -> None:

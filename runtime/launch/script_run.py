@@ -10,35 +10,57 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import secrets
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.planner.documents.document import MAX_BYTES, read, read_bytes, write
-from meshwright.planner.documents.events import StepRecord
+from meshwright.planner.documents.events import Decision, StepRecord
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import HandedOver, Interrupted, LaunchError
 from meshwright.planner.system.safe_files import folder_within
+from meshwright.runtime.checkpoint import commit_recovery
 from meshwright.runtime.launch import failure_cause as faults
+from meshwright.runtime.launch.failure_report import (
+    RankFailed,
+    RanksHang,
+    bad_end,
+    hung,
+    write_incident,
+)
 from meshwright.runtime.launch.preflight import (
     LocalRanks,
     check_devices,
     cuda_devices,
     ranks_of_node,
 )
-from meshwright.runtime.launch.rank_processes import BadEnd, log_end, supervise
+from meshwright.runtime.launch.rank_processes import GRACE_S, BadEnd, log_end, supervise
+from meshwright.runtime.resilience.hang_detector import HangWatch
+from meshwright.runtime.resilience.heartbeat import BEACONS, beacons
+from meshwright.runtime.resilience.shared_memory import CopyContext, Slots
+from meshwright.runtime.resilience.state_rescue import adopt, rescue
 from meshwright.runtime.run import preemption as notice
 from meshwright.runtime.run import run_folder as run
-from meshwright.runtime.run.environment import OUTPUT_VARIABLE, PLAN_VARIABLE
+from meshwright.runtime.run.environment import (
+    CHECKPOINT_VARIABLE,
+    EVERY_VARIABLE,
+    OUTPUT_VARIABLE,
+    PLAN_VARIABLE,
+    TOKEN_VARIABLE,
+)
+from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.node_rank import ALONE, NodeRank
+from meshwright.runtime.run.recovery_policy import RankEnd, verdict
 from meshwright.runtime.run.rendezvous import Rendezvous
+from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import Device
 from meshwright.runtime.run.run_report import WARM_UP_STEPS, Comparison
 
@@ -92,10 +114,12 @@ class ScriptRun:
 class _Ended(LaunchError):  # noqa: N818 - it is told to the other nodes, which end too
     """The ranks ended badly; all may be started again."""
 
-    def __init__(self, how: str, rest: str = "") -> None:
+    def __init__(self, how: str, rest: str = "", end: RankEnd | None = None) -> None:
         super().__init__(how)
         self.rest = rest
         """What is said beside where it is the end."""
+        self.end = end
+        """None where nothing is to be done about it."""
 
 
 class _ScriptProgress:
@@ -130,6 +154,20 @@ class _ScriptProgress:
         self._due_s = time.monotonic() + PROGRESS_S
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """What a script's run does about what ends its ranks."""
+
+    checkpoint: Path | None = None
+    """Where ranks save by themselves, absolute."""
+    every: int | None = None
+    """After how many steps; where the least is lost otherwise."""
+    elastic: bool = False
+    """Look for ranks that hang, have copies of state in memory, and go by the table of verdicts."""
+    fewer: Callable[[int], Path | None] = lambda devices: None
+    """Returns a plan for a number of devices, if there is one."""
+
+
 def run_script(
     plan_path: Path,
     script: Path,
@@ -137,6 +175,7 @@ def run_script(
     *,
     output: Path,
     restarts: int = 0,
+    survival: Survival = Survival(),
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
     say: Callable[[str], None],
@@ -145,6 +184,7 @@ def run_script(
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
     nodes other than the one with rank 0 return nothing.  What rank 0 prints is printed here.
+    With `survival.elastic` what is done about an end follows from its cause.
 
     Raises LaunchError where the script is not there, or the ranks failed for good.
     """
@@ -159,38 +199,123 @@ def run_script(
     leads, folder = ranks.leads, output.absolute()
     if not leads:
         folder = folder_within(folder, f"node-{node_rank.node:05}")
-    started = _Started(plan, plan_path, script, tuple(arguments), folder, ranks)
     progress = _ScriptProgress(run.metrics_file(folder), say)
+    saved = survival.checkpoint
 
     def on_notice(number: int) -> None:
         progress.ends_s = time.monotonic() + notice.GRACE_S
         say(notice.leave_notice(folder, number))
 
-    with alone_in(folder), signals_interrupt(on_notice):
+    with alone_in(folder), signals_interrupt(on_notice), contextlib.ExitStack() as held:
+        if saved is not None:
+            saved.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_in(saved) if leads else contextlib.nullcontext())
+            adopt(saved, say=say)
+        slots = held.enter_context(Slots(saved)) if survival.elastic else None
+        started = _Started(
+            plan, plan_path, script, tuple(arguments), folder, ranks, survival, slots
+        )
         if leads:
             write(plan, run.plan_file(folder))
             run.metrics_file(folder).unlink(missing_ok=True)
-        for attempt in range(restarts + 1):
-            try:
-                _attempt(started, node_rank, progress, say)
-            except _Ended as ended:
-                if attempt == restarts:
-                    raise LaunchError(f"{ended}{ended.rest}") from None
-                say(f"{ended}; starting all ranks again ({attempt + 1} of {restarts})")
-            except KeyboardInterrupt:
-                done = _steps_done(folder)
-                if not done:
-                    raise Interrupted("interrupted before the first step") from None
-                raise Interrupted(
-                    f"interrupted after step {done}; started again, a script that calls "
-                    "engine.resume(folder) goes on from its last checkpoint"
-                ) from None
-            else:
-                break
+        try:
+            count = _until_the_end(started, restarts, node_rank, progress, say)
+        except BaseException as error:
+            if slots is not None and saved is not None:
+                newest = rescue(slots, saved, say=say)
+                if newest is not None and isinstance(error, _Ended):
+                    error.rest = f"; {newest} is complete and can be gone on from{error.rest}"
+            if isinstance(error, _Ended):
+                raise LaunchError(f"{error}{error.rest}") from None
+            if isinstance(error, KeyboardInterrupt):
+                raise _interruption(folder) from None
+            raise
     if not leads:
         return None
     steps = tuple(run.read_records(run.metrics_file(folder)))
-    return ScriptRun(steps=steps, output=output, restarts=attempt, global_batch=plan.global_batch)
+    return ScriptRun(steps=steps, output=output, restarts=count, global_batch=plan.global_batch)
+
+
+def _interruption(folder: Path) -> Interrupted:
+    done = _steps_done(folder)
+    if not done:
+        return Interrupted("interrupted before the first step")
+    return Interrupted(
+        f"interrupted after step {done}; started again, a script that calls "
+        "engine.resume(folder) goes on from its last checkpoint"
+    )
+
+
+def _until_the_end(
+    started: _Started,
+    restarts: int,
+    node_rank: NodeRank,
+    progress: _ScriptProgress,
+    say: Callable[[str], None],
+) -> int:
+    """Start ranks again until they end well; return how often they were."""
+    ends: list[RankEnd] = []
+    count = 0
+    plan, script = started.plan.digest, digest_of(started.script)
+    while True:
+        if count and read(Plan, started.plan_path).digest not in (plan, started.plan.digest):
+            raise LaunchError(
+                f"{started.plan_path}: has changed since the run began; put back what it was, or "
+                "start the run again"
+            )
+        if count and digest_of(started.script) != script:
+            say(f"warning: {started.script} has changed since the run began")
+        saved = started.survival.checkpoint
+        if saved is not None and started.ranks.leads:
+            goes_on = LaunchRun(checkpoint=saved, resume=True, or_start=True)
+            commit_recovery.prepare_folder(goes_on, say=say)
+        try:
+            _attempt(started, node_rank, progress, say)
+        except _Ended as ended:
+            if not started.survival.elastic:
+                if count == restarts:
+                    raise
+                say(f"{ended}; starting all ranks again ({count + 1} of {restarts})")
+            else:
+                if ended.end is None:
+                    raise
+                ends.append(ended.end)
+                started = _next_attempt(started, ended, ends, say)
+            count += 1
+        else:
+            return count
+
+
+def _next_attempt(
+    started: _Started, ended: _Ended, ends: Sequence[RankEnd], say: Callable[[str], None]
+) -> _Started:
+    """Do what the table says about the last end; raise it where that is to stop."""
+    devices = started.plan.mesh.devices
+    judged = verdict(ends, devices=devices)
+    assert judged is not None
+    say(f"{ended}")
+    say(f"{judged.reaction}, because {judged.why}")
+    run.append_record(
+        Decision(at_unix_s=unix_now_s(), reaction=judged.reaction, why=judged.why, devices=devices),
+        run.events_file(started.folder),
+    )
+    if ends[-1].cause == "corruption" and started.slots is not None:
+        started.slots.forget()
+    if judged.reaction == "stop":
+        raise ended
+    if judged.reaction == "restart":
+        return started
+    smaller = started.survival.fewer(devices - 1)
+    if smaller is None:
+        say("no plan for fewer devices is known; all ranks are started again")
+        return started
+    plan = read(Plan, smaller)
+    say(f"going on with {plan.mesh.devices} of {devices} devices: {plan.layout.text()}")
+    ranks = LocalRanks(
+        plan.mesh.devices, started.ranks.device, ranks_of_node(plan, 0, [plan.mesh.devices])
+    )
+    write(plan, run.plan_file(started.folder))
+    return replace(started, plan=plan, plan_path=smaller, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +328,18 @@ class _Started:
     arguments: tuple[str, ...]
     folder: Path
     ranks: LocalRanks
+    survival: Survival
+    slots: Slots | None
+
+    @property
+    def output(self) -> Path:
+        """The run's folder."""
+        return self.folder
+
+    @property
+    def run(self) -> LaunchRun:
+        """What it is asked for, as a launch says it."""
+        return LaunchRun(checkpoint=self.survival.checkpoint)
 
 
 def _attempt(
@@ -215,53 +352,119 @@ def _attempt(
         rendezvous.agree(
             {
                 "plan": started.plan.digest,
-                "script": hashlib.sha256(started.script.read_bytes()).hexdigest()[:16],
+                "script": digest_of(started.script),
                 "arguments": " ".join(started.arguments),
             }
         )
-        for name in ("logs", "ranks"):
+        for name in ("logs", "ranks", "flight"):
             folder_within(folder, name, emptied_of="rank-*")
+        token = str(rendezvous.all_gather(secrets.token_hex(8))[0])
+        elastic = started.survival.elastic
+        after_step = 0
         try:
-            bad = supervise(
-                [
-                    sys.executable,
-                    "-u",
-                    "-m",
-                    "meshwright.runtime.launch.script_rank_main",
-                    str(started.script),
-                    *started.arguments,
-                ],
-                list(ranks.devices),
-                lambda rank, port: ranks.environment(rank, port=port),
-                folder=folder,
-                world=ranks.world,
-                rendezvous=rendezvous,
-                leads=ranks.leads,
-                shared={
-                    PLAN_VARIABLE: str(started.plan_path.resolve()),
-                    OUTPUT_VARIABLE: str(folder),
-                    **notice.environment(folder),
-                },
-                rank_0_shown=True,
-                refresh=progress.refresh,
-            )
+            with contextlib.ExitStack() as held:
+                shared, look = _begin_watch(started, progress, held, alone=node_rank.nodes == 1)
+                bad = supervise(
+                    [
+                        sys.executable,
+                        "-u",
+                        "-m",
+                        "meshwright.runtime.launch.script_rank_main",
+                        str(started.script),
+                        *started.arguments,
+                    ],
+                    list(ranks.devices),
+                    lambda rank, port: ranks.environment(rank, port=port),
+                    folder=folder,
+                    world=ranks.world,
+                    rendezvous=rendezvous,
+                    leads=ranks.leads,
+                    shared={
+                        PLAN_VARIABLE: str(started.plan_path.resolve()),
+                        OUTPUT_VARIABLE: str(folder),
+                        TOKEN_VARIABLE: token,
+                        **notice.environment(folder),
+                        **shared,
+                    },
+                    rank_0_shown=True,
+                    grace_s=0.0 if elastic else GRACE_S,
+                    refresh=look,
+                )
             progress.refresh(now=True)
+            after_step = _steps_done(folder)
             if bad is None:
                 rendezvous.all_gather("done")  # nodes leave together
                 if any(run.handed_over(folder, rank).exists() for rank in ranks.devices):
                     raise HandedOver(
-                        f"a notice ended the script after step {_steps_done(folder)}; start it "
+                        f"a notice ended the script after step {after_step}; start it "
                         "again and it goes on from what it saved"
                     )
         except HandedOver:
             raise
+        except RanksHang as error:
+            write_incident(started, error, after_step=_steps_done(folder))
+            raise _Ended(error.lead, error.rest, error.end) from None
         except LaunchError as error:  # another node's ranks, or the node itself
-            raise _Ended(str(error)) from None
+            done = _steps_done(folder)
+            end = RankEnd(cause="hang", rank=min(ranks.devices), after_step=done, waits=True)
+            raise _Ended(str(error), end=end) from None
         if bad is not None:
             shown = ranks.leads and bad.cause.rank == 0
             log = _from_here(run.log_file(folder, bad.cause.rank))
-            end = f". Its log is {log}" if shown else log_end(log)
-            raise _Ended(_how(bad, folder), end)
+            rest = f". Its log is {log}" if shown else log_end(log)
+            raise _Ended(_how(bad, folder), rest, _end_of(started, bad, after_step=after_step))
+
+
+def _end_of(started: _Started, bad: BadEnd, *, after_step: int) -> RankEnd | None:
+    """Return what the table of verdicts is asked about; None where the script itself ended it."""
+    if not started.survival.elastic:
+        return None
+    if bad.failure is not None and bad.failure.kind == "SystemExit":
+        return None
+    ended = bad_end(started, bad, after_step=after_step)
+    write_incident(started, ended, after_step=after_step)
+    return ended.end if isinstance(ended, RankFailed) else None
+
+
+def _begin_watch(
+    started: _Started, progress: _ScriptProgress, held: contextlib.ExitStack, *, alone: bool
+) -> tuple[dict[str, str], Callable[[], None]]:
+    """Return what ranks get of the survival that is asked for, and what is looked at meanwhile."""
+    survival, ranks = started.survival, started.ranks
+    shared: dict[str, str] = {}
+    if survival.checkpoint is not None:
+        shared[CHECKPOINT_VARIABLE] = str(survival.checkpoint)
+    if survival.every is not None:
+        shared[EVERY_VARIABLE] = str(survival.every)
+    if not survival.elastic:
+        return shared, progress.refresh
+    seen = held.enter_context(beacons(len(ranks.devices)))
+    shared[BEACONS] = str(seen.file)
+    if started.slots is not None:
+        shared |= started.slots.environment(len(ranks.devices), CopyContext(plan=started.plan))
+    watch = HangWatch(
+        seen,
+        ranks.devices,
+        started.folder,
+        start_s=started.plan.timeout_s,
+        alone=alone,
+        own_code=True,
+    )
+
+    def look() -> None:
+        progress.refresh()
+        if waiting := watch.look():
+            raise hung(started, waiting, after_step=_steps_done(started.folder))
+
+    return shared, look
+
+
+def digest_of(script: Path) -> str | None:
+    """Return which text a script has; None where there is no file."""
+    try:
+        return hashlib.sha256(script.read_bytes()).hexdigest()[:16]
+    except (OSError, ValueError):
+        return None
 
 
 def _check_script(script: Path) -> None:

@@ -65,14 +65,17 @@ class HangWatch:
         *,
         start_s: float,
         alone: bool = True,
+        own_code: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ranks` are the node's ranks with their local ranks.
 
         Until a rank has done two steps a part of one may take `start_s`: it compiles, connects,
         takes memory.  A node that is not `alone`, all of whose ranks wait for others, lets the node
-        that has the others speak first.
+        that has the others speak first.  Where ranks run `own_code` of a user between steps they
+        may do so for `start_s`, while others wait for them.
         """
+        self._own_code = own_code
         self._beacons, self._ranks, self._output = beacons, dict(ranks), output
         self._start_s, self._now_s, self._alone = start_s, now_s, alone
         self._speaks_s = 0.0
@@ -85,6 +88,8 @@ class HangWatch:
 
     def allowed_s(self, step: int, part: str) -> float:
         """Return how long a rank may be in a part of a step."""
+        if self._own_code and part != "step":
+            return self._start_s
         took_s = self._took_s.get(part)
         if self._first_step is None or step < self._first_step + 2 or not took_s:
             return self._start_s
@@ -106,8 +111,10 @@ class HangWatch:
                 self._first_step = place.step
             self._before[local] = place
         begun = [place for place in places if place.process]
+        is_waited_for = self._own_code and any(place.part in ("batch", "save") for place in begun)
+        least_s = self._start_s if is_waited_for else 0.0
         if not any(
-            now_s - place.since_s > self.allowed_s(place.step, place.part)
+            now_s - place.since_s > max(least_s, self.allowed_s(place.step, place.part))
             for place in begun
             if place.part not in ("start", "end")
         ) and not self._was_stopped(begun, now_s):
@@ -122,7 +129,7 @@ class HangWatch:
 
     def _was_stopped(self, begun: Sequence[RankPlace], now_s: float) -> bool:
         """Whether a rank's process was stopped in each look for long enough, in its first steps."""
-        if self._first_step is not None:
+        if self._first_step is not None and not self._own_code:
             begun = [place for place in begun if place.step < self._first_step + 2]
         stopped = {
             place.process for place in begun if place.part != "end" and is_stopped(place.process)

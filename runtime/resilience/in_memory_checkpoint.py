@@ -14,9 +14,11 @@ import math
 import os
 import statistics
 import time
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
 from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
+from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.resilience.peer_restore import key_of, restore_from_peers
 from meshwright.runtime.resilience.shared_memory import GENERATIONS, NodeSlots, slots_of_node
@@ -48,6 +51,8 @@ class MirroredState:
     """Of the samples that were used until then."""
     identity: TrainingIdentity | None = None
     """Of what training it is; None where the copy does not say."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What ranks have beside tensors, by name."""
 
 
 class Mirror:
@@ -132,6 +137,13 @@ class Mirror:
             own = slot.label()
             if own is not None and key_of(own) == key:
                 self._next = 1 - at  # the older one is written first
+        labels = (slot.label() for slot in mine)
+        encoded: dict[str, str] = {}
+        for one in labels:
+            if one is not None and key_of(one) == key:
+                encoded |= one["files"]
+        every: list[dict[str, str]] = all_gather_json(encoded)
+        encoded = {name: data for files in every for name, data in files.items()}
         used = SampleDigest.model_validate(label["used"])
         identity = label.get("identity")
         return MirroredState(
@@ -139,7 +151,16 @@ class Mirror:
             snapshots=tuple(snapshots),
             used=used,
             identity=None if identity is None else TrainingIdentity.model_validate(identity),
+            files={name: b64decode(data) for name, data in encoded.items()},
         )
+
+    def stored_names(self) -> list[str]:
+        """Return the names of tensors that copies on any node have; all ranks call it."""
+        pairs = [*self._node.own, *self._node.wards][self._local_rank :: self._ranks]
+        labels = [label for pair in pairs for slot in pair if (label := slot.label()) is not None]
+        names = {part[0] for label in labels for part in label["parts"]}
+        every: list[list[str]] = all_gather_json(sorted(names))
+        return sorted({name for of_rank in every for name in of_rank})
 
     def is_due(self, step: int) -> bool:
         """Say whether the state after a step is copied; all ranks ask after each step."""
@@ -163,11 +184,13 @@ class Mirror:
         step_s: float,
         loss: float = 0.0,
         epoch: int = 0,
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Copy a rank's state; all ranks do so after the same step.
 
         `used` is of the samples until then, `began_s` when the snapshot was begun, by
-        time.thread_time, `step_s` what a step takes; `loss` and `epoch` are a checkpoint's.
+        time.thread_time, `step_s` what a step takes; `loss` and `epoch` are a checkpoint's,
+        and so are `files` of this rank by name.
         """
         parts, pieces, at = [], [], 0
         for name, part in snapshot.parts.items():
@@ -188,6 +211,7 @@ class Mirror:
             "loss": loss,
             "epoch_of_data": epoch,
             "config": self._config,
+            "files": {name: b64encode(data).decode() for name, data in files.items()},
             "rank": dist.get_rank(),
             "world": dist.get_world_size(),
             "behind": self._behind,

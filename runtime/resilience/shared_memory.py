@@ -150,7 +150,7 @@ class Slots:
                 folder = SHARED / f"{_prefix(self._checkpoints)}-{number}"
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(mode=0o700)
-                    self._lock = _locked(folder)
+                    self._lock = _lock_folder(folder)
                     self._folder = folder if self._lock is not None else None
                     (folder / "about.json").write_text(about)
                     return
@@ -207,13 +207,13 @@ def left_copies(checkpoints: Path) -> Iterator[list[LeftCopies]]:
     What they left whose folder of checkpoints is gone is deleted.
     """
     with contextlib.ExitStack() as held:
-        found = []
+        leftovers = []
         for folder in sorted(SHARED.glob(f"meshwright-{os.getuid()}-*")):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 status = folder.lstat()
                 if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
                     continue  # somebody else could have written there
-                lock = _locked(folder)
+                lock = _lock_folder(folder)
                 if lock is None:
                     continue
                 held.callback(os.close, lock)
@@ -221,8 +221,8 @@ def left_copies(checkpoints: Path) -> Iterator[list[LeftCopies]]:
                 if about != _about(Path(about["checkpoints"])):
                     shutil.rmtree(folder, ignore_errors=True)
                 elif folder.name.startswith(f"{_prefix(checkpoints)}-"):
-                    found.append(_left_copies(folder))
-        yield found
+                    leftovers.append(_left_copies(folder))
+        yield leftovers
 
 
 def _left_copies(folder: Path) -> LeftCopies:
@@ -265,7 +265,7 @@ def _about(checkpoints: Path) -> dict[str, Any]:
     }
 
 
-def _locked(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Return the descriptor of a folder's lock, None where a launcher that lives has it."""
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,8 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
     Of several nodes each writes its parts; the last one has the checkpoint.
     """
     saved = None
-    with left_copies(folder) as found:
-        for left in found:
+    with left_copies(folder) as leftovers:
+        for left in leftovers:
             if _is_newer(left.node, folder):
                 say(f"a launcher that was killed left copies in {left.folder}; they are written")
             problem: str | None = None
@@ -145,15 +146,15 @@ def save_newest(
 
 def _parts_of(pairs: Sequence[Sequence[StateSlot]], key: Key) -> list[CopiedPart]:
     """Return what is whole of a state, by rank."""
-    found: dict[int, CopiedPart] = {}
+    by_rank: dict[int, CopiedPart] = {}
     for slot in (slot for pair in pairs for slot in pair):
         label = slot.label()
         if label is None or (label["step"], label["run"], label["plan"], label["world"]) != key:
             continue
         copy = slot.read()
         if copy is not None:
-            found[copy[0]["rank"]] = CopiedPart(*copy)
-    return [found[rank] for rank in sorted(found)]
+            by_rank[copy[0]["rank"]] = CopiedPart(*copy)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _not_finite(copies: Sequence[CopiedPart]) -> Iterator[str]:
@@ -184,8 +185,8 @@ def _write_all(
     target = folder / f"step-{step:06}"
     temporary = folder / f".{target.name}.{run}-copies"
     records = parts.folder_of(temporary)
-    for made in (temporary, records):
-        made.mkdir(parents=True, exist_ok=True)
+    for place in (temporary, records):
+        place.mkdir(parents=True, exist_ok=True)
     for group in groups:
         boxes: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
         for copy in group:
@@ -197,7 +198,10 @@ def _write_all(
         if target.exists() and checkpoint.problem(target) is None:
             return target
         if time.monotonic() > until_s:
-            raise LaunchError(f"{temporary}: is not what was written")
+            raise LaunchError(
+                f"{temporary}: is not what was written; look at the disk, and start again with "
+                "--resume"
+            )
         time.sleep(0.2)
     return None
 
@@ -236,6 +240,10 @@ def _write_part(
                 name: Path(file) for name, file in context.companions.items() if Path(file).exists()
             },
         )
+    for name, data in label.get("files", {}).items():
+        with open_below(temporary / name, within=temporary) as file:
+            file.write(b64decode(data))
+        names.append(name)
     sizes, sums = {}, {}
     for name in names:
         parts.to_disk(temporary / name)

@@ -41,7 +41,7 @@ class Verdict:
 
 VERDICTS: Sequence[Verdict] = (
     Verdict(
-        causes=frozenset({"crash", "device", "node", "hang"}),
+        causes=frozenset({"crash", "device", "node", "hang", "transient"}),
         stuck=ATTEMPTS,
         reaction="stop",
         why=f"it ended {ATTEMPTS} times after the same step",
@@ -60,6 +60,19 @@ VERDICTS: Sequence[Verdict] = (
         why="it crashed before",
     ),
     Verdict(
+        causes=frozenset({"transient"}),
+        times=ATTEMPTS,
+        devices=2,
+        named=True,
+        reaction="shrink",
+        why=f"its device gave such errors {ATTEMPTS} times",
+    ),
+    Verdict(
+        causes=frozenset({"transient"}),
+        reaction="restart",
+        why="such errors may pass, and what failed answers a test",
+    ),
+    Verdict(
         causes=frozenset({"crash", "hang"}),
         reaction="restart",
         why="it happened once here",
@@ -68,7 +81,7 @@ VERDICTS: Sequence[Verdict] = (
         causes=frozenset({"corruption"}),
         ever=ATTEMPTS,
         reaction="stop",
-        why=f"numbers were damaged {ATTEMPTS} times, which one device does not do",
+        why=f"data corruption was detected {ATTEMPTS} times; one faulty device does not explain it",
     ),
     Verdict(
         causes=frozenset({"corruption"}),

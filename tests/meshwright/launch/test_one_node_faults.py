@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.run.recovery_policy import ATTEMPTS
 from tests.limits import PATIENCE_S
 from tests.meshwright.launch.test_multi_node import ForkingRoom, forks, losses, room, two_ranks
 
@@ -186,7 +187,9 @@ from meshwright.runtime.launch import training_loop as train
 
 take_step = train.Loop._take_step
 def step(self, batch):
-    if self.rank == 1 and self.steps_done == AT:
+    mark = Path("FOLDER/raised")
+    if self.rank == 1 and self.steps_done == AT and not (MOST and mark.exists()):
+        mark.touch()
         ERROR
     return take_step(self, batch)
 train.Loop._take_step = step
@@ -202,22 +205,36 @@ def saved_step(room: ForkingRoom) -> int:
     return checkpoint.progress(saved).step
 
 
+def raising(room: ForkingRoom, error: str, *, once: bool) -> str:
+    """Return what lets rank 1 raise an error behind step 12."""
+    words = {"AT": "12", "ERROR": f"raise {error}", "MOST": str(once), "FOLDER": str(room.folder)}
+    text = RAISES
+    for name, word in words.items():
+        text = text.replace(name, word)
+    return text
+
+
 @pytest.mark.ranks
-def test_what_is_not_understood_leaves_the_newest_copy_on_disk(room: ForkingRoom) -> None:
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_what_is_not_understood_leaves_the_newest_copy_on_disk(
+    room: ForkingRoom, *, resumed: bool
+) -> None:
     """Nothing was saved by then; what is trained from it is what is trained without an end."""
     pytest.importorskip("torch")
     room.let_steps_sleep(0.05)
-    raises = RAISES.replace("AT", "12").replace("ERROR", "raise RuntimeError('of no known kind')")
-    before, room.begins_with = room.begins_with, room.begins_with + raises
+    before = room.begins_with
+    room.begins_with += raising(room, "RuntimeError('of no known kind')", once=False)
     plan = room.plan(two_ranks(room))
     launcher = room.launched(plan, options(room))
     _, said = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 1
     step = saved_step(room)
-    assert 5 <= step <= 12
+    assert 3 <= step <= 12
     assert f"step-{step:06} is complete and can be resumed" in said
     assert "nothing was saved" not in said
+    if not resumed:
+        return
     room.begins_with = before
     launcher = room.launched(plan, f"{options(room)} --resume")
     _, said = launcher.communicate(timeout=PATIENCE_S)
@@ -226,6 +243,37 @@ def test_what_is_not_understood_leaves_the_newest_copy_on_disk(room: ForkingRoom
     interrupted = losses(room)
     room.run(two_ranks(room), steps=STEPS)
     assert losses(room) == interrupted
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OSError(5, 'Input/output error', '/data')",
+        "OSError(116, 'Stale file handle')",
+        "RuntimeError('CUDA error: an illegal memory access was encountered')",
+        "RuntimeError('CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling')",
+        "RuntimeError('NCCL error: unhandled system error, ncclSystemError')",
+    ],
+)
+@pytest.mark.parametrize("once", [True, False])
+def test_errors_that_may_pass_are_tried_again_and_end_with_a_checkpoint(
+    room: ForkingRoom, error: str, *, once: bool
+) -> None:
+    pytest.importorskip("torch")
+    room.let_steps_sleep(0.05)
+    room.begins_with += raising(room, error, once=once)
+    launcher = room.launched(room.plan(two_ranks(room)), options(room))
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == (0 if once else 1), said
+    assert said.count("restart, because such errors may pass") == (1 if once else ATTEMPTS - 1)
+    assert saved_step(room) == STEPS if once else 3 <= saved_step(room) <= 12
+    if once:
+        interrupted = losses(room)
+        room.run(two_ranks(room), steps=STEPS)
+        assert losses(room) == interrupted
 
 
 @pytest.mark.ranks

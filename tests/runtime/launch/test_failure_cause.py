@@ -15,11 +15,11 @@ from meshwright.planner.documents.document import json_line
 from meshwright.planner.documents.events import Attempt
 from meshwright.planner.documents.prediction import StagePrediction
 from meshwright.planner.documents.units import GIB
-from meshwright.planner.errors import LaunchError
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch import failure_report as bad_ends
 from meshwright.runtime.launch.host_memory_limits import killed_for_memory, most_bytes
 from meshwright.runtime.launch.rank_processes import BadEnd, Exit
+from meshwright.runtime.launch.transient_errors import WAITS_S, folder_problem
 from meshwright.runtime.resilience.heartbeat import stack_file
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.recovery_policy import RankEnd, verdict
@@ -72,7 +72,10 @@ def ended(tmp_path: Path, *, code: int, log: str, said: Failure | None = None) -
     file.parent.mkdir(parents=True)
     file.write_text(log)
     ready: Any = SimpleNamespace(
-        output=tmp_path, run=LaunchRun(), ranks=SimpleNamespace(devices={3: 1}), resumed=None
+        output=tmp_path,
+        run=LaunchRun(),
+        ranks=SimpleNamespace(devices={3: 1}, device="cpu"),
+        resumed=None,
     )
     cause = Exit(rank=3, code=code)
     return bad_ends.bad_end(ready, BadEnd(seen=(cause,), cause=cause, failure=said), after_step=5)
@@ -99,7 +102,7 @@ def test_a_kernels_own_check_is_told_as_the_programs(tmp_path: Path) -> None:
         tmp_path, code=1, log="", said=failure("CUDA error: device-side assert triggered\nmore")
     )
 
-    assert type(error) is LaunchError
+    assert type(error) is bad_ends.RunEnded
     assert "rank 3 stopped at a kernel's own check (an index out of range" in str(error)
 
 
@@ -266,3 +269,43 @@ def test_stacks_and_ends_of_logs_are_kept_with_the_attempt_that_ended(tmp_path: 
     assert (kept / "rank-00003.stack").read_text() == "File x"
     log = (kept / "rank-00003.log").read_text()
     assert (len(log), log[-8:]) == (bad_ends.MOST_KEPT, " the end")
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("[Errno 5] Input/output error: '/data/tokens.bin'", "transient"),
+        ("[Errno 116] Stale file handle", "transient"),
+        ("[Errno 2] No such file or directory: 'x'", None),
+        ("[Errno 28] No space left on device", None),
+        ("CUDA error: an illegal memory access was encountered", "transient"),
+        ("CUDA error: unspecified launch failure", "transient"),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", "transient"),
+        ("NCCL error: unhandled system error, ncclSystemError: System call failed", "transient"),
+        ("The size of tensor a (3) must match", None),
+    ],
+)
+def test_errors_that_may_pass_are_tried_again(tmp_path: Path, said: str, cause: str | None) -> None:
+    error = ended(tmp_path, code=1, log="", said=failure(said, "RuntimeError"))
+
+    assert isinstance(error, bad_ends.RunEnded)
+    assert isinstance(error, bad_ends.RankFailed) == (cause is not None)
+    end = getattr(error, "end", None)
+    assert (end and end.cause) == cause
+
+
+def test_a_folder_that_gives_errors_is_tried_for_a_while(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            folder.mkdir()
+
+    assert folder_problem(folder, wait=wait) is None
+    assert len(waits) == 3
+    assert not list(folder.iterdir())
+    said = folder_problem(tmp_path / "none", wait=waits.append)
+    assert said is not None
+    assert len(waits) == 3 + len(WAITS_S)

@@ -44,9 +44,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     yield now
 
 
-def watch_of(seen: Beacons, clock: list[float], output: Path) -> HangWatch:
+def watch_of(
+    seen: Beacons, clock: list[float], output: Path, *, own_code: bool = False
+) -> HangWatch:
     ranks = {4: 0, 5: 1}
-    return HangWatch(seen, ranks, output, start_s=START_S, now_s=lambda: clock[0])
+    return HangWatch(
+        seen, ranks, output, start_s=START_S, own_code=own_code, now_s=lambda: clock[0]
+    )
 
 
 def told(seen: Beacons, monkeypatch: pytest.MonkeyPatch) -> list[Beacon]:
@@ -201,3 +205,21 @@ def test_a_stopped_process_is_named_among_those_that_answer(
     assert found[0].rank == 1
     assert not found[0].answered
     assert "in <module>" in (tmp_path / "flight" / "rank-00000.stack").read_text()
+
+
+def test_code_of_a_users_own_between_steps_is_no_hang(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 4 evaluates or writes for a while, and rank 5 waits for it in the next step."""
+    monkeypatch.setattr(hang, "ANSWER_S", 0.0)
+    with beacons(2) as seen:
+        watch, ranks = watch_of(seen, clock, tmp_path, own_code=True), told(seen, monkeypatch)
+        assert steps(ranks, clock, watch, [0.5] * 10) == []
+        ranks[0].begin_part(11, "batch")
+        ranks[1].begin_part(11, "step")
+        clock[0] += START_S - 1
+        assert watch.look() == []
+        ranks[0].begin_part(11, "step")
+        clock[0] += LEAST_S + 1
+
+        assert watch.look() != []

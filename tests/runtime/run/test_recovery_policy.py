@@ -14,6 +14,10 @@ def end(cause: Cause, *, rank: int = 1, after_step: int = 5) -> RankEnd:
     return RankEnd(cause=cause, rank=rank, after_step=after_step)
 
 
+OF_A_DISK = end("transient").model_copy(update={"named": False})
+"""Nobody knows whether it is this rank that gives the errors."""
+
+
 @pytest.mark.parametrize(
     ("ends", "devices", "reaction"),
     [
@@ -29,6 +33,11 @@ def end(cause: Cause, *, rank: int = 1, after_step: int = 5) -> RankEnd:
         ([end("device")], 4, "shrink"),
         ([end("device")], 1, "stop"),
         ([end("program")], 4, "stop"),
+        ([end("transient")], 4, "restart"),
+        ([end("transient", after_step=step) for step in range(3)], 4, "shrink"),
+        ([end("transient", after_step=step) for step in range(3)], 1, "restart"),
+        ([OF_A_DISK.model_copy(update={"after_step": step}) for step in range(9)], 4, "restart"),
+        ([OF_A_DISK] * ATTEMPTS, 4, "stop"),
         ([end("not_a_number")], 4, "stop"),
         ([end("corruption")], 4, "shrink"),
         ([end("corruption")], 1, "restart"),

@@ -1,0 +1,308 @@
+"""Keeper of a script's state: what `meshwright run --checkpoint` adds to the Engine of a script.
+
+Ranks save by themselves where the least is lost, copy their state to memory that outlives them, and
+tell where they are.  A state belongs to the moment between two steps, when a step begins: by then a
+script has done what it does behind one (a scheduler's step, a counter).  What is iterated over has
+given the next batch away by then, so its state is taken when a step is done.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.planner.documents.events import CopyInterval, Saved
+from meshwright.planner.errors import HandedOver, LaunchError
+from meshwright.planner.schedules import schedule_of
+from meshwright.planner.whatif.pricing.goodput import save_figures
+from meshwright.planner.whatif.pricing.survival import RunSeconds
+from meshwright.planner.whatif.study import Failures
+from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
+from meshwright.runtime.checkpoint.writer import MEASURED_AFTER, RECENT
+from meshwright.runtime.data.sample_digest import SampleDigest
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.engine_state import Stateful, checkpoint_in
+from meshwright.runtime.resilience.heartbeat import Beacon
+from meshwright.runtime.resilience.in_memory_checkpoint import MEASURED, Mirror
+from meshwright.runtime.run.environment import (
+    CHECKPOINT_VARIABLE,
+    EVERY_VARIABLE,
+    OUTPUT_VARIABLE,
+    TOKEN_VARIABLE,
+)
+from meshwright.runtime.run.metrics import Metrics
+from meshwright.runtime.run.run_clock import unix_now_s
+
+KEEP = 2
+
+
+class _TakenState:
+    """State that was taken of an object before."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        """Return it."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Refuse: it is only written."""
+        raise NotImplementedError
+
+
+class ScriptKeeper:
+    """One rank's part; all ranks of a script make it, and use it, together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._is_joined = dist.is_initialized()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._beacon = Beacon(local_rank)
+        named = os.environ.get(CHECKPOINT_VARIABLE)
+        self._folder = None if named is None else Path(named)
+        every = os.environ.get(EVERY_VARIABLE)
+        self._every = None if every is None else int(every)
+        self._asked = every is not None
+        self._extra: Mapping[str, Stateful] | None = None
+        """None until the script has said what goes with its state."""
+        self._taken: dict[str, Any] = {}
+        self._copies = self._saves = False
+        """What is due when the next step begins."""
+        self._noticed = False
+        self._loss = 0.0
+        self._first: int | None = None
+        self._last_saved = 0
+        self._step_s: list[float] = []
+        self._ended_s: float | None = None
+        self._wrote_s: float | None = None
+        identity = TrainingIdentity(
+            model=engine.plan.model.name,
+            model_digest=engine.plan.model.digest,
+            corpus="script",
+            corpus_digest="script",
+            seq_len=engine.plan.seq_len or 1,
+            seed=engine.plan.training.seed,
+        )
+        self._identity = identity
+        stale = schedule_of(engine.plan.schedule).stale  # its updates are always one step late
+        self._mirror = None
+        if dist.is_initialized() and not stale and self._folder is not None:
+            self._mirror = Mirror.of_environment(
+                local_rank=local_rank,
+                run=os.environ.get(TOKEN_VARIABLE, "0"),
+                plan=engine.plan.digest,
+                identity=identity,
+            )
+        self._metrics = None
+        if engine.leads and (output := os.environ.get(OUTPUT_VARIABLE)) is not None:
+            self._metrics = Metrics(Path(output))
+
+    # --- going on -----------------------------------------------------------------------------
+
+    def resume(self, folder: Path | None, extra: Mapping[str, Stateful]) -> bool:
+        """Go on from the newest state, a copy or a checkpoint; say whether there is one."""
+        ours = self._folder
+        if ours is not None and folder is not None and folder.resolve() != ours.resolve():
+            raise LaunchError(
+                f"resume: names {folder}, and meshwright run saves in {ours}; call "
+                "engine.resume() without a folder, or name the same"
+            )
+        saves_in = self._folder or folder
+        if saves_in is None:
+            raise LaunchError(
+                "resume: name a folder of checkpoints, or start the script with meshwright run "
+                "--checkpoint FOLDER"
+            )
+        self._extra = extra
+        saved = checkpoint_in(saves_in)
+        step = 0 if saved is None else checkpoint.progress(saved).step
+        goes_on = self._go_on_from_copy(step) or saved is not None
+        if saved is not None and self._engine.steps < step:
+            self._check(saved)
+            self._engine.load(saves_in, extra=extra)
+        self._last_saved = step
+        return goes_on
+
+    def _check(self, saved: Path) -> None:
+        """Refuse to go on with another global batch than what was saved had."""
+        from meshwright.planner.documents.document import read  # noqa: PLC0415
+        from meshwright.planner.documents.plan import Plan  # noqa: PLC0415
+
+        before = read(Plan, saved / checkpoint.PLAN).global_batch
+        if before != self._engine.plan.global_batch:
+            raise LaunchError(
+                f"{saved}: was trained with a global batch of {before}, and the plan has "
+                f"{self._engine.plan.global_batch}; run with a plan of the same, or call "
+                "engine.load(folder) in a script that means another"
+            )
+
+    def _go_on_from_copy(self, saved_step: int) -> bool:
+        """Have the state of the newest copy, if it is newer than what is saved."""
+        if self._mirror is None:
+            return False
+        names = self._mirror.stored_names()
+        if not names:
+            return False
+        state = self._engine.script_state
+        kept = self._mirror.newest(state.boxes_of(names))
+        if kept is None or kept.step <= saved_step:
+            return False
+        source = f"the copy in memory of step {kept.step}"
+        if kept.identity is None:
+            raise LaunchError(f"{source} does not say of what it is; resume a checkpoint")
+        kept.identity.check(self._identity, source=source)
+        if wrong := kept.used.wrong(kept.snapshots[0].next_sample):
+            raise LaunchError(f"{source} says that {wrong}")
+        self._engine.restore(kept.snapshots)
+        state.take_own(kept.files, self._extra or {})
+        if self._engine.leads:
+            print(f"going on from {source}", file=sys.stderr, flush=True)
+        return True
+
+    # --- keeping ------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Copy or save the state that was due behind the last step."""
+        step = self._engine.steps
+        if self._copies or self._saves:
+            states = {
+                name: self._taken[name] if name in self._taken else state.state_dict()
+                for name, state in (self._extra or {}).items()
+            }
+            if self._copies and self._mirror is not None:
+                self._copy(self._mirror, step, states)
+            if self._saves:
+                self._beacon.begin_part(step, "save")
+                self._save(step, states)
+            self._copies = self._saves = False
+            self._taken = {}
+        if self._noticed and self._extra is not None and self._folder is not None:
+            raise HandedOver(f"a notice ended the script after step {step}")
+        self._beacon.begin_part(step + 1, "step")
+
+    def end_step(self, loss: float, step_s: float, *, noticed: bool) -> None:
+        """Say what is due, and take the state of what is iterated over."""
+        step = self._engine.steps
+        self._beacon.count_step(data_s=0.0, work_s=0.0, whole_s=step_s)
+        self._beacon.begin_part(step + 1, "batch")
+        self._loss, self._noticed = loss, noticed
+        ended_s, now_s = self._ended_s, time.perf_counter()
+        self._ended_s = now_s  # what a script does between steps is of its pace, too
+        self._step_s.append(step_s if ended_s is None else now_s - ended_s)
+        del self._step_s[:-RECENT]
+        self._first = step if self._first is None else self._first
+        if self._extra is None or self._folder is None:
+            return
+        self._saves = noticed or self._is_save_due(step)
+        self._copies = self._mirror is not None and self._mirror.is_due(step)
+        if self._copies or self._saves:
+            self._taken = {
+                name: state.state_dict()
+                for name, state in self._extra.items()
+                if _is_iterable(state)
+            }
+
+    def finish(self) -> None:
+        """Save what the script has done last, once it has come to its end."""
+        if self._extra is None or self._folder is None:
+            return
+        step = self._engine.steps
+        if self._is_joined and not dist.is_initialized():
+            if step > self._last_saved and self._engine.leads:
+                print(
+                    f"warning: the script has left its process group, so step {step} is not saved; "
+                    "call engine.save() before, or leave the group to its end",
+                    file=sys.stderr,
+                )
+            return
+        if step > self._last_saved:
+            self._beacon.begin_part(step, "save")
+            states = {name: state.state_dict() for name, state in self._extra.items()}
+            self._save(step, states)
+        self._beacon.begin_part(step, "end")
+
+    def _is_save_due(self, step: int) -> bool:
+        assert self._first is not None
+        if not self._asked and step == self._first + MEASURED_AFTER:
+            self._every = self._usual_interval()
+        return self._every is not None and step - self._last_saved >= self._every
+
+    def _usual_interval(self) -> int:
+        """Return the steps between saves at which the least is lost, the same on all ranks."""
+        engine = self._engine
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        parameters = sum(
+            value.numel() for name, value in engine.state().items() if name.startswith("model.")
+        )
+        figures = save_figures(Failures(), RunSeconds(), parameters=parameters, devices=world)
+        if self._wrote_s is not None:
+            measured = {"blocked_s": self._wrote_s, "written_s": self._wrote_s}
+            figures = figures.model_copy(update=measured)
+        every = torch.tensor([figures.every_steps(statistics.median(self._step_s))])
+        if dist.is_initialized():
+            dist.broadcast(every, src=0)
+        return int(every)
+
+    def _save(self, step: int, states: Mapping[str, Any]) -> None:
+        assert self._folder is not None
+        begin_s = time.perf_counter()
+        extra = {name: _TakenState(state) for name, state in states.items()}
+        try:
+            self._engine.save(self._folder, extra=extra, keep=KEEP)
+        except LaunchError as error:
+            if self._mirror is None:
+                raise
+            # Copies outlive this process; the next save tries again.
+            if self._engine.leads:
+                print(f"warning: {error}; training goes on", file=sys.stderr, flush=True)
+            self._last_saved = step
+            return
+        self._last_saved, self._wrote_s = step, time.perf_counter() - begin_s
+        if self._metrics is not None:
+            self._metrics.log_event(
+                Saved(
+                    at_unix_s=unix_now_s(),
+                    step=step,
+                    blocked_s=self._wrote_s,
+                    written_s=self._wrote_s,
+                )
+            )
+        if not self._asked and len(self._step_s) > MEASURED_AFTER:
+            self._every = self._usual_interval()
+
+    def _copy(self, mirror: Mirror, step: int, states: Mapping[str, Any]) -> None:
+        engine, before = self._engine, mirror.every
+        began_s, usual_s = time.thread_time(), min(self._step_s[-MEASURED:])
+        snapshot = engine.snapshot(copied=False)
+        mirror.copy(
+            snapshot,
+            used=SampleDigest.of_first(engine.next_sample),
+            began_s=began_s,
+            step_s=usual_s,
+            loss=self._loss,
+            files=engine.script_state.own_files(states),
+        )
+        if self._metrics is not None and (mirror.every != before or mirror.is_measured_first):
+            self._metrics.log_event(
+                CopyInterval(
+                    at_unix_s=unix_now_s(),
+                    every_steps=mirror.every,
+                    step_s=usual_s,
+                    state_bytes=snapshot.size_bytes,
+                )
+            )
+
+
+def _is_iterable(value: object) -> bool:
+    """Say whether something gives batches away, so that it stands behind the step's own."""
+    return hasattr(value, "__iter__") or hasattr(value, "__next__")
