@@ -21,7 +21,7 @@ those of `plan --gap 0`, so that bounds are as high as they get; with --usual th
 What the certificate's space is, as it says itself (`certificate.model`, planner/search/space.py):
 
     all devices are used, and what the native framework refuses is left out
-    a micro-batch has up to 64 samples, 64 ranks share a sequence at most
+    64 ranks share a sequence at most
     1 stage on each rank; under zbv and dualpipe-v 2, under interleaved schedules 2 to 8
     ranks of several stages share the longest run of like layers evenly: what stands before it is
     on the first stage, what stands behind it on the last, the stages of a rank have equally many
@@ -53,7 +53,6 @@ from itertools import accumulate
 
 from benchmarks.attack_plans import (
     LARGEST_CONTEXT,
-    LARGEST_MICRO_BATCH,
     Choice,
     Draft,
     Drafts,
@@ -248,7 +247,6 @@ class Attack:
         is_so = (
             layout.devices != self.cluster.devices,
             layout.loss not in self._losses,
-            layout.micro_batch > LARGEST_MICRO_BATCH,
             layout.context > LARGEST_CONTEXT,
             layout.virtual_stages > 1 and not self._even(draft),
             layout.expert > 1 and layout.order != INSIDE_OUT,

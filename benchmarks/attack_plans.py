@@ -38,8 +38,6 @@ from meshwright.planner.frameworks.native_limits import refusal
 from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule
 from meshwright.planner.schedules.schedule import obstacle, rank_of_stage
 
-LARGEST_MICRO_BATCH = 64
-"""Samples; of the space, not of what is drawn."""
 LARGEST_CONTEXT = 64
 SCALES = ("tensorwise", "rowwise")
 """By which the runtime rounds; others are of other frameworks."""

@@ -1,4 +1,4 @@
-"""Twelve questions of people who fine-tune, and published runs beside predictions.
+"""Thirteen questions of people who fine-tune, and published runs beside predictions.
 
     PYTHONPATH=$PWD python benchmarks/fine_tuning.py [-o docs/results/fine-tuning.md]
 
@@ -142,6 +142,19 @@ QUESTIONS = (
         cluster="1xrtx-3080",
         options={"seq_len": 1024, "global_batch": 16, "masters": "none"},
         published="LLaMA-Factory's README: 8 bytes a parameter in pure bf16, 4 GB",
+    ),
+    Question(
+        words="8B, DPO with a reference, 8 A100 of 80 GB",
+        model="llama-3.1-8b",
+        cluster="8xa100-sxm-80gb",
+        options={
+            "seq_len": 1024,
+            "global_batch": 64,
+            "objective": "dpo",
+            "framework": "transformers",
+        },
+        published="alignment-handbook: zephyr-7b-dpo-full, 8 A100 of 80 GB, ZeRO-3, 8 pairs a "
+        "device",
     ),
     Question(
         words="8B, LoRA, 32,768 packed tokens, 8 H100",
@@ -311,7 +324,7 @@ def page() -> str:
         f"`python benchmarks/fine_tuning.py`, {datetime.date.today():%Y-%m-%d}, on no device: "
         "figures are predictions beside what others published.",
         "",
-        f"## Twelve questions: {right} of {len(rows)} answered as published runs or arithmetic say",
+        f"## Questions: {right} of {len(rows)} answered as published runs or arithmetic say",
         "",
         "| question | command | answer | published |",
         "|---|---|---|---|",

@@ -102,7 +102,7 @@ def reading(entry: Input) -> Reading:
     try:
         return _imported(entry) if entry.command is None else _answered(entry)
     except MeshwrightError as error:
-        message = str(error)
+        message = re.sub(r"\S*/input\b", "input", str(error))
         right = entry.refused is not None and re.search(entry.refused, message, re.DOTALL)
         differences = () if right else (f"is refused: {message}",)
         return Reading(

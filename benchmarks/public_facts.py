@@ -30,7 +30,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError, NoPlanFits
-from meshwright.planner.operators.layer_operators import step_flops
+from meshwright.planner.operators.layer_operators import unmasked_step_flops
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Recomputed, Setup
 from meshwright.planner.search.search import search
@@ -62,7 +62,7 @@ def flops_per_device(model: ModelGraph, cluster: str, job: Job) -> tuple[float, 
     """Return model FLOP/s per device of the best plan, and the plan."""
     machine = resolve_cluster(cluster)
     found = search(Request(model, machine, job))
-    flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
+    flops = unmasked_step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
     step_s = found.prediction.step_time_s
     return flops / step_s / machine.devices, found.plan.layout.text()
 

@@ -1,11 +1,11 @@
 """CPU milliseconds of the exact inner solver on pipelines the size of known models.
 
-    python benchmarks/solver_speed.py [--ilp SECONDS]
+    python benchmarks/solver_speed.py [--ilp NODES]
 
 Costs are synthetic: six ways to run a layer, from keeping everything to full recomputation with
 offload, in proportions usual for transformers.  Only the solver's time is meant, not the plans.
 `cold` builds the Pareto sets, `shared` finds them in a store.  With --ilp the integer program gets
-that many seconds for each of the models, and its distance from the exact optimum is shown.
+that many nodes for each of the models, and its distance from the exact optimum is shown.
 """
 
 from __future__ import annotations
@@ -214,10 +214,10 @@ def row(name: str, instance: Instance, repeats: int) -> str:
     )
 
 
-def ilp_row(name: str, instance: Instance, limit_s: float) -> str:
+def ilp_row(name: str, instance: Instance, most_nodes: int) -> str:
     exact = solve(instance)
     start = time.process_time()
-    answer = ilp.solve(instance, time_limit_s=limit_s)
+    answer = ilp.solve(instance, most_nodes=most_nodes)
     taken_s = time.process_time() - start
     if not isinstance(answer, Solution) or not isinstance(exact, Solution):
         return f"{name:26} {1e3 * taken_s:9.0f} ms  {type(answer).__name__}"
@@ -229,7 +229,7 @@ def ilp_row(name: str, instance: Instance, limit_s: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ilp", type=float, metavar="SECONDS")
+    parser.add_argument("--ilp", type=int, metavar="NODES")
     arguments = parser.parse_args()
     heads = f"{'cold ms':>9} {'shared ms':>9} {'objective s':>11} {'gap':>9}"
     print(f"{'':26} {heads} leaner layers, sizes")

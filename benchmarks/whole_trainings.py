@@ -12,9 +12,10 @@ if need be `framework` and the allocator's peak in `memory_gib`.  `measure` is o
 A row becomes a row of a table of runs (`planner.calibration.tables.rows`).  What its layout leaves
 open is what its team will have tuned: the fastest that fits of micro-batch, chunks and
 recomputation; where no degree is told, of the plans that its framework's search finds.  Model FLOPs
-are those of `planner.operators.layer_operators.step_flops` (PaLM's: attention without discount for
-the causal mask); Megatron Core counts half of attention (megatron/training/training.py,
-`num_floating_point_operations`), so rates quoted from it are held against that.
+are those of `planner.operators.layer_operators.unmasked_step_flops` (PaLM's: attention without
+discount for the causal mask); Megatron Core counts half of attention
+(megatron/training/training.py, `num_floating_point_operations`), so rates quoted from it are held
+against that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.operators.layer_operators import step_flops
+from meshwright.planner.operators.layer_operators import unmasked_step_flops
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import Request
 from meshwright.planner.requests.setup import Recomputed, Setup
@@ -199,11 +200,11 @@ def outcome(row: Mapping[str, str]) -> Outcome:
 
 def model_flops(model: ModelGraph, seq_len: int, batch: int, *, causal: bool) -> float:
     """Return the model FLOPs of a step, with all of attention or its causal half."""
-    whole = step_flops(model, seq_len=seq_len, global_batch=batch)
+    whole = unmasked_step_flops(model, seq_len=seq_len, global_batch=batch)
     if not causal:
         return whole
     # What is left at length 1 has no attention to speak of.
-    linear = step_flops(model, seq_len=1, global_batch=seq_len * batch)
+    linear = unmasked_step_flops(model, seq_len=1, global_batch=seq_len * batch)
     return linear + (whole - linear) / 2
 
 

@@ -32,7 +32,7 @@ from meshwright.planner.documents.profile import (
     Profile,
 )
 from meshwright.planner.errors import DocumentError, LaunchError
-from meshwright.planner.search.space import LARGEST_MICRO_BATCH, divisors
+from meshwright.planner.search.space import divisors
 from meshwright.profiler.cache import folder_of
 from meshwright.profiler.cache import load as load_cached
 from meshwright.profiler.cache import save as save_cached
@@ -63,6 +63,8 @@ from meshwright.runtime.run.node_rank import ALONE, NodeRank
 from meshwright.runtime.run.rendezvous import Rendezvous
 from meshwright.runtime.run.run_folder import Device
 
+MOST_MEASURED = 64
+"""Samples of a micro-batch that is measured."""
 JobOf = Job | Callable[[ClusterSpec], Job]
 """The work of a step, or what makes it once the machine is known."""
 ScriptFile = tuple[str, Mapping[str, str]]
@@ -439,12 +441,12 @@ def groups(machine: ClusterSpec, counts: Sequence[int]) -> list[Groups]:
 
 
 def micro_batches(job: Job) -> list[int]:
-    """Return the powers of two that a micro-batch of the job can have.
+    """Return the powers of two that a micro-batch of the job can have and that are measured.
 
     >>> micro_batches(Job(seq_len=128, global_batch=12))
     [1, 2, 4, 8]
     """
-    largest = min(job.global_batch, LARGEST_MICRO_BATCH)
+    largest = min(job.global_batch, MOST_MEASURED)
     return [2**power for power in range(largest.bit_length())]
 
 

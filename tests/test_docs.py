@@ -210,6 +210,13 @@ def test_answers_that_pages_show_are_those_of_the_commands() -> None:
     assert seen >= {"README.md", "first-plan.md"}
 
 
+def test_the_readme_has_the_example_that_is_run() -> None:
+    text = (ROOT / "README.md").read_text()
+    example = (ROOT / "examples" / "first_engine.py").read_text()
+
+    assert example.replace("\n\n\n", "\n\n") in text
+
+
 def test_the_readme_is_one_page_with_one_picture_that_is_small() -> None:
     text = (ROOT / "README.md").read_text()
 

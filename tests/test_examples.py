@@ -5,19 +5,30 @@ Each under one plan in every run of the suite, under the others in the matrix.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import itertools
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshwright.launch.plan_script import plan_for_script
+from meshwright.planner.errors import LaunchError
 from tests.parts import some_and_others
 from tests.runtime.exact_muon import muon_without_rounding
 from tests.runtime.ranks import on_ranks
 
+ROOT = Path(__file__).parents[1]
 EXAMPLES = (
     "image_classifier",
     "gpt_muon",
@@ -75,3 +86,52 @@ def test_examples_train_under_any_plan_as_their_plain_loops(
                     atol=1e-5,
                     msg=f"{case}: {name}",
                 )
+
+
+def printed_by_first_engine() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path("examples/first_engine.py", run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.ranks
+def test_the_first_example_prints_one_loss_on_any_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+    alone = printed_by_first_engine()
+
+    assert re.fullmatch(r"loss \d\.\d{4} on 1 ranks\n", alone)
+    assert on_ranks(2, printed_by_first_engine) == [alone.replace("on 1", "on 2"), ""]
+
+
+@pytest.mark.matrix
+def test_a_script_without_a_plan_is_planned_and_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwright", "run", "--ranks", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / "first_engine.py")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert re.search(r"^loss \d\.\d{4} on 2 ranks$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "runs" / "first_engine.plan.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("raise SystemExit('no data here')", "cannot be planned: no data here"),
+        ("print('done')", "it ended without making a meshwright.Engine"),
+    ],
+)
+def test_a_script_that_cannot_be_planned_says_why(tmp_path: Path, script: str, words: str) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(script)
+
+    with pytest.raises(LaunchError, match=words):
+        plan_for_script(file, [], ranks=2, into=tmp_path / "runs" / "plan.yaml")

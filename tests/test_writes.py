@@ -40,6 +40,8 @@ ALLOWED = {
     ("meshwright/cli/reference.py", "mkdir"): NAMED,
     ("planner/catalog/machine_figures.py", "mkdir"): NAMED,
     ("planner/catalog/machine_figures.py", "os.open"): LOCK,
+    ("meshwright/launch/plan_script.py", "mkdir"): NAMED,
+    ("meshwright/launch/plan_script.py", "unlink"): OURS,
     ("profiler/machine.py", "NamedTemporaryFile"): NEW,
     ("profiler/profile.py", "rmtree"): OURS,
     ("profiler/profile.py", "unlink"): OURS,

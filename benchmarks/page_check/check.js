@@ -51,7 +51,9 @@ async function faults(browser, file, colorScheme, width) {
 /** Move every control of a study's page. */
 async function moved(page, file) {
   const found = [], ids = await page.evaluate(
-    () => [...document.querySelectorAll("aside input[type=number]")].map(({ id }) => id));
+    () => [...document.querySelectorAll("aside .control:not([hidden]) input[type=number]")].map(({ id }) => id));
+  const unfold = () => page.evaluate(() => { document.getElementById("more").open = true; });
+  await unfold();
   const figures = () => page.evaluate(() => globalThis.meshwright.csv());
   const before = await figures(), times = [];
   for (const id of ids) {
@@ -75,6 +77,7 @@ async function moved(page, file) {
   await page.goto("about:blank");
   await page.goto(address);
   if (await figures() !== changed) found.push("the address does not restore the state");
+  await unfold();
   await page.click("#reset");
   await page.waitForTimeout(150);
   if (await figures() !== before) found.push("a reset leaves something changed");

@@ -27,6 +27,7 @@ from meshwright.api.inputs import (
 )
 from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
+from meshwright.planner.catalog import hub
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
@@ -49,6 +50,7 @@ from meshwright.planner.documents.units import (
     seconds_text,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
+from meshwright.planner.requests.lengths import LENGTH_MULTIPLE, LengthsOfJob, summary
 from meshwright.planner.requests.pins import (
     check_micro_batches,
     outside,
@@ -93,6 +95,8 @@ class PlanCommand(PlanOptions):
     """File of the plan."""
     html: str | None = None
     """Page that says why, with the alternatives and the pipeline's timeline."""
+    offline: bool = False
+    """Fetch no model's config.json from the Hugging Face hub."""
     progress: Progress | None = None
 
 
@@ -121,7 +125,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
-    graph, script = model_and_script(model, seq_len=options.seq_len)
+    with hub.offline(options.offline):
+        graph, script = model_and_script(model, seq_len=options.seq_len)
     measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
     if script is not None and not options.global_batch:
@@ -135,6 +140,8 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         gap=options.gap,
         progress=options.progress,
     )
+    notes = tuple(_length_notes(options.lengths_of_job(), answer.plan, graph, machine))
+    answer = replace(answer, prediction=answer.prediction.with_notes(*notes))
     if script is not None:
         answer = _of_samples(answer, script.leaves)
     if options.output is not None:
@@ -152,6 +159,28 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         )
         document.write_text(page, options.html)
     return answer
+
+
+def _length_notes(
+    of_job: LengthsOfJob, plan: Plan, graph: ModelGraph, machine: ClusterSpec
+) -> Iterator[str]:
+    """Yield what samples of several lengths waste, and what a step of mean ones takes."""
+    lengths = of_job.lengths
+    if lengths is None:
+        return
+    if of_job.batching == "packed":
+        empty = 1 - lengths.packed_share(plan.seq_len)
+        yield f"{summary(lengths)}; packed in {plan.seq_len:,}, {empty:.0%} of positions are empty"
+        return
+    multiple = LENGTH_MULTIPLE * plan.mesh.context * plan.mesh.tensor
+    mean_len = min(plan.seq_len, of_job.mean_len(plan.micro_batch, multiple))
+    mean = predict_plan(plan.model_copy(update={"seq_len": mean_len}), graph, machine)
+    padded = 1 - lengths.mean / mean_len
+    yield (
+        f"a step of mean samples takes {seconds_text(mean.step_time_s)}, {mean_len:,} tokens each, "
+        f"{padded:.0%} padding; time and memory above are those of the longest"
+    )
+    yield summary(lengths)
 
 
 def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
@@ -487,11 +516,13 @@ def predict(
     masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
     `lora` are settings of adapters that alone are trained, as of `plan`.
-    With another framework than ours a layout is priced by its accounting rules.
+    With another framework than ours a layout is priced by its accounting rules.  `offline` fetches
+    no model's config.json from the Hugging Face hub.
     """
     return predicted_plan(
         model_or_plan,
@@ -505,6 +536,7 @@ def predict(
         masters=masters,
         profile=profile,
         framework=framework,
+        offline=offline,
     ).prediction
 
 
@@ -521,6 +553,7 @@ def predicted_plan(
     masters: MasterWeights = "fp32",
     profile: str | None = None,
     framework: str = "native",
+    offline: bool = False,
 ) -> PredictedPlan:
     """Predict as `predict` does, and say for which model, cluster and job."""
     if is_plan(model_or_plan):
@@ -551,7 +584,8 @@ def predicted_plan(
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
-    graph = model_of(model_or_plan, seq_len=seq_len)
+    with hub.offline(offline):
+        graph = model_of(model_or_plan, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     pins, idle = read_layout(layout or "", ["stale,compress"])
@@ -597,7 +631,9 @@ def _refuse_other_layers(request: Request) -> None:
     """
     space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
-        if pin.partition("=")[0] in ("recompute", "activations"):
+        # Attention's core may be recomputed where it is fused too, for nothing.
+        is_core = pin == "recompute=selective" and space is not None and space.selective_core
+        if pin.partition("=")[0] in ("recompute", "activations") and not is_core:
             raise DocumentError("layout", f"{pin}: {request.framework.name} {what}")
 
 

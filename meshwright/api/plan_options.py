@@ -11,8 +11,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.profile import Profiles
-from meshwright.planner.documents.training import MasterWeights, Optimizer
+from meshwright.planner.documents.training import MasterWeights, Objective, Optimizer
 from meshwright.planner.errors import DocumentError
+from meshwright.planner.requests.lengths import Batching, LengthsOfJob, lengths_of_job
 from meshwright.planner.requests.pins import read_pins
 from meshwright.planner.requests.request import SURE_TO_FIT, Request
 from meshwright.planner.search.plan_preference import Prefer
@@ -30,6 +31,10 @@ class PlanOptions:
     """Tokens of a sample."""
     document_len: int | None = None
     """Mean over tokens of the length of a token's document, where samples hold several."""
+    lengths: str | None = None
+    """Lengths of samples that vary: a file with one on each line, or `mean,p95,max`."""
+    batching: Batching | None = None
+    """What batches make of them: `packed` (the default), padded to the `longest`, or `exact`."""
     global_batch: int | None = None
     """Samples of a step."""
     precision: Precision | None = None
@@ -40,6 +45,8 @@ class PlanOptions:
     one's own is a factory."""
     masters: MasterWeights = "fp32"
     """`none` trains the 16-bit weights themselves, without an fp32 copy."""
+    objective: Objective = "sft"
+    """`dpo` and `reward` train on pairs, `dpo` and `grpo` beside a frozen reference model."""
     profile: str | None = None
     """File of measurements; GROUP=FILE,GROUP=FILE where devices differ."""
     fix: Sequence[str] = ()
@@ -68,21 +75,29 @@ class PlanOptions:
         if self.gap is not None and not 0 <= self.gap < 1:
             raise DocumentError("gap", f"is {self.gap:g}; it lies between 0 and 1, as 0.01")
 
+    def lengths_of_job(self) -> LengthsOfJob:
+        """Return the lengths of the job's samples."""
+        return lengths_of_job(
+            self.lengths, self.batching, seq_len=self.seq_len, document_len=self.document_len
+        )
+
     def request(
         self, graph: ModelGraph, machine: ClusterSpec, measured: Profiles, *, called: str
     ) -> Request:
         """Return the request for a model on a cluster that plans name `called`."""
         names = [name for name, _ in graph.chain]
+        of_job = self.lengths_of_job()
         return Request.create(
             graph,
             machine,
-            seq_len=self.seq_len,
-            document_len=self.document_len,
+            seq_len=of_job.seq_len,
+            document_len=of_job.document_len,
             global_batch=self.global_batch,
             precision=self.precision,
             lora=self.lora,
             optimizer=self.optimizer if isinstance(self.optimizer, str) else "adamw",
             masters=self.masters,
+            objective=self.objective,
             pins=replace(
                 read_pins(self.fix, self.allow), require=read_requirements(self.require, names)
             ),

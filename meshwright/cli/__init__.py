@@ -19,7 +19,6 @@ import typer
 from meshwright.cli import hardware, measured_runs, plans, runs
 from meshwright.cli.console import print_message, refuse
 from meshwright.cli.examples import epilog
-from meshwright.planner.catalog.hub import FETCHED
 from meshwright.planner.errors import DocumentError, Interrupted, MeshwrightError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.stdout_guard import results_apart, stdout_is_lost
@@ -111,9 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 status = app(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
             finally:
-                for config in FETCHED:
-                    print_message(str(config))
-                FETCHED.clear()
+                hub = sys.modules.get("meshwright.planner.catalog.hub")
+                while hub and hub.FETCHED:
+                    print_message(str(hub.FETCHED.pop(0)))
         if status == INTERRUPTED:
             print_message("interrupted")
             _fail(json, "Interrupted", "interrupted", INTERRUPTED)

@@ -87,6 +87,41 @@ def whatif(
         float | None,
         typer.Option("--utilisation", help="Share of bought or reserved hours that all work uses"),
     ] = None,
+    spot: Annotated[
+        str | None, typer.Option("--spot", help="Clusters that may be taken away at any time")
+    ] = None,
+    jobs: Annotated[
+        str | None,
+        typer.Option("--jobs", help="A year of jobs in place of a model: MODEL=1e10x12,..."),
+    ] = None,
+    change: Annotated[
+        str | None,
+        typer.Option("--change", help="Compare --clusters with what they could be: network=0.1"),
+    ] = None,
+    fix: Annotated[
+        str | None, typer.Option("--fix", help="Fix choices of each plan: tp=1,zero=3")
+    ] = None,
+    allow: Annotated[
+        str | None, typer.Option("--allow", help="Allow what costs accuracy or a host: offload")
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option("--host-memory", help="GiB of a node's memory, to offload to")
+    ] = None,
+    as_run: Annotated[
+        bool, typer.Option("--as-run", help="Compare plans with tp=1, pp=1, zero=3, as most run")
+    ] = False,
+    each_provider: Annotated[
+        bool, typer.Option("--each-provider", help="Compare the providers of --clusters")
+    ] = False,
+    wait_months: Annotated[
+        float | None, typer.Option("--wait-months", help="Compare with an order so much later")
+    ] = None,
+    rent_change: Annotated[
+        float | None, typer.Option("--rent-change", help="Change of rents a year: -0.2")
+    ] = None,
+    lead_days: Annotated[
+        float | None, typer.Option("--lead-days", help="Days until bought devices are delivered")
+    ] = None,
     market: Annotated[
         WhatIfMarket | None, typer.Option("--market", help="Ask one kind of provider")
     ] = None,
@@ -168,6 +203,17 @@ def whatif(
             utilisation=utilisation,
             years=years,
             market=market.value if market else None,
+            spot=_parts(spot),
+            jobs=_parts(jobs),
+            change=_parts(change),
+            fix=_parts(fix),
+            allow=_parts(allow),
+            host_memory=host_memory,
+            as_run=as_run,
+            each_provider=each_provider,
+            wait_months=wait_months,
+            rent_change=rent_change,
+            lead_days=lead_days,
             quota=quota,
             by=by.value if by else None,
             day_usd=day_usd,
@@ -231,18 +277,18 @@ class Shelf(StrEnum):
 
 def _write_cluster(text: str, output: str | None, *, json: bool) -> None:
     """Write a cluster as a file to change, or print it."""
-    from meshwright.planner.catalog.cluster_file import commented
+    from meshwright.planner.catalog.cluster_file import cluster_text
     from meshwright.planner.catalog.expressions import resolve_cluster
     from meshwright.planner.documents import document
     from meshwright.render.json_output import as_json
 
     cluster = resolve_cluster(text)
     if output is not None:
-        document.write_text(commented(cluster), output)
+        document.write_text(cluster_text(cluster), output)
     if json:
         print(as_json(cluster.model_dump(mode="json", exclude_none=True)))
     elif output is None:
-        print(commented(cluster), end="")
+        print(cluster_text(cluster), end="")
     else:
         out.print(f"written to {output}; use: plan MODEL --cluster {output}")
 
@@ -274,7 +320,7 @@ def catalog(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List what can be named: models, accelerators, prices; or write a cluster to change."""
+    """List models, accelerators, prices; write a cluster."""
     from meshwright.api import commands
     from meshwright.render.json_output import as_json
     from meshwright.render.text import catalog_table

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import typing
 from collections.abc import Callable
 from enum import StrEnum
@@ -48,6 +47,23 @@ class OptimizerName(StrEnum):
     SGD = "sgd"
 
 
+class BatchingName(StrEnum):
+    """What batches make of samples of several lengths."""
+
+    PACKED = "packed"
+    LONGEST = "longest"
+    EXACT = "exact"
+
+
+class ObjectiveName(StrEnum):
+    """What is learned."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    REWARD = "reward"
+    GRPO = "grpo"
+
+
 class MasterCopies(StrEnum):
     """Copies of 16-bit weights that are trained in their place."""
 
@@ -76,20 +92,10 @@ ModelArgument = Annotated[
         "file.py:factory"
     ),
 ]
-
-
-def _stay_offline(asked: bool) -> None:
-    if asked:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 Offline = Annotated[
     bool,
     typer.Option(
         "--offline",
-        callback=_stay_offline,
-        expose_value=False,
-        is_eager=True,
         help="Fetch no model's config.json from the Hugging Face hub",
     ),
 ]
@@ -142,9 +148,13 @@ LoraOption = Annotated[
         "--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj], weights=nf4"
     ),
 ]
+_OPTIMIZERS = (
+    "What updates weights: adamw (default), adamw-bf16, adamw-8bit, adamw-8bit-paged, adafactor, "
+    "lion, muon, sgd"
+)
 OptimizerOption = Annotated[
     OptimizerName | None,
-    typer.Option("--optimizer", help="What updates weights; adamw has a framework's own moments"),
+    typer.Option("--optimizer", metavar="WORD", help=_OPTIMIZERS),
 ]
 MastersOption = Annotated[
     MasterCopies,
@@ -162,11 +172,36 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "lengths": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--lengths", help="Lengths that vary: MEAN,P95,MAX or a file, a sample on each line"
+            ),
+        ],
+        None,
+    ),
+    "batching": (
+        Annotated[
+            BatchingName | None,
+            typer.Option(
+                "--batching", help="packed (default), padded to the longest, or exact: unpadded"
+            ),
+        ],
+        None,
+    ),
     "global_batch": (GlobalBatch, None),
     "precision": (PrecisionOption, None),
     "lora": (LoraOption, None),
     "optimizer": (OptimizerOption, None),
     "masters": (MastersOption, MasterCopies.FP32),
+    "objective": (
+        Annotated[
+            ObjectiveName,
+            typer.Option("--objective", help="dpo and reward: samples are pairs; grpo: one each"),
+        ],
+        ObjectiveName.SFT,
+    ),
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[

@@ -34,7 +34,6 @@ from meshwright.cli.options import (
     SolverOption,
     with_plan_options,
 )
-from meshwright.planner.documents.framework import base_of
 from meshwright.planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -72,6 +71,7 @@ def plan(
             model,
             where,
             **{**options, **defaults},
+            offline=offline,
             output=output,
             html=html,
             progress=progress,
@@ -120,6 +120,7 @@ def _then(answer: Answer, output: str | None) -> str:
 
 def _run(plan: Plan, file: str) -> str:
     """Return the command that trains by a plan in a file."""
+    from meshwright.planner.documents.framework import base_of
     from meshwright.planner.documents.model import is_script
 
     if base_of(plan.framework) != "native":
@@ -181,8 +182,9 @@ def import_(
         str,
         typer.Option(
             "--from",
-            help="megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, "
-            "nanotron, fsdp; slurm: a script that runs one of them",
+            help="megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, "
+            "transformers, trl, llama-factory, axolotl, ms-swift, litgpt, verl, nanotron, fsdp; "
+            "slurm: a script that runs one of them",
         ),
     ],
     cluster: ClusterOption = None,
@@ -210,20 +212,22 @@ def import_(
     """
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
+    from meshwright.planner.catalog import hub
     from meshwright.render.json_output import as_json, imported_json
     from meshwright.render.text import imported_facts
 
     mine = of_user()
-    imported = commands.import_plan(
-        file,
-        of=of,
-        cluster=_required_cluster(mine.value_of("cluster", cluster)),
-        model=model,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        output=output,
-        values=values or (),
-    )
+    with hub.offline(offline):
+        imported = commands.import_plan(
+            file,
+            of=of,
+            cluster=_required_cluster(mine.value_of("cluster", cluster)),
+            model=model,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            output=output,
+            values=values or (),
+        )
     if json:
         print(as_json(imported_json(imported)))
         return
@@ -278,6 +282,7 @@ def predict(
         masters=masters.value,
         profile=profile,
         framework=framework or "native",
+        offline=offline,
     )
     prediction = predicted.prediction
     if json:

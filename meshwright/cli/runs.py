@@ -90,7 +90,10 @@ def launch(
 def run(
     script: Annotated[str, typer.Argument(help="Your script, which makes a meshwright.Engine")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script")] = None,
-    plan: Annotated[str, typer.Option("--plan", help="A plan.yaml")] = "plan.yaml",
+    plan: Annotated[str | None, typer.Option("--plan", help="A plan.yaml")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Plan the script for N ranks of this host")
+    ] = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
     ] = None,
@@ -113,7 +116,7 @@ def run(
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
 ) -> None:
-    """Run your own script on the ranks of a plan.
+    """Run your own script on the ranks of a plan: plan.yaml, or one that is made for --ranks N.
 
     Options stand before the script's name; what stands behind it is the script's.
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
@@ -125,6 +128,7 @@ def run(
         plan,
         script,
         arguments or (),
+        ranks=ranks,
         output=output,
         restarts=restarts,
         elastic=elastic,

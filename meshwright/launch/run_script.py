@@ -35,10 +35,11 @@ class ScriptResult:
 
 
 def run_script(
-    plan_path: str,
+    plan_path: str | None,
     script: str,
     arguments: Sequence[str] = (),
     *,
+    ranks: int | None = None,
     output: str | None = None,
     restarts: int = 0,
     elastic: bool = False,
@@ -63,6 +64,19 @@ def run_script(
 
     Raises LaunchError where the ranks failed for good.
     """
+
+    def print_line(text: str) -> None:
+        if not quiet:
+            print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+    if ranks is not None:
+        plan_path = _plan_made(plan_path, script, arguments, ranks, output, where, print_line)
+    plan_path = plan_path or "plan.yaml"
+    if not document.is_file(plan_path) and ranks is None:
+        raise LaunchError(
+            f"{plan_path}: there is no plan; write one with `meshwright plan`, or let "
+            "`meshwright run --ranks N SCRIPT` plan the script for N ranks of this machine"
+        )
     wanted = document.read(Plan, plan_path)
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
     _check_survival(elastic=elastic, checkpoint=checkpoint, every=checkpoint_every)
@@ -112,11 +126,41 @@ def run_script(
         ),
         node_rank=node_rank,
         nodes=devices,
-        say=lambda text: None if quiet else print(f"meshwright: {lines(text)}", file=sys.stderr),
+        say=print_line,
     )
     return (
         None if done is None else ScriptResult(run=done, rows=_comparison(wanted, done, measured))
     )
+
+
+def _plan_made(
+    plan_path: str | None,
+    script: str,
+    arguments: Sequence[str],
+    ranks: int,
+    output: str | None,
+    where: Where,
+    say: Callable[[str], None],
+) -> str:
+    """Plan a script for ranks of this machine; return where its plan is."""
+    if plan_path is not None or where.on != "local" or where.hosts is not None:
+        raise DocumentError(
+            "ranks",
+            "plans the script for this machine, and goes with neither --plan, nor --on, nor "
+            "--hosts; leave one out",
+        )
+    need_torch("planning a script")
+    from meshwright.launch.plan_script import plan_for_script  # noqa: PLC0415 - one way needs it
+
+    say(f"planning {script} for {ranks} ranks of this machine")
+    into = Path(output) if output else Path("runs", file_name(Path(script).stem))
+    path = into.parent / f"{into.name}.plan.yaml"
+    plan = plan_for_script(Path(script), arguments, ranks=ranks, into=path)
+    sizes = {axis: getattr(plan.mesh, axis) for axis in plan.mesh.order}
+    axes = {axis: size for axis, size in sizes.items() if size > 1}
+    mesh = " ".join(f"{name}={size}" for name, size in axes.items()) or "one rank"
+    say(f"{path}: {mesh}, {plan.micro_batches} micro-batches, zero {plan.zero}")
+    return str(path)
 
 
 def _check_survival(*, elastic: bool, checkpoint: str | None, every: int | None) -> None:

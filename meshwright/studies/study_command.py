@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.planner.catalog import Market
 from meshwright.planner.catalog.imports import Rents, import_rents
 from meshwright.planner.documents import document
+from meshwright.planner.documents.units import GIB
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import cell
 from meshwright.planner.whatif.pricing.queueing import load, wait_h
@@ -110,7 +111,7 @@ def whatif(
     `words` are a study in few words instead of a document: see `study_of`.  `write` writes it as a
     document to edit.
     """
-    given = {name: value for name, value in words.items() if value not in (None, [], ())}
+    given = {name: value for name, value in words.items() if value not in (None, [], (), False)}
     if processes is not None and processes < 1:
         raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
     if study is not None and (given or write):
@@ -168,6 +169,17 @@ def study_of(
     years: float | None = None,
     market: Market | None = None,
     quota: int | None = None,
+    spot: Sequence[str] = (),
+    jobs: Sequence[str] = (),
+    change: Sequence[str] = (),
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    host_memory: float | None = None,
+    as_run: bool = False,
+    each_provider: bool = False,
+    wait_months: float | None = None,
+    rent_change: float | None = None,
+    lead_days: float | None = None,
 ) -> Study:
     """Return the study that compares clusters for one model.
 
@@ -176,18 +188,53 @@ def study_of(
     term in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands
     in a cluster, `solve` finds it.
     """
-    rent = None if market is None else {"market": market}
+    rent = _without_none({"market": market, "each_provider": each_provider or None}) or None
+    rented = [
+        {
+            "cluster": cluster,
+            "solve": _solve(cluster, solve),
+            "rent": rent,
+            "fix": list(fix) or None,
+        }
+        for cluster in clusters
+    ]
+    changes = dict(map(_change, change))
     offers: list[dict[str, Any]] = [
+        *rented,
+        *(_named(offer, "as people run it", fix=list(AS_RUN)) for offer in rented if as_run),
+        *(_named(offer, _changes_name(change), change=changes) for offer in rented if changes),
         *(
-            {"cluster": cluster, "solve": _solve(cluster, solve), "rent": rent}
-            for cluster in clusters
+            _named(
+                offer,
+                f"as people run it, {_changes_name(change)}",
+                change=changes,
+                fix=list(AS_RUN),
+            )
+            for offer in rented
+            if changes and as_run
+        ),
+        *(
+            _named(offer, f"in {wait_months:g} months", wait_months=wait_months)
+            for offer in rented
+            if wait_months
+        ),
+        *(
+            {"name": f"{cluster} on spot", "cluster": cluster, "rent": {"commitment": "spot"}}
+            for cluster in spot
         ),
         *({"name": f"own {cluster}", "cluster": cluster, "owned": True} for cluster in owned),
         *map(_reserved_offer, reserved),
         *map(_bought, buy),
     ]
-    if model is None or not offers:
+    for_all = {
+        "allow": list(allow) or None,
+        "host_memory_bytes": None if host_memory is None else round(host_memory * GIB),
+    }
+    offers = [{**offer, **for_all} for offer in offers]
+    if (model is None and not jobs) or not offers:
         raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
+    if model is not None and jobs:
+        raise DocumentError("jobs", "name their models; leave out --model")
     work = {
         "seq_len": seq_len,
         "global_batch": global_batch,
@@ -210,10 +257,15 @@ def study_of(
         "utilisation": utilisation,
         "years": years,
         "quota_devices": quota,
+        "rent_change_a_year": rent_change,
+        "lead_days": None if lead_days is None else _given_days(lead_days),
     }
     study = {
-        "name": f"{model} on {', '.join(offer['cluster'] for offer in offers)}"[:200],
-        "models": [model],
+        "name": f"{model or 'jobs'} on {', '.join(dict.fromkeys(o['cluster'] for o in offers))}"[
+            :200
+        ],
+        "models": [] if model is None else [model],
+        "jobs": list(map(_job_of_year, jobs)),
         "work": _without_none(work),
         "goal": _without_none(goal),
         "offers": [_without_none(offer) for offer in offers],
@@ -227,6 +279,49 @@ def study_of(
 
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+AS_RUN = ("tp=1", "pp=1", "zero=3")
+"""Weights, gradients and optimizer cut over all devices, as most scripts that people start from."""
+
+
+def _named(offer: dict[str, Any], words: str, **more: Any) -> dict[str, Any]:
+    return {**offer, "name": f"{offer['cluster']} {words}", **more}
+
+
+def _change(text: str) -> tuple[str, float]:
+    """Read a change, as in network=0.1."""
+    name, _, factor = text.partition("=")
+    try:
+        return name.strip(), float(factor)
+    except ValueError as error:
+        raise DocumentError(
+            "change", f"is '{text:.60}'; write what changes and its factor, as in network=0.1"
+        ) from error
+
+
+def _changes_name(changes: Sequence[str]) -> str:
+    return "with " + ", ".join(text.replace("=", " x ") for text in changes)
+
+
+def _job_of_year(text: str) -> dict[str, Any]:
+    """Read a job, as in llama-3.1-8b=1e10x12 or, of a fine-tuning, llama-3.1-70b=2e9x4/lora."""
+    model, _, runs = text.partition("=")
+    runs, _, tuning = runs.partition("/")
+    tokens, _, times = runs.partition("x")
+    try:
+        job = {"name": text, "model": model, "tokens": float(tokens), "runs_a_year": float(times)}
+    except ValueError as error:
+        raise DocumentError(
+            "jobs",
+            f"is '{text:.60}'; write a model, the tokens of a run and the runs a year, as in "
+            "llama-3.1-8b=1e10x12",
+        ) from error
+    return {**job, **({"tuning": tuning} if tuning else {})}
+
+
+def _given_days(days: float) -> dict[str, Any]:
+    return {"value": days, "low": days, "high": days, "source": "the command line"}
 
 
 def _solve(cluster: str, solve: Sizing | None) -> Sizing | None:

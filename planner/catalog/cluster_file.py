@@ -34,7 +34,7 @@ COMMENTS = {
 LINE = re.compile(r"(?P<indent>\s*)(?P<item>- )?(?P<key>\w+):(?: (?P<value>\S+))?.*")
 
 
-def commented(cluster: ClusterSpec) -> str:
+def cluster_text(cluster: ClusterSpec) -> str:
     """Return a cluster as YAML with comments, which is read back as the same cluster."""
     data: dict[str, Any] = {"format": cluster.format, **_figures(cluster)}
     data["groups"] = [_group(group) for group in cluster.groups]

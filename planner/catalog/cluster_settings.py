@@ -43,12 +43,12 @@ class ClusterSettings:
     pcie_bytes_per_s: float | None = None
 
     @classmethod
-    def of(cls, words: str) -> ClusterSettings:
+    def parse(cls, words: str) -> ClusterSettings:
         """Read settings joined by commas.
 
-        >>> ClusterSettings.of("network=200Gb/s,oversubscription=2").network_bytes_per_s
+        >>> ClusterSettings.parse("network=200Gb/s,oversubscription=2").network_bytes_per_s
         25000000000.0
-        >>> ClusterSettings.of("pcie=3x8").pcie_bytes_per_s
+        >>> ClusterSettings.parse("pcie=3x8").pcie_bytes_per_s
         8000000000.0
         """
         values: dict[str, str] = {}
@@ -71,7 +71,7 @@ class ClusterSettings:
             pcie_bytes_per_s=_pcie(values),
         )
 
-    def applied(self, cluster: ClusterSpec) -> ClusterSpec:
+    def replace_figures(self, cluster: ClusterSpec) -> ClusterSpec:
         """Return a cluster of one kind of node with these figures."""
         [group] = cluster.groups
         between = {
@@ -79,9 +79,9 @@ class ClusterSettings:
             "oversubscription": self.oversubscription,
         }
         tiers = tuple(
-            _changed(tier, between)
+            _tier_with(tier, between)
             if tier.name == "network"
-            else _changed(tier, {"bytes_per_s": self.pcie_bytes_per_s})
+            else _tier_with(tier, {"bytes_per_s": self.pcie_bytes_per_s})
             if tier.name == "pcie"
             else tier
             for tier in cluster.tiers
@@ -105,7 +105,7 @@ class ClusterSettings:
         )
 
 
-def _changed(tier: LinkTier, figures: Mapping[str, float | None]) -> LinkTier:
+def _tier_with(tier: LinkTier, figures: Mapping[str, float | None]) -> LinkTier:
     given = {name: value for name, value in figures.items() if value is not None}
     if not given:
         return tier

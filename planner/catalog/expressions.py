@@ -163,8 +163,10 @@ def _of_one_kind(text: str) -> ClusterSpec:
     """Return nodes of one kind, with the settings that stand behind their name."""
     plain_text, comma, words = text.partition(",")
     if comma:
-        settings = ClusterSettings.of(words)
-        return settings.applied(_of_one_kind(plain_text)).model_copy(update={"name": text[:200]})
+        settings = ClusterSettings.parse(words)
+        return settings.replace_figures(_of_one_kind(plain_text)).model_copy(
+            update={"name": text[:200]}
+        )
     counts, name = _counts(text)
     if len(counts) <= 1 and _is_node_type(name):
         return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
@@ -298,17 +300,17 @@ def _joined_part(term: str) -> ClusterSpec:
     part = resolve_cluster(plain_term)
     if not comma:
         return part
-    settings = ClusterSettings.of(words)
+    settings = ClusterSettings.parse(words)
     if all(tier.name != "network" for tier in part.tiers):
         settings = replace(settings, network_bytes_per_s=None, oversubscription=None)
-    return settings.applied(part)
+    return settings.replace_figures(part)
 
 
 def _network_of(term: str, group: DeviceGroup) -> LinkTier:
     """Return the tier between nodes of one kind."""
     plain_term, comma, words = term.partition(",")
     if comma:
-        usual, given = _network_of(plain_term, group), ClusterSettings.of(words)
+        usual, given = _network_of(plain_term, group), ClusterSettings.parse(words)
         figures = {
             "bytes_per_s": given.network_bytes_per_s or usual.bytes_per_s,
             "oversubscription": given.oversubscription or usual.oversubscription,

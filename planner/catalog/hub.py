@@ -11,6 +11,9 @@ import importlib.util
 import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -65,8 +68,23 @@ def plain_name(text: str) -> str:
     return VARIANT.sub("", text)
 
 
+_OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
+
+
+@contextmanager
+def offline(asked: bool) -> Iterator[None]:
+    """Fetch nothing within, where that is asked for."""
+    token = _OFFLINE.set(asked or _OFFLINE.get())
+    try:
+        yield
+    finally:
+        _OFFLINE.reset(token)
+
+
 def is_offline() -> bool:
     """Say whether nothing may be fetched."""
+    if _OFFLINE.get():
+        return True
     switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").lower() in YES for name in switches)
 

@@ -174,6 +174,11 @@ class LayerParts:
                 optimizer_s = self._rates.host_optimizer_s(held.optimized, sharing.types)
             case _:
                 assert_never(layout.offload)
+        if self._holding.has_reference:
+            again_s = figures[0].forward_s
+            figures = tuple(
+                replace(choice, forward_s=choice.forward_s + again_s) for choice in figures
+            )
         once = ExposedSharding(0.0, 0.0)
         if moving:
             plain = figures[0]

@@ -97,6 +97,8 @@ class LayerFigures:
         store = FigureStore() if store is None else store
         self._rows = store.rows(FigureBasis.of_cluster(model, cluster, rates, recomputes))
         self._groups: dict[tuple[object, ...], Levels] = {}
+        self._named: dict[int, tuple[tuple[str, int], ...]] = {}
+        """`_spans` of the groups, by where those lie in memory."""
 
     def figures_of(self, setting: Setting, layout: Layout) -> KindFigures:
         """Return every kind's figures, in a setting whose groups lie as the layout says."""
@@ -139,7 +141,7 @@ class LayerFigures:
         """
         each = [setting for setting, _ in places]
         groups = [self._groups_of(layout) for _, layout in places]
-        keys = [_key(setting, group) for setting, group in zip(each, groups, strict=True)]
+        keys = [self._key(setting, group) for setting, group in zip(each, groups, strict=True)]
         if each[0].loss is None:
             figures = self._rows_of(keys, each, groups, list(self._layers))
         else:
@@ -198,7 +200,7 @@ class LayerFigures:
         self, setting: Setting, layout: Layout
     ) -> tuple[KindFigures, tuple[Assumption, ...]]:
         groups = self._groups_of(layout)
-        key = _key(setting, groups)
+        key = self._key(setting, groups)
         figures_and_origins = self._known.get(key)
         if figures_and_origins is None:
             figures = {}
@@ -226,8 +228,14 @@ class LayerFigures:
     def _levels(self, steps: tuple[tuple[int, int], ...], devices: int) -> Levels:
         key = (steps, devices)
         if key not in self._groups:
-            self._groups[key] = collectives.levels(self.cluster.tiers, steps, devices=devices)
+            group = collectives.levels(self.cluster.tiers, steps, devices=devices)
+            self._groups[key], self._named[id(group)] = group, _spans(group)
         return self._groups[key]
+
+    def _key(self, setting: Setting, groups: Groups) -> tuple[object, ...]:
+        """What figures depend on."""
+        named = self._named
+        return setting, *[named[id(group)] for group in groups]
 
     def _layer_figures(self, layer: Layer, setting: Setting, groups: Groups) -> tuple[Figures, ...]:
         """Return the figures of one layer kind, one for each recompute choice."""
@@ -313,7 +321,9 @@ class LayerFigures:
             layer_seconds.collectives(table, again, link_s, rule, on), kernel_s, rule
         )
         window = self._rates.framework.host.window
-        counted = self._rates.framework.experts.counts == "host" and routes(layer.kind)
+        experts = self._rates.framework.experts
+        # Behind another micro-batch's passes the device has work while its host waits for counts.
+        counted = experts.counts == "host" and not experts.overlap and routes(layer.kind)
         links_s = forward_tensor_s + backward_tensor_s
         seen = layer_seconds.with_host(kernel_s, host, links_s, window, counted=counted)
         forward_s, backward_s, recompute_s = (
@@ -466,13 +476,6 @@ def _moved_figures(figures: Figures, here: Figures, there: Figures) -> Figures:
         forward_tensor_s=max(0.0, forward_s),
         backward_tensor_s=max(0.0, backward_s),
         provenance="fitted" if figures.provenance == "measured" else figures.provenance,
-    )
-
-
-def _key(setting: Setting, groups: Groups) -> tuple[object, ...]:
-    """What figures depend on."""
-    return setting, *(
-        tuple((level.tier.name, level.members) for level in group) for group in groups
     )
 
 

@@ -59,6 +59,8 @@ class LayerBytes(NamedTuple):
     bucket: float
     flat: float
     """Of gradients, what the optimizer's step copies, beyond those that it lets go of."""
+    joined: float
+    """Of what it copies, what the allocator reserves anew."""
     offloaded: bool
     receives: bool
     """Whether what it receives takes a buffer: it does not store that itself."""
@@ -231,6 +233,7 @@ class StrategyParts:
             host=states.host_bytes,
             bucket=states.bucket_bytes,
             flat=states.flat_bytes,
+            joined=states.joined_bytes,
             offloaded=offloaded,
             receives=not self.stores_input,
             left=self.left_bytes,

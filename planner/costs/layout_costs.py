@@ -50,6 +50,7 @@ from meshwright.planner.costs.memory.state_bytes import FP32, States, StateShard
 from meshwright.planner.costs.slowdown import pace_of, slower_framework, slower_profile
 from meshwright.planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
 from meshwright.planner.documents.framework import base_of
+from meshwright.planner.documents.training import SEQUENCES
 from meshwright.planner.frameworks.native_limits import caveat, refusal
 from meshwright.planner.operators import layer_operators as arithmetic
 from meshwright.planner.operators.kernels import kernels_of
@@ -393,7 +394,7 @@ class CostTables:
     def _setting(self, layout: Layout) -> Setting:
         a = self.model.architecture
         return Setting(
-            micro_batch=layout.micro_batch,
+            micro_batch=layout.micro_batch * SEQUENCES[self.job.objective],
             seq_len=self.job.seq_len,
             document_len=self.job.document_len,
             precision=self.job.precision,

@@ -58,7 +58,7 @@ from meshwright.planner.documents.profile import Profiles, Recompute
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.operators.expert_routing import routing_of
-from meshwright.planner.operators.layer_operators import step_flops
+from meshwright.planner.operators.layer_operators import step_flops, unmasked_step_flops
 from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.schedules.schedule import Order, orders, rank_of_stage
@@ -164,7 +164,9 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     accelerators = {group.name: group.accelerator for group in cluster.groups}
     peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
     frozen = plan.training.lora is not None
-    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.global_batch, frozen=frozen)
+    size = {"seq_len": plan.seq_len, "global_batch": plan.job.sequences}
+    flops = step_flops(model, **size, document_len=plan.document_len, frozen=frozen)
+    unmasked = unmasked_step_flops(model, **size, frozen=frozen)
     used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(
@@ -180,6 +182,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
             "overflows": tuple(dict.fromkeys(memory for part in each for memory in part.overflows)),
             "fit_probability": min(prediction.fit_probability or 0.0 for prediction in each),
             "mfu": flops / used if used else 0.0,
+            "unmasked_mfu": unmasked / used if used else 0.0,
             "assumptions": tuple(dict.fromkeys(every)),
             "notes": tuple(dict.fromkeys(note for part in each for note in part.notes)),
         }
@@ -363,9 +366,12 @@ def placement_prediction(
         measured=tables.profile is not None,
         assumed=assumed,
     )
-    flops = step_flops(
-        model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
+    size, frozen = (
+        {"seq_len": job.seq_len, "global_batch": job.sequences},
+        job.lora is not None,
     )
+    flops = step_flops(model, **size, document_len=job.document_len, frozen=frozen)
+    unmasked = unmasked_step_flops(model, **size, frozen=frozen)
     every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
     peak = every_peak / layout.stages
     peaks = [sum(of_stage.values()) for of_stage in memory]
@@ -403,11 +409,12 @@ def placement_prediction(
         step_time_low_s=low_s,
         step_time_high_s=high_s,
         step_parts=parts,
-        tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
+        tokens_per_s=job.sequences * job.seq_len / step_s if step_s else 0.0,
         samples_per_s=job.global_batch / step_s
         if is_script(model.source or "") and step_s
         else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
+        unmasked_mfu=unmasked / (step_s * layout.devices * peak) if step_s else 0.0,
         compile_s=_compile_s(tables, layout, placements, home),
         fits=fits,
         fit_probability=probability * (1.0 if host is None else room_odds(host)),

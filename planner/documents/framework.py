@@ -762,6 +762,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         f"recompute-{module}": {"recompute.selective": "modules", "recompute.modules": (module,)}
         for module in get_args(RecomputeModule)
     },
+    "adapter-dropout": {"kernels.adapter_dropout": True},
     "narrow-frozen": {"types.wide_frozen": False},
     "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
@@ -781,10 +782,20 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "fused-cross-entropy": {"loss.fused": True},
     "fused-norms": {"kernels.norm": "fused", "kernels.rotary": "fused"},
     "fused-gates": {"kernels.gate": "fused"},
+    "liger": {
+        **{f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
+        "space.chunked_loss": True,
+    },
     "fa3": {"kernels.attention": "fa3"},
     "balanced-routing": {"experts.load_spread": 0.0},
     "fused-experts": {"experts.fused": True, "experts.counts": "device"},
-    "layer-units": {"sharding.unit": "layer", "sharding.copies": "around_collectives"},
+    # Reduced gradients are of the type of the shards (torch, fully_shard/_fsdp_collectives.py,
+    # foreach_reduce), which accelerate makes fp32 (fsdp_utils.py, fsdp2_prepare_model).
+    "layer-units": {
+        "sharding.unit": "layer",
+        "sharding.copies": "around_collectives",
+        "types.gradient": 4,
+    },
     "flat-units": {"sharding.unit": "flat", "sharding.copies": "none"},
     "narrow-activations": {"eight_bit.narrow_states": True},
     "8-bit-gathers": {"eight_bit.gathered": ("activations", "parameters")},
@@ -820,6 +831,8 @@ OPTION_BASIS: Mapping[str, str] = {
     "polled-transfers": "derived: nanotron, p2p.py, time.sleep(0.1)",
     "checked-collectives": "derived: four messages, of which Gloo's take 35 to 63 µs; 50 was taken "
     "after 45 and 53 had scored",
+    "liger": "derived: Liger-Kernel, transformers/monkey_patch.py (rms_norm, swiglu, rope, "
+    "fused_linear_cross_entropy)",
     "compiled-loss": "derived: what a compiler keeps of the loss",
     "shifted-logits": "derived: transformers 4.46 to 4.49, loss_utils.py",
 }

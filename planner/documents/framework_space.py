@@ -39,7 +39,7 @@ from meshwright.planner.documents.plan import (
     WeightGatherDtype,
 )
 from meshwright.planner.documents.profile import Recompute
-from meshwright.planner.documents.training import FrozenWeights, Optimizer
+from meshwright.planner.documents.training import FrozenWeights, Objective, Optimizer
 from meshwright.planner.documents.units import Flag, Positive, Text
 
 StageRule = Literal["any", "even", "even_but_ends", "by_products"]
@@ -263,7 +263,7 @@ class Space(Part):
     schedules: tuple[ScheduleName, ...] | None = None
     """None: every schedule there is."""
     virtual_stages: Positive = 8
-    """The most stages on a rank."""
+    """The most stages on a rank that are searched; where it is 1, a rank has no more."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     selective_core: Flag = False
     """Blocks may recompute written-out attention too, where it is written out."""
@@ -308,6 +308,7 @@ class Space(Part):
     """What may update weights."""
     trains_working: Flag = False
     """16-bit weights may be trained without an fp32 copy, where a framework has one otherwise."""
+    objectives: tuple[Objective, ...] = ("sft",)
     packed_weights: tuple[FrozenWeights, ...] = ()
     """How frozen weights may be packed."""
     pads_vocabulary: Flag = False
@@ -355,6 +356,8 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
         yield f"precision {job.precision}: it trains in {' or '.join(space.precisions)}"
     if job.optimizer not in space.optimizers:
         yield f"optimizer {job.optimizer}: it has {', '.join(space.optimizers)}"
+    if job.objective not in space.objectives:
+        yield f"objective {job.objective}: it trains {', '.join(space.objectives)}"
     if job.master_weights == "none" and not space.trains_working:
         yield "masters none: it trains an fp32 copy of its weights"
     if job.lora is not None and job.lora.weights not in ("full", *space.packed_weights):
@@ -444,7 +447,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield "sharding within groups of replicas"
     if layout.pipeline > 1 and layout.schedule not in (space.schedules or (layout.schedule,)):
         yield f"schedule {layout.schedule}"
-    if layout.virtual_stages > space.virtual_stages:
+    if layout.virtual_stages > 1 and space.virtual_stages == 1:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"

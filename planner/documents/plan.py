@@ -22,7 +22,14 @@ from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part, nearest
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_own
 from meshwright.planner.documents.profile import CHUNK_ROWS, LOSS_WORDS, ChunkedLoss, Recompute
-from meshwright.planner.documents.training import Lora, MasterWeights, Optimizer, Training
+from meshwright.planner.documents.training import (
+    SEQUENCES,
+    Lora,
+    MasterWeights,
+    Objective,
+    Optimizer,
+    Training,
+)
 from meshwright.planner.documents.units import (
     MOST_DEVICES,
     MOST_SAMPLES,
@@ -105,10 +112,16 @@ class Job:
     """Adapters that alone are trained; None trains the whole model."""
     optimizer: Optimizer = "adamw"
     master_weights: MasterWeights = "fp32"
+    objective: Objective = "sft"
     document_len: int | None = None
     """Tokens of the document that a token is in, on average over tokens: the sum of documents'
     squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
     is one."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step: samples of preference training are pairs."""
+        return self.global_batch * SEQUENCES[self.objective]
 
     def __post_init__(self) -> None:
         if self.document_len is not None:
@@ -683,6 +696,7 @@ class Plan(Document):
             lora=self.training.lora,
             optimizer=self.training.optimizer,
             master_weights=self.training.master_weights,
+            objective=self.training.objective,
             document_len=self.document_len,
         )
 

@@ -109,6 +109,9 @@ class Prediction(Document):
     samples_per_s: Finite | None = None
     """Where samples are not divided into tokens: those of a script's own module."""
     mfu: Finite
+    """Of pairs of tokens that attend to each other; recomputation does not count."""
+    unmasked_mfu: Finite = 0.0
+    """The same with the pairs that masks leave out, as PaLM's and torchtitan's figures count."""
     compile_s: Finite = 0.0
     """Before the first step; no part of a step."""
     fits: Flag

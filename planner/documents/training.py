@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -63,6 +63,15 @@ MasterWeights = Literal["fp32", "none"]
 """Whether an fp32 copy of the 16-bit weights is trained, or these weights themselves."""
 
 
+Objective = Literal["sft", "dpo", "reward", "grpo"]
+"""What is learned: the next token; which of two answers is preferred, beside a frozen reference
+(DPO) or as a score; or answers of one's own by their rewards, beside a reference (GRPO)."""
+SEQUENCES: Mapping[Objective, int] = {"sft": 1, "dpo": 2, "reward": 2, "grpo": 1}
+"""Sequences of a sample: a pair has two."""
+REFERENCED: tuple[Objective, ...] = ("dpo", "grpo")
+"""What a frozen reference model is beside; with adapters it is the model without these."""
+
+
 class Lora(Part):
     """Adapters of low rank beside frozen linear layers."""
 
@@ -99,6 +108,8 @@ class Training(Part):
     optimizer: Optimizer = "adamw"
     master_weights: MasterWeights = "fp32"
     """Written only where there are none."""
+    objective: Objective = "sft"
+    """Written only where it is another."""
     learning_rate: Fraction = 3e-4
     """The highest, reached at the end of the warm-up."""
     warmup_steps: Steps = 0
@@ -157,6 +168,7 @@ class Training(Part):
             "floor",
             "lora",
             "master_weights",
+            "objective",
         ):
             if name in fields and fields.get(name) == type(self).model_fields[name].default:
                 del fields[name]

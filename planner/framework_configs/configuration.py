@@ -97,7 +97,7 @@ def obstacles(
 
 
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Say why the framework of a plan does not run it: by its configuration, or by its space.
+    """Say what of a plan lies outside of its framework's space, or of what is written for it.
 
     A plan has figures all the same: those of the framework, were it to run the plan.  One that was
     read from a configuration of it is run by it.
@@ -111,7 +111,7 @@ def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, .
     if is_written(framework):
         reasons += obstacles(plan, model, framework, cluster)
     text = "; ".join(dict.fromkeys(reasons))
-    return (f"{plan.framework} cannot run this plan: {text}",) if text else ()
+    return (f"outside of what is planned for {plan.framework}: {text}",) if text else ()
 
 
 def with_environment(text: str, environment: Mapping[str, str]) -> str:
@@ -164,20 +164,20 @@ FRAMEWORKS = {
     "trl": Written(
         fine_tuners.adapter_obstacles,
         fine_tuners.trl_text,
-        fine_tuners.outside,
-        fine_tuners.SAYS | {"document_len"},
+        fine_tuners.trl_outside,
+        fine_tuners.SAYS | {"document_len", "objective"},
     ),
     "axolotl": Written(
         fine_tuners.adapter_obstacles,
         fine_tuners.axolotl_text,
         fine_tuners.outside,
-        fine_tuners.SAYS | {"document_len"},
+        fine_tuners.SAYS | {"document_len", "objective"},
     ),
     "llama-factory": Written(
-        fine_tuners.adapter_obstacles,
+        fine_tuners.llama_factory_obstacles,
         fine_tuners.llama_factory_text,
         fine_tuners.outside,
-        fine_tuners.SAYS | {"document_len"},
+        fine_tuners.SAYS | {"document_len", "objective"},
     ),
     "torchtune": Written(
         fine_tuners.torchtune_obstacles,

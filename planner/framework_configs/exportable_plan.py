@@ -143,6 +143,8 @@ def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:
         yield "adapters are trained, which is set in the training script"
     if plan.training.optimizer != "adamw" and "optimizer" not in says:
         yield f"weights are updated by {plan.training.optimizer}"
+    if plan.training.objective != "sft" and "objective" not in says:
+        yield f"its objective is {plan.training.objective}"
     if plan.training.master_weights == "none" and "master_weights" not in says:
         yield "16-bit weights are trained without an fp32 copy"
 

@@ -110,7 +110,7 @@ def transformers_rates(wanted: FrameworkPlan) -> dict[str, Any]:
     return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **fields}
 
 
-def _shared(wanted: FrameworkPlan) -> dict[str, Any]:
+def _training_arguments(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return what TrainingArguments say, by the names that all three share."""
     plan, t = wanted.plan, wanted.plan.training
     config: dict[str, Any] = {
@@ -136,10 +136,11 @@ def _shared(wanted: FrameworkPlan) -> dict[str, Any]:
 
 def _fsdp(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return how FSDP2 divides states."""
-    plan = wanted.plan
+    plan, lora = wanted.plan, wanted.plan.training.lora
     return {
         "reshard_after_forward": plan.zero == 3,
-        "cpu_ram_efficient_loading": True,
+        # Ranks but the first would wait for weights that are packed as they are loaded.
+        "cpu_ram_efficient_loading": lora is None or not lora.packs_weights,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "activation_checkpointing": recompute_of(wanted) == "full",
     }
@@ -150,7 +151,7 @@ def trl_text(wanted: FrameworkPlan) -> str:
     plan, lora = wanted.plan, wanted.plan.training.lora
     config = {
         "per_device_train_batch_size": plan.micro_batch,
-        **_shared(wanted),
+        **_training_arguments(wanted),
         "max_length": plan.seq_len,
         "packing": plan.document_len is not None,
         "dtype": "bfloat16" if plan.precision == "bf16" else "auto",
@@ -193,7 +194,7 @@ def _trl_bits(lora: Lora, *, sharded: bool) -> dict[str, Any]:
 def axolotl_text(wanted: FrameworkPlan) -> str:
     """Return the file of `axolotl train`."""
     plan, lora = wanted.plan, wanted.plan.training.lora
-    shared = _shared(wanted)
+    shared = _training_arguments(wanted)
     shared["optimizer"] = shared.pop("optim")
     if "lr_scheduler_type" in shared:
         shared["lr_scheduler"] = shared.pop("lr_scheduler_type")
@@ -202,8 +203,12 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
         **shared,
         "sequence_len": plan.seq_len,
         "sample_packing": plan.document_len is not None,
-        "flash_attention": True,
+        "attn_implementation": "flash_attention_2",
     }
+    if plan.training.objective == "reward":
+        config["reward_model"] = True
+    elif plan.training.objective != "sft":
+        config["rl"] = plan.training.objective
     if lora is not None:
         bits = _PACKED.get(lora.weights)
         every = EVERY_LINEAR in lora.targets
@@ -229,11 +234,11 @@ def axolotl_text(wanted: FrameworkPlan) -> str:
 def llama_factory_text(wanted: FrameworkPlan) -> str:
     """Return the file of `llamafactory-cli train`."""
     plan, lora = wanted.plan, wanted.plan.training.lora
-    shared = _shared(wanted)
+    shared = _training_arguments(wanted)
     # Its own word: blocks are recomputed without it (hparams/model_args.py).
     shared["disable_gradient_checkpointing"] = not shared.pop("gradient_checkpointing")
     config = {
-        "stage": "sft",
+        "stage": {"reward": "rm"}.get(plan.training.objective, plan.training.objective),
         "do_train": True,
         "finetuning_type": "full" if lora is None else "lora",
         "per_device_train_batch_size": plan.micro_batch,
@@ -261,9 +266,26 @@ def llama_factory_text(wanted: FrameworkPlan) -> str:
     return _yaml(config)
 
 
+def llama_factory_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield what it does not do: its reinforcement learning is PPO."""
+    yield from adapter_obstacles(wanted)
+    if wanted.plan.training.objective == "grpo":
+        yield "objective grpo"
+
+
+def trl_outside(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield what of a plan is set elsewhere, and which of TRL's commands reads the file."""
+    objective = wanted.plan.training.objective
+    if objective != "sft":
+        yield f"trl {objective} --config, in place of trl sft"
+    yield from outside(wanted)
+
+
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
+    if plan.training.objective == "grpo":
+        yield "generation of answers, which is no part of the step that was planned"
     yield "the model and the data set, which the same file names"
     yield f"torchrun or accelerate starts {plan.mesh.devices} ranks"
     lora = plan.training.lora

@@ -42,22 +42,24 @@ _TRANSFORMERS = """
     num_train_epochs template trust_remote_code tokenizer_name cache_dir token use_auth_token
     chat_template.* prediction_loss_only include_.* per_device_eval_batch_size stage
     local_rank use_fast_tokenizer model_revision config_name max_train_samples max_eval_samples
-    fsdp_transformer_layer_cls_to_wrap fsdp_config\\.transformer_layer_cls_to_wrap
-    fsdp_config\\.(state_dict_type|final_state_dict_type|sync_module_states|use_orig_params)
-    fsdp_config\\.cpu_ram_efficient_loading trackio.* project eos_token pad_token
+    fsdp_transformer_layer_cls_to_wrap fsdp_config\\.(fsdp_)?transformer_layer_cls_to_wrap
+    fsdp_config\\.(fsdp_)?((final_)?state_dict_type|sync_module_states|use_orig_params)
+    fsdp_config\\.(fsdp_)?cpu_ram_efficient_loading warmup_.* lr_scheduler_.* max_steps
+    learning_rate weight_decay lora_dropout adam_.* max_grad_norm model_name_or_path trackio.*
+    project eos_token pad_token
     bnb_4bit_compute_dtype use_bnb_nested_quant completion_only_loss assistant_only_loss
     lora_task_type max_prompt_length model_init_kwargs low_cpu_mem_usage streaming
     config gradient_checkpointing_kwargs\\.preserve_rng_state ddp_backend
 """
 _TORCHTITAN = """
-    job\\..* metrics\\..* checkpoint\\..* profiling\\..* comm\\..* validation\\..* experimental\\..*
+    job\\..* metrics\\..* checkpoint\\..* profiling\\..* comm\\..* validation\\..*
+    experimental\\..*
     debug\\..* dump_folder description model\\.tokenizer_path model\\.hf_assets_path
     model\\.print_after_conversion training\\.dataset training\\.dataset_path
     training\\.deterministic training\\.seed training\\.steps metrics checkpoint profiling comm
     validation job hf_assets_path dataloader\\..* dataloader lr_scheduler\\..*
-    optimizer\\.(eps|lr|betas|beta1|beta2|weight_decay) profiler validator tokenizer
+    pattern optimizer\\.(eps|lr|betas|beta1|beta2|weight_decay) profiler validator tokenizer
     activation_checkpoint\\.(preserve_rng_state|determinism_check|debug)
-    job\\.config_file --job\\.config_file
 """
 _DEEPSPEED = """
     steps_per_print wall_clock_breakdown dump_state wandb tensorboard csv_monitor comms_logger
@@ -68,12 +70,14 @@ _DEEPSPEED = """
     zero_optimization\\.(round_robin_gradients|elastic_checkpoint|ignore_unused_parameters)
     zero_optimization\\.stage3_gather_16bit_weights_on_model_save
     zero_optimization\\.gather_16bit_weights_on_model_save
-    gradient_predivide_factor scheduler\\.params\\.(warmup_min_lr|warmup_type|last_batch_iteration)
-    optimizer\\.params\\.(adam_w_mode|bias_correction)
+    gradient_predivide_factor
+    scheduler\\.params\\.(warmup_min_lr|warmup_type|last_batch_iteration)
+    optimizer\\.params\\.(adam_w_mode|bias_correction) scheduler\\..*
 """
 _ACCELERATE = """
     debug downcast_bf16 enable_cpu_affinity gpu_ids use_cpu fsdp_config\\.fsdp_activation_cpu_.*
-    compute_environment machine_rank main_training_function main_process_.* rdzv_backend
+    compute_environment num_machines machine_rank main_training_function main_process_.*
+    rdzv_backend
     same_network tpu_.*
     deepspeed_config\\.deepspeed_(hostfile|exclusion_filter|inclusion_filter) .*_logging.*
     deepspeed_config\\.(zero3_save_16bit_model|zero3_init_flag|deepspeed_multinode_launcher)
@@ -86,7 +90,7 @@ _NANOTRON = """
     tokens\\.(limit_.*|val_check_interval|train_steps)
     model\\.(init_method|make_vocab_size_.*).*
     parallelism\\.recompute_layer_name optimizer\\.weight_decay_exclude_named_params
-    optimizer\\.learning_rate_scheduler\\.lr_warmup_style
+    optimizer\\.learning_rate_scheduler\\..*
     model\\.model_config\\.(bos|eos|pad|initializer|rope|rms).*
     model\\.model_config\\.(use_cache|pretraining|hidden_act|is_|_attn_impl|max_position).*
 """
@@ -119,9 +123,10 @@ _MS_SWIFT = """
     cached_dataset hub_token norm_bbox response_prefix task_type
 """
 _LITGPT = """
-    out_dir data logger_name train\\.(save_interval|log_interval|epochs|max_tokens|max_time|min_lr)
+    out_dir data logger_name
+    train\\.(save_interval|log_interval|epochs|max_tokens|max_time|min_lr)
     train\\.(lr_warmup_fraction|lr_warmup_steps|max_steps|tie_embeddings) eval log resume
-    tokenizer_dir access_token seed generate
+    tokenizer_dir access_token seed generate lora_dropout
 """
 _VERL = """
     data\\.(train_files|val_files|prompt_key|tokenizer|shuffle|val_batch_size|return_raw_.*)
@@ -155,7 +160,11 @@ _OF_LAUNCH = """
 _TRAINER = _TRANSFORMERS + _DEEPSPEED + _OF_LAUNCH
 TABLES: dict[str, str] = {
     "megatron": _MEGATRON + _OF_LAUNCH + "ENV_VARS TEST_TYPE METRICS LAUNCHER",
-    "megatron-bridge": _MEGATRON + "checkpoint logger profiling rng tokenizer dist validation",
+    "megatron-bridge": " ".join(
+        f"(model|train|dataset|ddp|optimizer|scheduler)\\.{pattern}"
+        for pattern in _MEGATRON.split()
+    )
+    + " checkpoint logger profiling rng tokenizer dist validation",
     "torchtitan": _TORCHTITAN,
     "torchtitan@0.2": _TORCHTITAN,
     "deepspeed": _DEEPSPEED,

@@ -84,11 +84,13 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
     elif any(name.startswith("parallelism.") for name in flags) or any(
         "torchtitan" in word for word in words
     ):
-        config = torchtitan.of_flags(arguments)
+        config = torchtitan.of_flags(arguments, surroundings)
     elif "tensor-model-parallel-size" in flags or any("pretrain_" in word for word in words):
         config = megatron.of_flags(flags, text)
     elif "per-device-train-batch-size" in flags:
         config = transformers.of_flags(arguments, surroundings, trl=_is_trl(words))
+    elif (read := _reader_of_file(words, surroundings)) is not None:
+        config = _of_file(read, "the command")(words, arguments, text, surroundings)
     else:
         raise DocumentError(
             "slurm",
@@ -102,6 +104,7 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
         name, inside = named_file("--config_file", file, surroundings)
         started = accelerate.of_settings(limits.settings(inside, name), surroundings)
         config = _started_by(config, started, says_type=bool({"bf16", "fp16"} & set(flags)))
+    config.unknown += _other_stages(words)
     config.devices = processes or megatron.ranks_of(asked, nodes, each) or config.devices
     config.unknown = [key for key in config.unknown if key.removeprefix("--") not in _OF_LAUNCH]
     return config
@@ -110,6 +113,34 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
 def _program(word: str) -> str:
     """Return the name by which a program, or a module of Python, is known."""
     return PurePosixPath(word).name.removesuffix(".py")
+
+
+_STAGES = re.compile(r"(online_)?(dpo|grpo|ppo|kto|orpo|cpo|rloo|xpo|gkd|rlhf|reward|rm|prm)(_.*)?")
+"""Stages of training with more than one forward of one model for each backward."""
+
+
+def _other_stages(words: Sequence[str]) -> list[str]:
+    """Return the words of a command that name such a stage: a script, or a program's command."""
+    named = [word for word in words if word.endswith(".py")]
+    named += [word for before, word in pairwise(words) if _program(before) in ("trl", "swift")]
+    return [word for word in named if _STAGES.fullmatch(_program(word))]
+
+
+def _reader_of_file(
+    words: Sequence[str], surroundings: ScriptEnvironment | None
+) -> Callable[..., ParsedConfig] | None:
+    """Return what reads the file that a trainer's script is given, by its settings."""
+    behind = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    files = [word for word in words[behind:] if word.endswith((".yaml", ".yml"))]
+    if not files:
+        return None
+    name, inside = named_file("slurm", files[-1], surroundings)
+    keys = set(limits.settings(inside, name))
+    if keys & {"finetuning_type", "stage"}:
+        return finetuning.of_llama_factory
+    if "base_model" in keys:
+        return finetuning.of_axolotl
+    return transformers.of_settings if "model_name_or_path" in keys else None
 
 
 def _is_trl(words: Sequence[str]) -> bool:
@@ -311,6 +342,9 @@ def import_plan(
         )
     assumed = list(config.assumed)
     graph = model if model is not None else _model(config, assumed)
+    names = str(config.model.get("registered", ""))
+    if model is not None and names and _catalogue_name(names) != graph.name:
+        assumed.append(f"the model is {graph.name} (--model); the configuration names {names:.60}")
     _check_figures(config, graph)
     request = Request.create(
         graph,
@@ -324,11 +358,24 @@ def import_plan(
         assumed.append(f"precision {request.job.precision}")
     replicate, shard, zero = _data(config, cluster, assumed)
     data = replicate * shard
-    if data * config.context > 1 and not config.overlaps_reduction:
+    ranks = data * config.context * config.tensor
+    if config.expert > 1 and ranks % (config.expert * config.expert_tensor):
+        raise DocumentError(
+            "mesh",
+            f"expert {config.expert} x expert tensor {config.expert_tensor} does not divide the "
+            f"{ranks} ranks of a pipeline stage; change a degree, or the number of ranks",
+        )
+    if data * config.context == 1:
+        config.without_effect.append("overlap_grad_reduce")
+    elif not config.overlaps_reduction:
         assumed.append("gradients are reduced beside backwards, as with --overlap-grad-reduce")
     micro_batch, micro_batches = _batches(config, data, global_batch, request, assumed)
     stages = _stages(config, graph, assumed)
     pipelined = config.pipeline > 1
+    local = config.samples_of_schedule
+    if pipelined and local is not None and local != micro_batch * micro_batches:
+        # Several schedules a step, each with its bubble.
+        config.unknown.append(f"training.local_batch_size={local}")
     schedule = (config.schedule if pipelined else None) or PLAIN
     virtual = config.virtual_stages if pipelined else 1
     reason = obstacle(
@@ -386,13 +433,9 @@ def import_plan(
 def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
     """Return the model of the catalogue that a configuration means, by its name or its figures."""
     name = str(config.model.get("registered", ""))
-    by_function = [name_ for name_, (_, function) in REGISTERED.items() if function == name]
-    if by_function:
-        return resolve_model(by_function[-1])
-    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
-    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
-        if plain.removesuffix(ending) in models():
-            return resolve_model(plain.removesuffix(ending))
+    wanted = _catalogue_name(name)
+    if wanted is not None:
+        return resolve_model(wanted)
     figures = {key: config.model[key] for key in _FIGURES if key in config.model}
     if {"layers", "hidden_size"} <= set(figures):
         alike = [
@@ -411,6 +454,18 @@ def _model(config: ParsedConfig, assumed: list[str]) -> ModelGraph:
         f"is not known from the configuration ({name or stated or 'it names none'}); name it with "
         "--model",
     )
+
+
+def _catalogue_name(name: str) -> str | None:
+    """Return the model of the catalogue that a name means, by itself or as torchtitan has it."""
+    by_function = [known for known, (_, function) in REGISTERED.items() if function == name]
+    if by_function:
+        return by_function[-1]
+    plain = name.rpartition("/")[2].lower().replace("meta-", "").replace("_", "-")
+    for ending in ("", "-instruct", "-base", "-hf", "-chat", "-v0.1"):
+        if plain.removesuffix(ending) in models():
+            return plain.removesuffix(ending)
+    return None
 
 
 _FIGURES = (

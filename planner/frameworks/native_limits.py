@@ -591,6 +591,12 @@ def _update_obstacles(job: Job) -> Iterator[Obstacle]:
             f"is {job.optimizer}, whose pages are bitsandbytes' own; use adamw-8bit, or adamw with "
             "offload optimizer",
         )
+    if job.objective != "sft":
+        yield Obstacle(
+            "training.objective",
+            f"is {job.objective}, and launch trains on the next token alone; plan for TRL with "
+            "--framework transformers",
+        )
     if job.master_weights == "none" and (job.precision != "bf16" or job.lora is not None):
         yield Obstacle(
             "training.master_weights",

@@ -89,18 +89,56 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> OperatorTable:
 
 
 def step_flops(
-    model: ModelGraph, *, seq_len: int, global_batch: int, frozen: bool = False
+    model: ModelGraph,
+    *,
+    seq_len: int,
+    global_batch: int,
+    document_len: int | None = None,
+    frozen: bool = False,
 ) -> float:
-    """FLOPs of one step by the convention of model FLOPs utilisation.
+    """FLOPs of one step that model FLOPs utilisation counts.
 
-        6 N + 12 L a d s      per token
+        6 N + 12 L a d k      per token
 
     N are the parameters that multiply a token (all but the input embedding and the experts that it
-    is not sent to), the second term is attention without discount for the causal mask, forward and
-    backward; recomputation does not count.  Source: Chowdhery et al., 2022 (PaLM), appendix B.
-    A sliding window replaces s.  Traced layers count three times their forward FLOPs.  Of `frozen`
-    weights, under adapters, no gradient is worked out: 4 N, twice the forward FLOPs of traced ones.
+    is not sent to), k the keys that a query attends to, on average: half of the sequence, or of the
+    token's document, under a causal mask.  Pairs that a mask leaves out do not count, nor does
+    recomputation.  Traced layers count three times their forward FLOPs.  Of `frozen` weights, under
+    adapters, no gradient is worked out: 4 N, twice the forward FLOPs of traced ones.
     """
+    attended_len = seq_len if document_len is None else min(document_len, seq_len)
+
+    def keys(a: Architecture, kind: str) -> float:
+        span = window(a, kind, attended_len)
+        return span - span**2 / (2.0 * attended_len) if a.causal else float(span)
+
+    return _flops(model, float(seq_len * global_batch), keys, samples=global_batch, frozen=frozen)
+
+
+def unmasked_step_flops(
+    model: ModelGraph, *, seq_len: int, global_batch: int, frozen: bool = False
+) -> float:
+    """FLOPs of one step by the convention of published utilisations: 6 N + 12 L a d s per token.
+
+    Attention counts without discount for the causal mask or for documents; a sliding window
+    replaces s.  Source: Chowdhery et al., 2022 (PaLM), appendix B; torchtitan's logs do the same.
+    """
+
+    def keys(a: Architecture, kind: str) -> float:
+        return float(window(a, kind, seq_len))
+
+    return _flops(model, float(seq_len * global_batch), keys, samples=global_batch, frozen=frozen)
+
+
+def _flops(
+    model: ModelGraph,
+    tokens: float,
+    keys: Callable[[Architecture, str], float],
+    *,
+    samples: int,
+    frozen: bool,
+) -> float:
+    """FLOPs of a step whose queries attend to so many keys, by layer kind."""
     architecture = model.architecture
     each = 4.0 if frozen else 6.0
     if architecture is None:
@@ -108,8 +146,7 @@ def step_flops(
             layer.repeat * (layer.trace.forward_flops if layer.trace else 0.0)
             for layer in model.layers
         )
-        return each / 2.0 * forward * global_batch
-    tokens = float(seq_len * global_batch)
+        return each / 2.0 * forward * samples
     flops = 0.0
     for layer in model.layers:
         if layer.kind == "embedding":
@@ -119,8 +156,8 @@ def step_flops(
             if architecture.tied_embeddings and architecture.vocab_size:
                 flops += each * architecture.vocab_size * embedding_width(architecture) * tokens
             continue
-        span = window(architecture, layer.kind, seq_len)
-        flops += layer.repeat * 12.0 * attention_width(architecture) * span * tokens
+        attended = keys(architecture, layer.kind)
+        flops += layer.repeat * 12.0 * attention_width(architecture) * attended * tokens
     return flops
 
 

@@ -16,7 +16,7 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from meshwright.planner.costs.uncertainty import own_miss
+from meshwright.planner.costs.uncertainty import LAYOUT_ERROR, own_miss
 from meshwright.planner.documents.plan import Job, PlacedLayer, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.units import GIB, bytes_text, percent_text, seconds_text
@@ -131,6 +131,9 @@ def job_text(job: Job) -> str:
         adapters = f", adapters alone beside {job.lora.weights} weights"
     updates = "" if job.optimizer == "adamw" else f", {job.optimizer}"
     updates += ", no fp32 masters" if job.master_weights == "none" else ""
+    if job.objective in ("dpo", "reward"):
+        samples = samples.replace("sample", "pair")
+    updates += "" if job.objective == "sft" else f", {job.objective}"
     tokens = f" of {job.seq_len:,} tokens" if job.seq_len > 1 else ""
     return f"{samples}{tokens} a step{packed}, {job.precision}{adapters}{updates}"
 
@@ -138,17 +141,22 @@ def job_text(job: Job) -> str:
 def why_text(choices: Sequence[Alternative]) -> str:
     """Return why the first of some plans was chosen, and what the usual ones take beside it."""
     chosen, *others = choices
+    error, ties = f"ratios of two plans err by {100 * LAYOUT_ERROR:.0f} %", ""
     if 0 < chosen.more < ROUNDED:
         parts = ["the simplest of the fastest plans"]
     elif chosen.more > 0:
-        parts = [f"the simplest within {_percent(chosen.more)} of the fastest"]
+        parts = [f"the simplest within {_percent(chosen.more)} of the fastest (a tie: {error})"]
     else:
         parts = ["the fastest that was found"]
     for other in others:
         if other.prediction is None:
             parts.append(f"{other.what}: {other.why}")
         elif other.plan != chosen.plan and other.more > chosen.more:
-            parts.append(f"{other.what} +{_percent(other.more - chosen.more)}")
+            slower = other.more - chosen.more
+            is_tie = slower <= LAYOUT_ERROR and chosen.more < ROUNDED
+            tie = f" (a tie{ties or f': {error}'})" if is_tie else ""
+            parts.append(f"{other.what} +{_percent(slower)}{tie}")
+            ties = " too" if is_tie else ties
     return "; ".join(parts)
 
 
@@ -217,6 +225,8 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     yield Fact(label="causes", text=causes, detail=True, lines=1)
     if prediction.compile_s and prediction.step_time_s:
         yield Fact(label="compiles", text=_compile_text(prediction), detail=True)
+    if whole and prediction.mfu:
+        yield Fact(label="MFU", text=mfu_text(prediction))
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
     on = f" on stage {prediction.stages.index(fullest)}" if len(prediction.stages) > 1 else ""
     peak, capacity = fullest.peak_memory_bytes, fullest.memory_capacity_bytes
@@ -244,6 +254,15 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
         if item.source in NOTED:
             text = f"{item.what} ({item.provenance}) [{item.source}]" if whole else item.what
             yield Fact(label="note", text=text)
+
+
+def mfu_text(prediction: Prediction) -> str:
+    """Return what the utilisation counts, and what it is by the convention of published figures."""
+    return (
+        f"{100 * prediction.mfu:.1f} % of the devices' peak is arithmetic of the model: each pair "
+        "of tokens that attend to each other once (causal, within documents), no recomputation; "
+        f"{100 * prediction.unmasked_mfu:.1f} % as PaLM and torchtitan count, with masked pairs"
+    )
 
 
 def _in_gib(size_bytes: float) -> str:

@@ -24,6 +24,7 @@ from meshwright.planner.whatif.formatting import days_text, usd_text
 from meshwright.planner.whatif.page_data import page_data
 from meshwright.planner.whatif.ranking import figure as compared
 from meshwright.planner.whatif.ranking import measured_first, ordered_by
+from meshwright.planner.whatif.study import Offer, Study
 from meshwright.planner.whatif.uncertain_value import exact
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ ARITHMETIC = (
     "sensitivity",
 )
 """Modules of the page in planner/whatif, each after those that it imports."""
-VIEW = ("state", "inputs", "documents", "charts", "words", "again", "view")
+VIEW = ("state", "inputs", "documents", "charts", "words", "card", "again", "view")
 """Modules in planner/report/page."""
 
 
@@ -64,16 +65,51 @@ def study_page(result: Result, *, served: bool = False) -> str:
     data = page_data(result)
     return environment.get_template("whatif.html").render(
         study=result.study,
+        heading=heading(result.study),
         verdicts=verdicts(result),
         asked=[*overall_texts(result), *asked_texts(result), *nearest_texts(result)][:MOST_ASKED],
         served=served,
         solved=any(offer.solve is not None for offer in result.study.offers),
         static=list(_static(result, environment)),
-        css=_report_file("page/page.css"),
+        css=_report_file("page/tokens.css") + _report_file("page/page.css"),
         data=script_json(data),
         script=script_text(),
         made=data["made"],
     )
+
+
+def heading(study: Study) -> str:
+    """Return a study's question, or what its models, tokens and terms ask.
+
+    >>> heading(Study.of({"name": "a", "models": ["gpt2"], "goal": {"tokens": 2e9},
+    ...     "offers": [{"cluster": "8xa10g"}, {"cluster": "8xl4", "buy": {}}]}))
+    'Train gpt2 on 2 billion tokens: rent or buy?'
+    """
+    if study.question is not None:
+        return study.question
+    tokens = study.goal.tokens
+    on = "" if tokens is None or study.jobs else f" on {_count_words(tokens)} tokens"
+    what = "A year of jobs" if study.jobs else f"Train {', '.join(study.models)}{on}"
+    terms = dict.fromkeys(map(_term_word, study.offers))
+    if len(terms) == 1:
+        return f"{what}: which of {len(study.offers)} offers?" if study.offers[1:] else what
+    *first, last = terms
+    return f"{what}: {', '.join(first)} or {last}?"
+
+
+def _count_words(count: float) -> str:
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:g} {word}"
+    return f"{count:,.0f}"
+
+
+def _term_word(offer: Offer) -> str:
+    if offer.buy is not None:
+        return "lease" if offer.buy.lease is not None else "buy"
+    if offer.owned:
+        return "use what is owned"
+    return "reserve" if offer.rent and offer.rent.commitment == "reserved" else "rent"
 
 
 def _report_file(name: str) -> str:

@@ -21,6 +21,7 @@ from meshwright.planner.whatif.formatting import (
     range_text,
     short_usd_text,
 )
+from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
 from meshwright.planner.whatif.ranking import Rank, measured_first
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
         Fact(label="" if place else "asked", text=sentence, detail=place > 0)
         for place, sentence in enumerate(asked)
     ]
+    first = result.best
+    if first is not None and len(result.ranks) == 1:
+        facts.append(
+            Fact(
+                label="a day",
+                text=a_day_text(first, result.candidates[first.candidate].tuning),
+                detail=True,
+            )
+        )
     listed = len(result.outcomes) if len(result.outcomes) <= MOST_ROWS else 0
     for model, ranks in result.ranks.items():
         for index, rank in enumerate(ranks if listed else ranks[:FEW]):
@@ -72,8 +82,7 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
     misfits = [outcome for outcome in result.outcomes if not outcome.fits]
     if misfits and listed:
         facts += [
-            Fact(label="no plan", text=f"{o.candidate}: {o.binding.partition('. ')[0]}", lines=3)
-            for o in misfits
+            Fact(label="no plan", text=f"{o.candidate}: {_why_none(o)}", lines=6) for o in misfits
         ]
     elif misfits:
         facts.append(Fact(label="no plan", text=", ".join(o.candidate for o in misfits)))
@@ -84,6 +93,37 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
     return Summary(title, [*facts, *extra], most=MOST_LINES + max(0, listed - FEW))
 
 
+BYTES_PER_WEIGHT = {"qlora": 0.5}
+"""Of weights as a node reads them once, where they are not of 16 bits."""
+
+
+def _why_none(outcome: CandidateOutcome) -> str:
+    """Return what the closest plan needs and what would make it fit, or why there is none."""
+    of_first = outcome.binding.splitlines()[0] if outcome.binding else "nothing fits"
+    _, closest, rest = of_first.partition("The closest, ")
+    return f"the closest, {rest}" if closest else of_first
+
+
+def a_day_text(
+    outcome: CandidateOutcome, tuning: str = "", today: datetime.date | None = None
+) -> str:
+    """Return tokens a day, the date of the result, and the RAM that a node needs."""
+    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
+    daily = outcome.tokens_per_s.value * outcome.goodput.value * SECONDS_PER_DAY
+    parts = [f"{count_text(daily)} tokens"]
+    if outcome.result_hours is not None and not outcome.jobs:
+        day = (today or datetime.date.today()) + datetime.timedelta(
+            hours=min(outcome.result_hours.value, MOST_HOURS)
+        )
+        parts.append(f"the result on {day.isoformat()}")
+    ram = outcome.host_bytes + BYTES_PER_WEIGHT.get(tuning, 2.0) * outcome.parameters
+    return f"{'; '.join(parts)}; a node needs {bytes_text(ram)} of RAM or more"
+
+
+MOST_HOURS = 1e6
+"""Later results have no date that means anything."""
+
+
 def _brief(result: Result, model: str, rank: Rank) -> str:
     """Return a candidate, its time and cost, in one line."""
     outcome = rank.outcome
@@ -91,6 +131,12 @@ def _brief(result: Result, model: str, rank: Rank) -> str:
     parts = [name]
     if outcome.result_hours is not None:
         parts.append(days_text(outcome.result_hours))
+    if outcome.hours is None and outcome.step_s is not None and outcome.tokens_per_s is not None:
+        parts.append(f"step {seconds_text(outcome.step_s.value)}")
+        parts.append(f"{count_text(outcome.tokens_per_s.value * SECONDS_PER_DAY)} tokens a day")
+        if outcome.usd_per_device_hour is not None:
+            hourly = outcome.usd_per_device_hour.times(outcome.devices)
+            parts.append(f"{short_usd_text(hourly)} an hour")
     if outcome.usd is not None:
         parts.append(short_usd_text(outcome.usd))
     return ", ".join([*parts, *(f"misses {miss}" for miss in outcome.misses)])

@@ -23,7 +23,7 @@ from meshwright.planner.documents.framework_space import EVERYTHING, Space
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.training import MasterWeights, Optimizer, Training
+from meshwright.planner.documents.training import MasterWeights, Objective, Optimizer, Training
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import Pins
@@ -84,6 +84,7 @@ class Request:
         lora: Sequence[str] = (),
         optimizer: Optimizer = "adamw",
         masters: MasterWeights = "fp32",
+        objective: Objective = "sft",
         pins: Pins | None = None,
         profile: Profiles = None,
         framework: str = "native",
@@ -123,7 +124,10 @@ class Request:
             )
         if global_batch is None:
             global_batch = _default_batch(
-                cluster.devices, seq_len, on_cpu=on_cpu, tunes=adapters is not None
+                cluster.devices,
+                seq_len,
+                on_cpu=on_cpu,
+                tunes=adapters is not None or objective != "sft",
             )
         job = Job(
             seq_len=seq_len,
@@ -132,6 +136,7 @@ class Request:
             lora=adapters,
             optimizer=optimizer,
             master_weights=masters,
+            objective=objective,
             document_len=document_len,
         )
         framework_ = framework_called(framework)

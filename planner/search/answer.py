@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from meshwright.planner.search.bounds.layout_bounds import Candidates
     from meshwright.planner.search.plan_candidate import Ranked
 
-TIES_LIMIT_S = 60.0
-"""For the integer program on one layout, where hosts or requirements tie stages together; what it
+TIES_NODES = 5_000
+"""Of the integer program on one layout, where hosts or requirements tie stages together; what it
 leaves unproven the certificate says."""
 
 Progress = Callable[[int, int], None]

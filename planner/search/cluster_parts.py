@@ -26,8 +26,8 @@ from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.answer import Answer, Progress
-from meshwright.planner.search.bounds.device_counts import least_steps_s
-from meshwright.planner.search.bounds.layout_bounds import Candidates
+from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
+from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.goals import SimulatedStepGoal
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_preference
@@ -37,6 +37,7 @@ from meshwright.planner.search.queue import Queue
 from meshwright.planner.search.search import check_request, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
+from meshwright.planner.system.gc_pause import pause_collector
 
 MOST_BOUNDED = 64
 """Parts whose configurations are bounded, beside a plan that is known."""
@@ -76,13 +77,10 @@ def has_parts(request: Request) -> bool:
     return len(groups) == 1 and groups[0].devices > 1 and groups[0].accelerator.kind != "cpu"
 
 
-def parts_of(request: Request, store: FigureStore | None = None) -> Iterator[ClusterPart]:
+def parts_of(request: Request, least: LeastSteps) -> Iterator[ClusterPart]:
     """Yield the whole cluster and its parts, the lowest bound first, then the most devices."""
-    if not has_parts(request):
-        yield ClusterPart(request, 0.0, whole=True)
-        return
     [group] = request.cluster.groups
-    least_s = least_steps_s(request, store)
+    least_s = least.by_devices()
     shapes = sorted(
         (float(least_s[nodes * per_node]), -nodes * per_node, nodes, per_node)
         for per_node in range(1, group.devices_per_node + 1)
@@ -98,6 +96,7 @@ def parts_of(request: Request, store: FigureStore | None = None) -> Iterator[Clu
         yield ClusterPart(replace(request, cluster=cluster, called=name), bound_s, whole=False)
 
 
+@pause_collector()
 def search_parts(
     request: Request,
     prefer: Prefer = "simplest",
@@ -119,8 +118,10 @@ def search_parts(
         found = shown(request)
         part = ClusterPart(request, 0.0, whole=True)
         return PartAnswer(part, found, with_preference(request, found, prefer))
-    parts = _PartSearch(prefer=prefer)
-    waiting = list(parts_of(request, parts.store))
+    store = FigureStore()
+    least = LeastSteps(request, store)
+    parts = _PartSearch(prefer=prefer, store=store, degrees=DegreeBounds(request, store, least))
+    waiting = list(parts_of(request, least))
     while waiting:
         part = waiting[0]
         if parts.searched == SEARCHED_IN_ORDER and parts.best is not None:
@@ -142,7 +143,8 @@ class _PartSearch:
     """What is known of the parts that were looked at."""
 
     prefer: Prefer
-    store: FigureStore = field(default_factory=FigureStore)
+    store: FigureStore
+    degrees: DegreeBounds
     best: PartAnswer | None = None
     whole: PartAnswer | None = None
     bounds_s: list[float] = field(default_factory=list)
@@ -176,31 +178,46 @@ class _PartSearch:
 
     def look_at(self, part: ClusterPart, asked: Callable[..., Answer]) -> None:
         """Exclude a part, or search it; it counts by its bound where neither is worth the time."""
-        if part.bound_s >= self.limit_s:
-            self.bounds_s.append(part.bound_s)
-            return
-        known: tuple[Candidates, ...] = ()
-        if self.best is not None and self.bounded < MOST_BOUNDED:
+        if part.bound_s < self.limit_s and self.best is not None and self.bounded < MOST_BOUNDED:
             self.bounded += 1
-            bound_s, known = _bound(part, self.best.answer, self.store)
-            part = replace(part, bound_s=bound_s)
+            part = replace(part, bound_s=self._bound_s(part, self.best.answer))
         excluded = part.bound_s >= self.limit_s
         if excluded or (self.searched >= MOST_SEARCHED and not part.whole):
             self.bounds_s.append(part.bound_s)
             self.left += not excluded
             return
-        self._search(part, known, asked)
+        self._search(part, asked)
 
-    def _search(
-        self, part: ClusterPart, known: tuple[Candidates, ...], asked: Callable[..., Answer]
-    ) -> None:
+    def _bound_s(self, part: ClusterPart, best: Answer) -> float:
+        """Return what no plan of a part takes less than, as far as that matters beside the best."""
+        goal = SimulatedStepGoal(_ranked(best), BOUNDED)
+        degrees = self.degrees.below(part.request, goal.limit_s)
+        if not degrees:
+            return max(part.bound_s, goal.step_s)
+        queue, spent = Queue(goal), Spent()
+        try:
+            spaces = list(spaces_of(part.request, store=self.store, degrees=degrees))
+        except DocumentError:
+            return math.inf
+        chains = [
+            SimulatedChain(space, goal, spent, 0.0)
+            for space in spaces
+            if isinstance(space, ChainSpace)
+        ]
+        if len(chains) < len(spaces):
+            return part.bound_s
+        queue.run(*chains)
+        lowest = queue.lowest()
+        bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
+        return max(part.bound_s, bound_s)
+
+    def _search(self, part: ClusterPart, asked: Callable[..., Answer]) -> None:
         """Search a part; its answer may be the best."""
         self.searched += 1
         try:
             found = asked(
                 part.request,
                 below_s=ANY_S,
-                candidates=known,
                 store=self.store,
                 faster_than=None if self.best is None else _ranked(self.best.answer),
             )
@@ -233,30 +250,6 @@ def _with_all_devices(
 
 def _ranked(answer: Answer) -> Ranked:
     return Ranked(plan=answer.plan, objective_s=math.inf, prediction=answer.prediction)
-
-
-def _bound(
-    part: ClusterPart, best: Answer, store: FigureStore
-) -> tuple[float, tuple[Candidates, ...]]:
-    """Return what no plan of a part takes less than, as far as that matters beside the best.
-
-    With it come the candidates that were bounded.
-    """
-    goal = SimulatedStepGoal(_ranked(best), BOUNDED)
-    queue, spent = Queue(goal), Spent()
-    try:
-        spaces = list(spaces_of(part.request, store=store))
-    except DocumentError:
-        return math.inf, ()
-    chains = [
-        SimulatedChain(space, goal, spent, 0.0) for space in spaces if isinstance(space, ChainSpace)
-    ]
-    if len(chains) < len(spaces):
-        return part.bound_s, ()
-    queue.run(*chains)
-    lowest = queue.lowest()
-    bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
-    return max(part.bound_s, bound_s), tuple(chain.closed_form.candidates for chain in chains)
 
 
 def used_text(request: Request, answer: PartAnswer) -> str:

@@ -1,7 +1,7 @@
 """The plan to choose among those that are nearly the fastest, and the usual ones beside it.
 
-What a prediction errs by differs between layouts by more than a percent, so of plans within `NEAR`
-of the fastest the one that asks for least is chosen: fewest axes, schedules and differences between
+What a prediction errs by differs between layouts, so of plans within a margin (`margin_of`) of the
+fastest the one that asks for least is chosen: fewest axes, schedules and differences between
 layers.  Searches for simpler ones leave axes out, fewest first, down to data parallelism alone; the
 proof of the search stays about the fastest.
 """
@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.planner.costs.predict import predict
+from meshwright.planner.costs.uncertainty import LAYOUT_ERROR
 from meshwright.planner.documents.axes import LAYOUT_AXES
 from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 Prefer = Literal["simplest", "fastest"]
 NEAR = 0.015
-"""Beyond the fastest simulated step, relatively."""
+"""Beyond the fastest simulated step, relatively, in our own runtime."""
 MOST_ALONE = 3
 """Devices that cannot be divided twice."""
 AXES = ("tensor", "context", "expert", "pipeline")
@@ -57,6 +58,14 @@ BESIDE = Effort(
 """What plans beside the answer may take in simulated time: of them nothing is proven."""
 LARGE_S = 1e30
 """Longer than any step; a search that may not take longer does not look for a closest miss."""
+
+
+def margin_of(request: Request) -> float:
+    """Return up to which share of the fastest step a simpler plan is preferred.
+
+    Of other frameworks' runs it is what the ratio of two layouts errs by.
+    """
+    return NEAR if request.framework.name == "native" else LAYOUT_ERROR
 
 
 def features(plan: Plan) -> list[str]:
@@ -108,7 +117,7 @@ def with_preference(
     chosen = fastest = _fastest(every)
     if prefer == "simplest":
         least_s = fastest.prediction.step_time_s
-        limit_s = max(least_s, min(least_s * (1 + NEAR), at_most_s))
+        limit_s = max(least_s, min(least_s * (1 + margin_of(request)), at_most_s))
         near = (candidate for candidate in every if candidate.prediction.step_time_s <= limit_s)
         chosen = min(near, key=lambda one: (len(features(one.plan)), one.prediction.step_time_s))
     rows = {"chosen": chosen, "fastest": fastest, **usual}
@@ -174,7 +183,7 @@ def _usual(request: Request, answer: Answer) -> Iterator[tuple[str, Ranked | Non
 
 def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Ranked]:
     """Yield plans near the fastest with fewer axes, or with a plainer schedule, or alike layers."""
-    below_s = answer.closed_form.objective_s * (1 + 2 * NEAR)
+    below_s = answer.closed_form.objective_s * (1 + NEAR + margin_of(request))
     used = sum(getattr(fastest.plan.layout, axis) > 1 for axis in AXES)
     simplest: Ranked | None = None
     for count in range(1, used):

@@ -15,7 +15,7 @@ from meshwright.planner.documents.prediction import Certificate, Finalist, Loser
 from meshwright.planner.documents.profile import CHUNK_ROWS
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import percent_text
-from meshwright.planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
+from meshwright.planner.search.space import LARGEST_CONTEXT
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.framework import Framework
@@ -61,7 +61,6 @@ EXACT = (
 UNSEARCHED = (
     "idle devices",
     f"losses in chunks of other than {CHUNK_ROWS:,} rows",
-    f"micro-batches of more than {LARGEST_MICRO_BATCH} samples",
     f"sequences on more than {LARGEST_CONTEXT} ranks",
     "stages of a rank that share like layers unevenly",
     "experts in another order of axes",

@@ -43,7 +43,7 @@ class Effort:
     """Of the tree of one program."""
     columns: int = 1_000
     """Of a program that is tried: the relaxation of a larger one may take minutes."""
-    iterations: int = 1 << 30
+    iterations: int = 2_000
     """Of the simplex algorithm, about 0.3 ms each, in all rounds of one program."""
     gap: float = 0.0
     """At which the proof ends."""

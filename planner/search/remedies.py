@@ -47,15 +47,16 @@ def ways_out(request: Request, fitting: Fitting) -> str:
 
 def dividing(request: Request) -> Iterator[str]:
     """Yield what pins may be, where letting one of them go leaves layouts that divide devices."""
-    job, pins, improved = request.job, request.pins, False
+    pins, improved = request.pins, False
     for name, field in SHORT_NAMES.items():
         pinned = getattr(pins, field)
         if pinned is None or field not in (*Degrees.__dataclass_fields__, "micro_batch"):
             continue
         open_ = replace(pins, **{field: None})  # type: ignore[arg-type]
         values: set[int] = set()
-        for degrees in every_degrees(replace(request, pins=open_)):
-            sizes = [size for size, _ in micro_batches(job, degrees, open_)]
+        opened = replace(request, pins=open_)
+        for degrees in every_degrees(opened):
+            sizes = [size for size, _ in micro_batches(opened, degrees)]
             values |= set(sizes) if field == "micro_batch" else {getattr(degrees, field)}
         if values and pinned not in values:
             improved = True

@@ -24,7 +24,7 @@ from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
 from meshwright.planner.requests.pins import outside
 from meshwright.planner.schedules import SCHEDULES, schedule_of
-from meshwright.planner.search.answer import TIES_LIMIT_S, Answer, Progress
+from meshwright.planner.search.answer import TIES_NODES, Answer, Progress
 from meshwright.planner.search.bounds.layout_bounds import Candidates, candidates_of
 from meshwright.planner.search.goals import ClosedFormGoal, NearOptimumGoal, SimulatedStepGoal
 from meshwright.planner.search.infeasibility import why_nothing
@@ -39,7 +39,7 @@ from meshwright.planner.search.proof_account import (
 )
 from meshwright.planner.search.proof_budget import USUAL, Effort, GapProgress, graph_effort
 from meshwright.planner.search.queue import Queue, SearchSpace
-from meshwright.planner.search.space import complexity, kind
+from meshwright.planner.search.space import Degrees, complexity, kind
 from meshwright.planner.search.spaces import simulated_chain
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
@@ -58,8 +58,8 @@ MOST_ALONE = 3
 """Of them, partition problems of each space that are solved beside the optimum's."""
 MOST_LISTED = 8
 """Plans that were simulated and are listed."""
-TRIED_FOR_S = 2.0
-"""Seconds of the integer program of one layout's hosts where any split of a graph will do."""
+TRIED_NODES = 200
+"""Of the integer program of one layout's hosts where any split of a graph will do."""
 SOLVERS = ("exact", "ilp")
 
 
@@ -345,24 +345,28 @@ def spaces_of(
     candidates_before: Sequence[Candidates] = (),
     store: FigureStore | None = None,
     effort: GraphEffort | None = None,
+    degrees: Sequence[Degrees] | None = None,
 ) -> Iterator[SearchSpace]:
     """Yield the spaces of a request in the order in which they are looked at.
 
-    An `effort` is what graphs of several requests share, of which any split will do.
+    An `effort` is what graphs of several requests share, of which any split will do; `degrees` are
+    those that are of interest where devices are alike, by default all.
     """
     by_program = solver == "ilp"
     if request.cluster.is_mixed:
         yield from _of_groups(request, by_program=by_program)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
-        candidates = candidates_of(request, rules, recompute, candidates_before, store)
+        candidates = candidates_of(request, rules, recompute, candidates_before, store, degrees)
         if request.model.edges:
             from meshwright.planner.search.spaces.mixed import GraphSpace  # noqa: PLC0415 - chains need none
 
             # Which of their splits fits need not be proven where any will do.
-            limit_s = TIES_LIMIT_S if effort is None else TRIED_FOR_S
+            most_nodes = TIES_NODES if effort is None else TRIED_NODES
             effort = effort or graph_effort()
-            yield GraphSpace(candidates, by_program=by_program, effort=effort, limit_s=limit_s)
+            yield GraphSpace(
+                candidates, by_program=by_program, effort=effort, most_nodes=most_nodes
+            )
             return
         yield ChainSpace(candidates, by_program=by_program)
         candidates_before = candidates_before or (candidates,)

@@ -29,7 +29,6 @@ from meshwright.planner.documents.plan import (
     Compile,
     Dispatch,
     GradientCompression,
-    Job,
     Layout,
     Offload,
     Prefetch,
@@ -42,6 +41,7 @@ from meshwright.planner.operators.expert_routing import routing_of
 from meshwright.planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from meshwright.planner.schedules.schedule import obstacle, too_long
 from meshwright.planner.search import axis_orders
+from meshwright.planner.search.micro_batch_size import largest_micro_batch
 from meshwright.planner.search.offload_choices import Saving
 from meshwright.planner.search.partition.stage_counts import (
     MOST_COMBINED,
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from meshwright.planner.requests.pins import Pins
     from meshwright.planner.requests.request import Request
 
-LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
 
 
@@ -300,16 +299,18 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
                     )
 
 
-def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
+def micro_batches(request: Request, degrees: Degrees) -> list[tuple[int, int]]:
     """Return the sizes of a micro-batch that divide a rank's share, each with their number.
 
-    Sizes whose schedule would be too long to list are left out.
+    Sizes that no device has the memory for are left out, unless they are pinned, and those whose
+    schedule would be too long to list.
     """
-    share = job.global_batch // degrees.data
+    pins, share = request.pins, request.job.global_batch // degrees.data
+    most = largest_micro_batch(request, degrees.tensor * degrees.context)
     return [
         (size, share // size)
         for size in _allowed_values(divisors(share), pins.micro_batch)
-        if (size <= LARGEST_MICRO_BATCH or pins.micro_batch is not None)
+        if (size <= most or pins.micro_batch is not None)
         and too_long(stages=degrees.pipeline, micro_batches=share // size) is None
     ]
 
@@ -390,7 +391,7 @@ def families(
     overlaps: Sequence[Layout] = (),
 ) -> Iterator[LayoutFamily]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
-    model, job, pins, space = request.model, request.job, request.pins, request.space
+    model, pins, space = request.model, request.pins, request.space
     tiers = tiers_of(request.cluster)
     divided = request.framework.tensor.sequence_parallel or degrees.tensor == 1
     by_place: dict[axis_orders.Spans, list[ShardingChoice]] = {}
@@ -410,7 +411,7 @@ def families(
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     hierarchical_all_to_all = relay_of(request, degrees)
     words = tuple(choice.tensor_overlap for choice in overlaps) or ("none",)
-    for size, count in micro_batches(job, degrees, pins):
+    for size, count in micro_batches(request, degrees):
         every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
         for timetable in timetables(model, degrees.pipeline, count, pins, space=space):
@@ -472,7 +473,7 @@ def plainest(request: Request, degrees: Degrees) -> Layout:
     """Return a layout of these degrees that shares nothing."""
     job, pins = request.job, request.pins
     whole = (1, job.global_batch // degrees.data)
-    size, count = (micro_batches(job, degrees, pins) or [whole])[-1]
+    size, count = (micro_batches(request, degrees) or [whole])[-1]
     overlap = (pins.tensor_overlap if degrees.tensor > 1 else None) or "none"
     return Layout(
         tensor=degrees.tensor,

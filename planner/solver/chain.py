@@ -78,14 +78,14 @@ def solve_chain(
     *,
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
-    time_limit_s: float | None = None,
+    most_nodes: int | None = None,
 ) -> Solution | Infeasible | CutOff | Unfinished:
     """Minimise the time of a chain on devices of one type; only objectives below the cutoff.
 
     Without ties `solve` is exact, and with hosts of which each has devices of one
     stage.  With others its answer is the optimum of a relaxation: if it keeps every host and tie it
     is the optimum here too, and if not it bounds the integer program, which then decides.  Without
-    a limit on the seconds of that the answer is proven.
+    a limit on the nodes of that the answer is proven.
     """
     if not instance.hosts and not instance.sides:
         return solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
@@ -103,7 +103,7 @@ def solve_chain(
     from meshwright.planner.solver import ilp  # noqa: PLC0415 - few chains need it
 
     return ilp.solve(
-        instance, time_limit_s=time_limit_s, at_least_s=relaxed.objective_s, cutoff_s=cutoff_s
+        instance, most_nodes=most_nodes, at_least_s=relaxed.objective_s, cutoff_s=cutoff_s
     )
 
 

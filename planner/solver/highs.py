@@ -1,6 +1,6 @@
 """HiGHS, run on a linear program of PuLP: what it found, what it proved.
 
-PuLP calls a run that met its time limit "Optimal": here HiGHS's own status and dual bound count.
+PuLP calls a run that met a limit "Optimal": here HiGHS's own status and dual bound count.
 HiGHS is constructed here alone, so that its banner appears nowhere.
 """
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 else:
     highspy = OnUse("highspy", "solving an integer program")
     pulp = OnUse("pulp", "solving an integer program")
+
+NODE_ITERATIONS = 1_000
+"""Of the simplex algorithm for each node of a tree that is limited; its root has as many more."""
 
 __all__ = ["SolverOutcome", "highspy", "power_of_ten", "pulp", "run", "silent_highs"]
 
@@ -43,17 +46,24 @@ def silent_highs() -> Any:
     return model
 
 
-def run(program: Any, unit_s: float, time_limit_s: float | None) -> SolverOutcome:
-    """Run HiGHS on a program whose objective is in `unit_s`, and see how it ended."""
+def run(program: Any, unit_s: float, most_nodes: int | None) -> SolverOutcome:
+    """Run HiGHS on a program whose objective is in `unit_s`, and see how it ended.
+
+    It is limited by work, never by seconds: a machine that is busy finds the same.
+    """
+    limits = {}
+    if most_nodes is not None:
+        iterations = (1 + most_nodes) * NODE_ITERATIONS
+        limits = {"mip_max_nodes": most_nodes, "simplex_iteration_limit": iterations}
     feasible = highspy.SolutionStatus.kSolutionStatusFeasible
     solver = pulp.HiGHS(
         msg=False,
         threads=1,
         gapRel=HIGHS_GAP,
         gapAbs=0.0,
-        timeLimit=time_limit_s,
         mip_feasibility_tolerance=HIGHS_FEASIBILITY,
         primal_feasibility_tolerance=HIGHS_FEASIBILITY,
+        **limits,
     )
     configured = solver.createAndConfigureSolver
 
@@ -62,7 +72,8 @@ def run(program: Any, unit_s: float, time_limit_s: float | None) -> SolverOutcom
             configured(program)
 
     solver.createAndConfigureSolver = configure
-    with contextlib.suppress(IndexError):  # pulp reads the values of a run that ended without any
+    # PuLP reads the values of a run that ended without any, and has no name for a limit on nodes.
+    with contextlib.suppress(IndexError, KeyError):
         program.solve(solver)
     # Of HiGHS itself: releases of PuLP name its outcomes differently.
     status, info = program.solverModel.getModelStatus(), program.solverModel.getInfo()

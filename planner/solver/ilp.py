@@ -120,13 +120,13 @@ class _Taken(NamedTuple):
 def solve_graph(
     problem: GraphInstance,
     *,
-    time_limit_s: float | None = None,
+    most_nodes: int | None = None,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> GraphSolution | Infeasible | CutOff | Unfinished:
-    """Minimise the time of `problem` to `HIGHS_GAP`, for at most `time_limit_s` seconds.
+    """Minimise the time of `problem` to `HIGHS_GAP`, with at most `most_nodes` in the tree.
 
-    All ties are kept.  A solution that met the time limit carries the bound proven until then.
+    All ties are kept.  A solution that met the limit carries the bound proven until then.
     Unfinished too where bytes are more than sums and no solution that was met fits.  `at_least_s`
     is a bound known before; only objectives below `cutoff_s` are of interest.
     """
@@ -146,7 +146,7 @@ def solve_graph(
         margin = margins[min(attempt, len(margins) - 1)]
         stated = _PipelineProgram(problem, runs, ties, lacks, margin)
         stated.bound(max(at_least_s, bound_s), cutoff_s)
-        outcome = run(stated.program, stated.unit_s, time_limit_s)
+        outcome = run(stated.program, stated.unit_s, most_nodes)
         if outcome.impossible and attempt == 0:
             if cutoff_s < math.inf:
                 return CutOff(cutoff_s)
@@ -492,13 +492,13 @@ class _PipelineProgram:
 def solve(
     instance: Instance,
     *,
-    time_limit_s: float | None = None,
+    most_nodes: int | None = None,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | CutOff | Unfinished:
-    """Minimise the time of `instance` to `HIGHS_GAP`, for at most `time_limit_s` seconds.
+    """Minimise the time of `instance` to `HIGHS_GAP`, with at most `most_nodes` in the tree.
 
-    A solution that met the time limit carries the bound proven until then and is not `optimal`.
+    A solution that met the limit carries the bound proven until then and is not `optimal`.
     `at_least_s` is a bound known before; only objectives below `cutoff_s` are of interest.
     """
 
@@ -508,7 +508,7 @@ def solve(
             return Infeasible(reason)
         solution = solve_graph(
             chain_problem(row),
-            time_limit_s=time_limit_s,
+            most_nodes=most_nodes,
             at_least_s=at_least_s,
             cutoff_s=below_s,
         )

@@ -52,20 +52,20 @@ def solve(
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
     effort: GraphEffort | None = None,
-    time_limit_s: float | None = None,
+    most_nodes: int | None = None,
 ) -> GraphSolution | Infeasible | CutOff | Unfinished:
     """Minimise the time of `problem` over all orders of types and branches, cuts and options.
 
     Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
     may be reported as fathomed.  Exact unless the graph has more downsets than `effort` allows, or
-    the integer program, which decides where ties are not met by themselves, meets its time limit.
+    the integer program, which decides where ties are not met by themselves, meets its limit.
     """
     few = too_few(problem)
     if few:
         return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
     if problem.one_order and len(problem.types) == 1:
-        return _chain(problem, cutoff_s, store, time_limit_s)
+        return _chain(problem, cutoff_s, store, most_nodes)
     relaxed = _solve_relaxed(problem, cutoff_s, store, effort or GraphEffort())
     if not isinstance(relaxed, GraphSolution):
         return relaxed
@@ -73,17 +73,17 @@ def solve(
     if broken(laid, relaxed.split) is None:
         return replace(relaxed, problem=problem)
     return ilp.solve_graph(
-        problem, time_limit_s=time_limit_s, at_least_s=relaxed.lower_bound_s, cutoff_s=cutoff_s
+        problem, most_nodes=most_nodes, at_least_s=relaxed.lower_bound_s, cutoff_s=cutoff_s
     )
 
 
 def _chain(
-    problem: GraphInstance, cutoff_s: float, store: FrontierStore, time_limit_s: float | None
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore, most_nodes: int | None
 ) -> GraphSolution | Infeasible | CutOff | Unfinished:
     """Return the best split of layers that have one order, on devices of one type."""
     order = tuple(range(len(problem.chain.layers)))
     solution = solve_chain(
-        problem.along(order), cutoff_s=cutoff_s, frontiers=store, time_limit_s=time_limit_s
+        problem.along(order), cutoff_s=cutoff_s, frontiers=store, most_nodes=most_nodes
     )
     if isinstance(solution, Infeasible) and problem.names and not problem.chain.sides:
         return Infeasible(why_no_split(problem))

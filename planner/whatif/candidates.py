@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import ClusterSpec
 
 MONTHS_PER_YEAR = 12.0
+DAYS_PER_MONTH = 365 / 12
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
 """Changes that a buyer can order."""
 
@@ -183,6 +184,8 @@ class Candidate:
     """Of its offer among the study's."""
     provider: str = ""
     """Of an offer that is made of each provider's."""
+    wait_days: float = 0.0
+    """Until it is ordered."""
 
     @property
     def devices(self) -> int:
@@ -191,8 +194,11 @@ class Candidate:
 
     @property
     def lead_days(self) -> UncertainValue | None:
-        """Days until bought devices are there; None of what can be used at once."""
-        return span_of(self.assumed.lead_days) if self.priced.purchase is not None else None
+        """Days until devices are there, bought or waited for; None of what can be used at once."""
+        waits = [exact(self.wait_days)] if self.wait_days else []
+        if self.priced.purchase is not None:
+            waits.append(span_of(self.assumed.lead_days))
+        return total(waits) if waits else None
 
     @property
     def whole_term_hours(self) -> float | None:
@@ -439,6 +445,7 @@ def _candidate(study: Study, offer: Offer, text: str, rents_known: Sequence[Rent
         changes=tuple(offer.change.items()),
         plain=text,
         provider=(offer.rent.provider or "") if offer.rent is not None else "",
+        wait_days=offer.wait_months * DAYS_PER_MONTH,
         quoted=_has_price(offer),
     )
 
@@ -489,8 +496,9 @@ def _price_of(
             owned=True,
             how="owned: hosting, staff, support and power are paid, the hardware is not",
         )
+    waits = offer.wait_months / MONTHS_PER_YEAR
     if offer.buy is not None:
-        return _bought(assumed, offer.buy, cluster, offer.power_limit, settled)
+        return _bought(assumed, offer.buy, cluster, offer.power_limit, settled, waits)
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
         quote = _quoted_price(price.usd_per_device_hour, None, None, "USD", price.date, assumed)
@@ -499,7 +507,12 @@ def _price_of(
             hourly=_used_alone(quote),
             how=f"{commitment_words(price.commitment)}, {price.date}, {price.source}",
         )
-    return _rented_price(assumed, offer.rent or Rental(), cluster, rents_known, settled)
+    return _rented_price(assumed, offer.rent or Rental(), cluster, rents_known, settled, waits)
+
+
+def _waited(price: UncertainValue, years: float, change_a_year: float) -> UncertainValue:
+    """Return what a price should be in some years, with the range that prices move in them."""
+    return aged(price.times((1 + change_a_year) ** years), years) if years else price
 
 
 def _used_alone(price: UncertainValue) -> Hourly:
@@ -633,6 +646,7 @@ def _rented_price(
     cluster: ClusterSpec,
     rents_known: Sequence[Rent],
     settled: bool,
+    waits: float = 0.0,
 ) -> DevicePrice:
     """Return a given rent, or that of the catalogue's offers that can make the cluster."""
     term, prepaid, cause = rental.term_months, rental.prepaid or 0.0, ""
@@ -661,6 +675,7 @@ def _rented_price(
         markets, elsewhere = rent.markets, rent.elsewhere
         term = term or rent.term_months
         prepaid = rent.prepaid if rental.prepaid is None else prepaid
+    price = _waited(price, waits, assumed.rent_change_a_year)
     price = exact(price.value) if settled else price
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
@@ -739,6 +754,7 @@ def _bought(
     cluster: ClusterSpec,
     power_limit: float,
     settled: bool,
+    waits: float = 0.0,
 ) -> DevicePrice:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError(
@@ -759,6 +775,7 @@ def _bought(
         price = listed_price(listed)
         node = "with its node" if listed.with_node else "without its node"
         how = f"bought {node}, {listed.date}, {listed.source}"
+    price = _waited(price, waits, 0.0)
     price = exact(price.value) if settled else price
     network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:

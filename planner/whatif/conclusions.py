@@ -65,7 +65,7 @@ def _two_markets(result: Result) -> Iterator[str]:
     """Say first where candidates are priced in two markets, for want of one that has them all."""
     names: dict[Market, list[str]] = {}
     for candidate in result.candidates.values():
-        for market in candidate.priced.markets:
+        for market in () if candidate.provider else candidate.priced.markets:
             names.setdefault(market, []).append(candidate.name)
     if len(names) > 1:
         each = [f"{names_text(of)} at {market}s" for market, of in sorted(names.items())]
@@ -293,7 +293,7 @@ def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
 def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
     if not sold:
-        return f"{model}: nothing that is sold fits; each candidate's reason is below."
+        return f"{model}: nothing that is sold fits."
     closest = min(sold, key=lambda outcome: len(outcome.misses))
     return (
         f"{model}: none reaches the goal; {closest.candidate} misses {'; '.join(closest.misses)}."
@@ -309,7 +309,7 @@ def _costs(outcome: CandidateOutcome) -> str:
     if outcome.hours is not None:
         parts.append(days_text(outcome.hours))
     if outcome.hours is not None and outcome.lead_days is not None:
-        parts.append(f"after {days_text(outcome.lead_days.times(24))} until delivery")
+        parts.append(f"after {days_text(outcome.lead_days.times(24))} until it is there")
         assert outcome.result_hours is not None  # it has hours
         parts.append(f"the result after {days_text(outcome.result_hours)}")
     if outcome.usd is not None:

@@ -50,7 +50,7 @@ export function evaluate(candidate, given, goal, drawn = true) {
   const watts = wattsOf(candidate.groups, assumed, candidate.power_limit);
   const outcome = {
     candidate, assumed, priced, plan, devices, watts, startHours, tokensPerS, goodput, jobs, tokens, termHours, termRenews, fixedHours,
-    leadDays: priced.purchase && !jobs.length ? assumed.lead_days : null,
+    leadDays: jobs.length ? null : waitFor(candidate, priced, assumed),
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
     capitalUsd: null, outlayUsd: null, hours: run, usd: null, energyKwh: null, carbonKg: null,
     resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
@@ -71,6 +71,12 @@ export function evaluate(candidate, given, goal, drawn = true) {
     .map(({ name, limit }) => [name, chanceOf(name, outcome, limit * (1 + ROUNDING))]));
   outcome.chance = Math.min(plan.fit_probability, ...Object.values(outcome.chances));
   return outcome;
+}
+
+/** Days until devices are there, bought or waited for; null of what can be used at once. @returns {?Span} */
+function waitFor({ wait_days: waits }, priced, assumed) {
+  const each = [...(waits ? [exact(waits)] : []), ...(priced.purchase ? [assumed.lead_days] : [])];
+  return each.length ? total(each) : null;
 }
 
 /** Hours of a commitment that one run pays whole, of a purchase a year; null where others share it. */

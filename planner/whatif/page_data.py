@@ -47,6 +47,7 @@ def page_data(result: Result) -> dict[str, Any]:
             **({"tokens": study.tokens_of(1.0)} if study.jobs else {}),
         },
         "assumed": assumed_data(study.assumptions),
+        "used": _used_share(result),
         "made": datetime.date.today().isoformat(),
         "candidates": [
             _candidate(study, result.candidates[outcome.candidate], outcome)
@@ -54,6 +55,16 @@ def page_data(result: Result) -> dict[str, Any]:
             if outcome.fits
         ],
     }
+
+
+def _used_share(result: Result) -> float | None:
+    """Return what share of its hours the work uses of the first candidate that it pays whole."""
+    for ranks in result.ranks.values():
+        for rank in ranks:
+            run_hours, fixed = rank.outcome.hours, rank.outcome.fixed_hours
+            if run_hours is not None and fixed is not None:
+                return max(0.005, min(1.0, run_hours.value / fixed.value))
+    return None
 
 
 def document_of(study: Study) -> dict[str, Any]:
@@ -130,6 +141,7 @@ def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         "devices": candidate.devices,
         "nodes": sum(group.nodes for group in candidate.cluster.groups),
         "spot": candidate.spot,
+        "wait_days": candidate.wait_days,
         "power_limit": candidate.power_limit,
         "hypothetical": candidate.hypothetical,
         "groups": groups,

@@ -533,6 +533,9 @@ class Offer(Part):
     """As on the command line: offload, compress, stale."""
     power_limit: PowerLimit = 1.0
     """Share of its design power that each device may draw."""
+    wait_months: Amount = 0.0
+    """Until it is ordered: its price moves by `rent_change_a_year` and has the range of that age,
+    and its result comes so much later."""
     assumptions: Assumptions | None = None
     """What differs here from the study's, such as a site's price of electricity."""
 

@@ -196,13 +196,13 @@ def check_lengths(batch: Any, most: Mapping[str, tuple[int, ...]]) -> None:
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch whose tensors are on a device."""
 
-    def moved(leaf: Any) -> Any:
+    def leaf_on_device(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=True)
         # Graphs of libraries know how to go; of what else has a `to`, nothing is known.
         return leaf.to(device) if hasattr(leaf, "to") and hasattr(leaf, "pin_memory") else leaf
 
-    return tree_map(moved, batch)
+    return tree_map(leaf_on_device, batch)
 
 
 def shape_print(batch: Any) -> int:

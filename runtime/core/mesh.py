@@ -299,7 +299,8 @@ def place_of(plan: Plan, device: torch.device) -> Place:
     if world != degrees.devices:
         raise LaunchError(
             f"the plan is for {degrees.devices} ranks, and {world} are running; "
-            f"start it with {degrees.devices} processes or plan again"
+            f"start it with {degrees.devices} processes (torchrun --nproc-per-node "
+            f"{degrees.devices} SCRIPT, or meshwright run --plan PLAN SCRIPT), or plan again"
         )
     if not dist.is_initialized():
         if not wants_mesh(plan):

@@ -22,8 +22,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
-from torch.distributed.pipelining.schedules import _Action as PipelineAction
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -38,8 +36,6 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "KeptByCall",
-    "PipelineAction",
-    "PipelineRuntime",
     "ReduceScatter",
     "TensorMeta",
     "VersionWrapper",
@@ -74,6 +70,16 @@ T = TypeVar("T")
 
 
 # torch's compiler takes a second to import, so only who compiles does.
+
+
+def pipeline_classes() -> tuple[Any, Any]:
+    """Return torch's action of a schedule, and what runs schedules: an import of a second."""
+    from torch.distributed.pipelining.schedules import (  # noqa: PLC0415 - plans without pipeline need none of it
+        _Action,
+        _PipelineScheduleRuntime,
+    )
+
+    return _Action, _PipelineScheduleRuntime
 
 
 def saved_tensors_hooks_outside() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

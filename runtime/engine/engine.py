@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -47,7 +47,7 @@ from meshwright.runtime.engine.engine_state import (
     keeper_of,
 )
 from meshwright.runtime.engine.language_model import LanguageModel
-from meshwright.runtime.engine.pipedream_2bw import LateUpdates, StalePipeline
+from meshwright.runtime.engine.pipedream_2bw import LateUpdates
 from meshwright.runtime.engine.setup import (
     check_functions,
     device_of,
@@ -62,18 +62,21 @@ from meshwright.runtime.optim.ema import Averaged
 from meshwright.runtime.optim.gradients import Slot, StepMeasurement, like_parameter
 from meshwright.runtime.optim.parameter_watch import ParameterWatch
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY
-from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers
+from meshwright.runtime.optim.sharded_optimizer import Factory, GroupOf, TorchOptimizers, set_mode
 from meshwright.runtime.parallel.batch_norm import Kind, RunningStatistics
 from meshwright.runtime.parallel.data_parallel import reduces_in_step
 from meshwright.runtime.parallel.gradient_compression import Mean, PowerSGD
 from meshwright.runtime.parallel.tensor_styles import Styles
 from meshwright.runtime.run.metrics import ScriptRecords
+from meshwright.runtime.run.script_planner import planners
 from meshwright.runtime.techniques import float8 as eight_bits
 from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.tracing.replayed_stage import MicroBatch
 from meshwright.runtime.tracing.tracer import Inputs
 
 if TYPE_CHECKING:
+    from meshwright.runtime.engine.language_model import LanguageModel
+    from meshwright.runtime.engine.pipedream_2bw import LateUpdates
     from meshwright.runtime.engine.token_module import TokenModel
 
 
@@ -144,8 +147,11 @@ class Engine:
         without it the first of a tuple, or of a dict what `forward` names.
 
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
-        returns the settings of a parameter's group.  `units` names the modules that stay whole.
-        Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
+        returns the settings of a parameter's group, or is a table of them by path or class of its
+        module: {"backbone": {"lr": 1e-4}, nn.LayerNorm: {"weight_decay": 0.0}}.
+
+        `units` names the modules that stay whole.  Gradients are clipped to `clip_norm` where it is
+        above 0.  `batch_norm` "synchronised"
         normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
         says how modules are divided over the plan's tensor axis, in torch's own words:
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
@@ -166,6 +172,14 @@ class Engine:
         refuse_while_imported()
         device = device_of(device)
         check_functions(loss, optimizer)
+        for hand_over in planners:
+            if local:
+                raise BatchError(
+                    "batch: is a rank's own (local=True), which is not planned; start the script "
+                    "by torchrun"
+                )
+            settings = {"batch": batch, "loss": loss, "inputs": inputs, "optimizer": optimizer}
+            hand_over(build, plan, {**settings, "groups": groups, "units": units})
         wanted = plan_or_layout(plan)
         join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         numbers_are_of_the_whole()
@@ -292,6 +306,11 @@ class Engine:
                     f"schedule: is {plan.schedule}, whose backward is one step late, and a loss or "
                     "a sum over the whole batch needs all outputs before; use schedule 1f1b"
                 )
+            from meshwright.runtime.engine.pipedream_2bw import (  # noqa: PLC0415 - one schedule needs it
+                LateUpdates,
+                StalePipeline,
+            )
+
             pipeline = self._passes.pipeline_of(
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
@@ -426,9 +445,12 @@ class Engine:
         """Set train mode, by the module's own `train`; an Engine begins in it.
 
         Steps run in the mode that is set, `evaluate` in eval mode, and the mode is as before
-        behind it.  A module whose `train` reads what the loop changes is told so here.
+        behind it.  A module whose `train` reads what the loop changes is told so here, and so are
+        optimizers that have modes (schedule-free).
         """
         self._passes.set_mode(training=mode)
+        for optimizer in self.optimizers:
+            set_mode(optimizer, training=mode)
         return self
 
     def eval(self) -> Engine:
@@ -502,7 +524,7 @@ class Engine:
         self._rescale()
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
-            with self._loss_context():
+            with self._evaluating(), self._loss_context():
                 passes.evaluate(
                     passes.take_local(batch, step=self.steps, drawing=False)
                     if local or self._local
@@ -528,10 +550,24 @@ class Engine:
         self._rescale()
         if local or self._local:
             micros = self._passes.take_local(batch, step=self.steps, drawing=training)
-            return self._passes.outputs(micros, training=training)
+            with self._evaluating(training=training):
+                return self._passes.outputs(micros, training=training)
         given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
         micros = self._passes.cut_any(given, step=self.steps, drawing=training)
-        return self._passes.outputs(micros, training=training)
+        with self._evaluating(training=training):
+            return self._passes.outputs(micros, training=training)
+
+    @contextlib.contextmanager
+    def _evaluating(self, *, training: bool = False) -> Iterator[None]:
+        """Have the parameters that optimizers with modes evaluate with, and those before again."""
+        switched = self._passes.is_training and not training
+        try:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=False)
+            yield
+        finally:
+            for optimizer in self.optimizers if switched else ():
+                set_mode(optimizer, training=True)
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""

@@ -140,9 +140,7 @@ def _graph_of(
             for trace, size in zip(figures, recording.output_bytes(), strict=True)
         ]
     gathered = (
-        gathered_names(parameter_groups(module.named_parameters(), optimizer, groups))
-        if (optimizer)
-        else frozenset()
+        gathered_names(parameter_groups(module, optimizer, groups)) if (optimizer) else frozenset()
     )
     styles = DerivedStyles(module, recorder, tried) if degrees else None
     divided = _divided_layers(module, recorder, few, loss, degrees, styles, gathered, kinds, traced)
@@ -250,7 +248,7 @@ def _edges(recording: Recording) -> tuple[Edge, ...]:
 def _optimizer_bytes(module: nn.Module, optimizer: Factory, groups: GroupOf | None) -> float:
     """Return the bytes of state per parameter; those that are not trained have none."""
     count = sum(parameter.numel() for parameter in module.parameters())
-    listed = parameter_groups(module.named_parameters(), optimizer, groups)
+    listed = parameter_groups(module, optimizer, groups)
     kept = (
         state_bytes(group, [module.get_parameter(name).shape for name in group.names])
         for group in listed

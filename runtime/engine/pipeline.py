@@ -25,11 +25,12 @@ from torch.distributed.pipelining import PipelineStage
 
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.schedules.schedule import Order
-from meshwright.runtime.core.torch_internals import PipelineAction, PipelineRuntime, fsdp_parameters
+from meshwright.runtime.core.torch_internals import fsdp_parameters, pipeline_classes
 from meshwright.runtime.techniques.split_backward import WeightGradients
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.trace import Recording
 
+PipelineAction, PipelineRuntime = pipeline_classes()
 GRADIENTS_ON_THE_WAY = 2
 """Sent gradients that may be under way before a stage waits for the oldest.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,6 @@ from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.object_collectives import all_gather_json, broadcast_tensors
 from meshwright.runtime.core.torch_internals import forget_forward_order
 from meshwright.runtime.engine.apply_plan import Staged
-from meshwright.runtime.engine.pipedream_2bw import StalePipeline
-from meshwright.runtime.engine.pipeline import RecordedPipeline
 from meshwright.runtime.optim.gradients import Gradients, refuse_failed
 from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
 from meshwright.runtime.parallel.attention_api import divide_positions, positions_in
@@ -50,6 +48,9 @@ from meshwright.runtime.parallel.data_parallel import gathers_anew, reduces_apar
 from meshwright.runtime.parallel.replicas import Replicas
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, step_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine.pipeline import RecordedPipeline
 
 
 class StepPasses:
@@ -123,7 +124,7 @@ class StepPasses:
         self._filler: Any = None
         """A micro-batch of one sample, for forwards that other slices need."""
         self._filling = False
-        self._pipelines = Recent[RecordedPipeline](MOST_RECORDINGS)
+        self._pipelines: Recent[RecordedPipeline] = Recent(MOST_RECORDINGS)
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -346,6 +347,11 @@ class StepPasses:
         finally:
             for module, mode in before:
                 module.train(mode)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether this rank's stages are in train mode."""
+        return any(part.module.training for part in self._parts)
 
     def set_mode(self, *, training: bool) -> None:
         """Set the mode of this rank's stages, by the module's own `train` and `eval`."""
@@ -605,6 +611,9 @@ class StepPasses:
             "loss": self._micro_loss,
         }
         modules = {stage: part.module for stage, part in parts.items()}
+        from meshwright.runtime.engine.pipedream_2bw import StalePipeline  # noqa: PLC0415 - torch's pipelines are an import of a second
+        from meshwright.runtime.engine.pipeline import RecordedPipeline  # noqa: PLC0415
+
         if training and schedule_of(plan.schedule).stale:
             return StalePipeline(
                 modules,

@@ -156,7 +156,7 @@ class OwnModel:
         self._holders = holders_of(plan, recorder, self.place)
         if plan.mesh.pipeline > 1:
             recorder.follow(module)
-        self._groups = parameter_groups(module.named_parameters(), optimizer, groups)
+        self._groups = parameter_groups(module, optimizer, groups)
 
     def _refuse_changing(
         self,

@@ -13,6 +13,7 @@ sends the others their parts.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,9 +49,12 @@ from meshwright.runtime.optim.offloaded_state import (
 from meshwright.runtime.parallel.gradient_compression import Mean
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
-"""Settings of a parameter by its name, as a group of torch's optimizers has them (`lr`,
-`weight_decay`); `optimizer` among them is a factory for this group instead of the engine's."""
+Settings = Mapping[str, Any]
+"""Those of a group of torch's optimizers (`lr`, `weight_decay`); `optimizer` among them is a
+factory for this group instead of the engine's."""
+GroupOf = Callable[[str, nn.Parameter], Settings] | Mapping[str | type[nn.Module], Settings]
+"""Settings of a parameter by its name, or by the module that has it: by a path, in which `*` stands
+for anything, or by a class.  The first that matches counts."""
 
 PROBE_ROWS, PROBE_STEPS = 6, 4
 PROBE_SHAPE = (PROBE_ROWS, 5, 2, 2, 2)
@@ -73,11 +77,16 @@ class ParameterGroup:
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], factory: Factory, group_of: GroupOf | None
+    module: nn.Module, factory: Factory, group_of: GroupOf | None
 ) -> list[ParameterGroup]:
-    """Put the parameters that are trained into groups by their settings."""
+    """Put the parameters that are trained into groups by their settings.
+
+    Raises OptimizerError where a path or a class matches no parameter.
+    """
     groups: dict[Any, tuple[Factory, dict[str, Any], list[str]]] = {}
-    for name, parameter in parameters:
+    if isinstance(group_of, Mapping):
+        group_of = _by_modules(module, group_of)
+    for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         settings = dict(group_of(name, parameter)) if group_of is not None else {}
@@ -88,6 +97,37 @@ def parameter_groups(
         ParameterGroup(factory_of_group, settings, tuple(names))
         for factory_of_group, settings, names in groups.values()
     ]
+
+
+def _by_modules(
+    module: nn.Module, groups: Mapping[str | type[nn.Module], Settings]
+) -> Callable[[str, nn.Parameter], Settings]:
+    """Return settings by name of those by path and class."""
+    settings: dict[str, Settings] = {}
+    matched = set()
+    for name, _ in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        for key, value in groups.items():
+            if isinstance(owner, key) if isinstance(key, type) else _is_in(name, key):
+                matched.add(key)
+                settings.setdefault(name, value)
+    for key in groups:
+        if key not in matched:
+            text = key.__name__ if isinstance(key, type) else key
+            raise OptimizerError(
+                f"groups: '{text}' matches no parameter of {type(module).__name__}; give a path as "
+                "named_modules() or named_parameters() has it (`*` stands for anything), or a class"
+            )
+    return lambda name, _: settings.get(name, {})
+
+
+def _is_in(name: str, path: str) -> bool:
+    """Tell whether a parameter has a path, or is in a module that has it.
+
+    >>> _is_in("blocks.0.norm.weight", "blocks.*.norm"), _is_in("blocks.0.norm.weight", "norm")
+    (True, False)
+    """
+    return fnmatch.fnmatchcase(name, path) or fnmatch.fnmatchcase(name, f"{path}.*")
 
 
 def make_optimizer(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -115,7 +155,15 @@ def make_optimizer(factory: Factory, groups: list[dict[str, Any]]) -> torch.opti
             f"optimizer {name_of(factory)} was given {len(given)} parameters and has {len(used)}; "
             "it must take the groups as they are"
         )
+    set_mode(optimizer, training=True)
     return optimizer
+
+
+def set_mode(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
+    """Let an optimizer whose parameters are others in evaluation (schedule-free) know the mode."""
+    call = getattr(optimizer, "train" if training else "eval", None)
+    if callable(call):
+        call()
 
 
 def _of_group(group: ParameterGroup, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -78,7 +78,7 @@ def pack(
     largest = blocks.abs().amax(-1)
     if weights in LARGEST_CODE:
         scales = largest / LARGEST_CODE[weights]
-        scaled = _over(blocks, scales).flatten(-2)
+        scaled = _quotient(blocks, scales).flatten(-2)
         codes = (
             scaled.round().to(torch.int8) if weights == "int8" else scaled.to(torch.float8_e4m3fn)
         )
@@ -94,20 +94,20 @@ def pack(
         if row_group is not None:
             dist.all_reduce(row_scales, dist.ReduceOp.MAX, group=row_group)
         # A scale rounded up leaves no weight beyond the outer levels.
-        scales = _over(largest.unsqueeze(-1), row_scales.unsqueeze(-1))[..., 0]
+        scales = _quotient(largest.unsqueeze(-1), row_scales.unsqueeze(-1))[..., 0]
         scales = scales.ceil().clamp(max=ROUNDED_SCALES).to(torch.uint8)
-        chosen = _nearest(_over(blocks, scales.float() * row_scales), NF4_LEVELS)
+        chosen = _nearest(_quotient(blocks, scales.float() * row_scales), NF4_LEVELS)
     else:
         exponents = torch.frexp(largest)[1] - 1 - FP4_EXPONENT
         exponents = exponents.where(largest > 0, torch.zeros_like(exponents))
         scales = (exponents.clamp(-EXPONENT_BIAS, EXPONENT_BIAS) + EXPONENT_BIAS).to(torch.uint8)
-        scaled = _over(blocks, torch.exp2(scales.float() - EXPONENT_BIAS))
+        scaled = _quotient(blocks, torch.exp2(scales.float() - EXPONENT_BIAS))
         chosen = _nearest(scaled.abs(), FP4_LEVELS) + 8 * (scaled < 0)
     pairs = chosen.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2))
     return PackedWeight(pairs[..., 0] << 4 | pairs[..., 1], scales, row_scales)
 
 
-def _over(blocks: Tensor, scales: Tensor) -> Tensor:
+def _quotient(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return blocks over their scales; what has a scale of 0 is 0 itself."""
     scales = scales.unsqueeze(-1) if scales.ndim < blocks.ndim else scales
     return blocks / scales.where(scales > 0, torch.ones_like(scales))
@@ -162,7 +162,7 @@ class _Packs:
     _buffers: dict[str, Tensor | None]
     packs: ClassVar[tuple[str, ...]]
 
-    def packed(self, name: str, codes: Tensor) -> PackedWeight:
+    def packed_weight(self, name: str, codes: Tensor) -> PackedWeight:
         """Return a weight of which `codes` are a parameter's local part."""
         scales = self._buffers[f"{name}_scales"]
         assert scales is not None
@@ -182,7 +182,7 @@ class PackedLinear(_Packs, nn.Linear):
         """Return the product with these parameters, the module's own or its local parts."""
         if "weight_scales" not in self._buffers:
             return functional.linear(x, weight, bias)
-        codes, scales, row_scales = self.packed("weight", weight)
+        codes, scales, row_scales = self.packed_weight("weight", weight)
         result: Tensor = _PackedProduct.apply(x, codes, scales, row_scales, self.weights)
         return result if bias is None else result + bias
 
@@ -222,8 +222,8 @@ class PackedExperts(_Packs):
         if "down_proj_scales" not in self._buffers:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         codes = {name: local_part(cast(nn.Module, self), name) for name in self.packs}
-        packed = {name: self.packed(name, cast(Tensor, codes[name])) for name in self.packs}
-        restored = {name: self.restored(packed[name]) for name in self.packs}
+        packed = {name: self.packed_weight(name, cast(Tensor, codes[name])) for name in self.packs}
+        restored = {name: self.restored_weight(packed[name]) for name in self.packs}
         hidden = {name: self.__dict__[name] for name in self.packs if name in self.__dict__}
         self.__dict__.update(restored)
         try:
@@ -234,7 +234,7 @@ class PackedExperts(_Packs):
                 del self.__dict__[name]
             self.__dict__.update(hidden)
 
-    def restored(self, packed: PackedWeight) -> Tensor:
+    def restored_weight(self, packed: PackedWeight) -> Tensor:
         """Return a matrix as the experts multiply with it."""
         weight = restore(packed, self.weights, self.computed_in)
         return weight.transpose(-1, -2) if _is_transposed(self) else weight
@@ -248,7 +248,7 @@ def _restored_again(
     outside = saved_tensors_hooks_outside()
     names = {weight.untyped_storage()._cdata: name for name, weight in restored.items()}
 
-    def keep(tensor: Tensor) -> Any:
+    def save(tensor: Tensor) -> Any:
         name = names.get(tensor.untyped_storage()._cdata)
         if name is not None:
             return name, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -258,9 +258,9 @@ def _restored_again(
         if isinstance(kept, list):
             return cast(Tensor, outside[1](kept[0]) if outside else kept[0])
         name, *geometry = kept
-        return module.restored(packed[name]).as_strided(*geometry)
+        return module.restored_weight(packed[name]).as_strided(*geometry)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, bring):
+    with torch.autograd.graph.saved_tensors_hooks(save, bring):
         yield
 
 

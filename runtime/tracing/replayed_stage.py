@@ -312,7 +312,7 @@ class RecordedStage(nn.Module):
         return self
 
     @functools.cached_property
-    def _opened(self) -> list[tuple[str, nn.Module]]:
+    def _opened_parts(self) -> list[tuple[str, nn.Module]]:
         """The user's modules whose forward is taken apart, by path."""
         parts = dict(self._users[0].named_modules())
         return [(name, parts[name]) for name in self._recorder.opened if name in parts]
@@ -493,7 +493,7 @@ class RecordedStage(nn.Module):
         Raises RecordError where it is of another shape or type than when it was recorded, or the
         module is in another mode.
         """
-        for name, part in self._opened:
+        for name, part in self._opened_parts:
             mode = self._recorder.training_of(name, training=self.training)
             if part.training != mode:
                 raise RecordError(

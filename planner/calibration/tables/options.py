@@ -18,6 +18,7 @@ from meshwright.planner.calibration.tables.cells import EMPTY, Row, word
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.plan import Scales
 from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.documents.training import Optimizer
 from meshwright.planner.requests.setup import Recomputed
 
 OF_FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
@@ -111,8 +112,9 @@ RESTATED: Mapping[str, str] = {
 """Words that say again what another column says, or what is usual and taken so anyway."""
 PRECISIONS: Mapping[str, Precision] = {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Words that say which 8 or 4 bits the column `precision` speaks of."""
-IN_LAYOUTS = ("allgather", "hybrid-shard")
-"""Words that a layout has: how tokens go to experts, within what states are divided."""
+IN_LAYOUTS = ("allgather", "hybrid-shard", "muon")
+"""Words that a layout or a job has: how tokens go to experts, within what states are divided, what
+updates weights."""
 FEWER = re.compile(r"(recompute|offload)-(\d{1,4})-layers")
 RANK = re.compile(r"lora-rank-(\d{1,5})")
 
@@ -131,6 +133,7 @@ class RunOptions:
     """The same of blocks whose activations lie on the host."""
     offload: frozenset[str] = frozenset()
     loss: ChunkedLoss | None = None
+    optimizer: Optimizer = "adamw"
     precision: Precision | None = None
     """Of products in 8 bits and fewer, where a word says which."""
     gathers_tokens: bool = False
@@ -161,6 +164,7 @@ def options_of_row(row: Row) -> RunOptions:
 def _options(options: str, loss: str, plugins: str) -> RunOptions:
     words = [each for each in (word(part) for part in options.split("+")) if each not in EMPTY]
     of_framework = [name for each in words for name in OF_FRAMEWORKS.get(each, ())]
+    of_framework.sort(key=lambda name: name not in ("layer-units", "flat-units"))
     for plugin, names in OF_PLUGINS.items():
         of_framework += names if plugins.startswith(plugin) else ()
     choices = [RECOMPUTED[each] for each in words if each in RECOMPUTED]
@@ -183,6 +187,7 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
         ),
         loss=LOSSES.get(of_loss)
         or (LOSSES["fused"] if "liger" in words and of_loss in EMPTY else None),
+        optimizer="muon" if "muon" in words else "adamw",
         precision=next((PRECISIONS[each] for each in words if each in PRECISIONS), None),
         gathers_tokens="allgather" in words,
         hybrid="hybrid-shard" in words,

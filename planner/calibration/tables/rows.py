@@ -217,6 +217,7 @@ def _setup(
         seq_len=architecture.max_positions,
         global_batch=global_batch,
         precision=precision,
+        optimizer=had.optimizer,
         lora=_adapters(task, framework, had, quantised=quantised),
     )
     space = framework.space or EVERYTHING

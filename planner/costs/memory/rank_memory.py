@@ -161,10 +161,11 @@ def rank_memory_parts(
     stream; of several stages, what crosses those where most does.
     """
     dynamic = dynamic_parts(costs, layout, stages, rank=rank, passing=passing)
+    joined = sum(layer.joined for layers in stages.values() for layer in layers)
     parts = {
         **dynamic,
         "context": costs.context_bytes - costs.reduce_bytes,
-        "allocator overhead": (costs.slack - 1.0) * sum(dynamic.values()),
+        "allocator overhead": (costs.slack - 1.0) * sum(dynamic.values()) + joined,
     }
     beside = {
         "reduce buckets": costs.reduce_bytes,

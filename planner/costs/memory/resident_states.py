@@ -55,6 +55,7 @@ from meshwright.planner.costs.memory.state_bytes import (
 )
 from meshwright.planner.costs.sharding import POWERSGD_RANK
 from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.training import REFERENCED
 from meshwright.planner.operators import layer_operators as arithmetic
 
 if TYPE_CHECKING:
@@ -249,6 +250,8 @@ class ResidentStates:
             )
             self._types_of_adapters = [wide, *self._types_unpacked[1:]]
         self._paged = job.optimizer == "adamw-8bit-paged"
+        self.has_reference = job.objective in REFERENCED
+        """A frozen model runs forward too: another one, or this one without its adapters."""
         self._gathers_matrices = framework.name == "native" and job.optimizer in (
             "adafactor",
             "muon",
@@ -297,8 +300,26 @@ class ResidentStates:
         )
         held_states = self._known.get(key)
         if held_states is None:
-            held_states = self._known[key] = self._count_held(layer, layout, sharing)
+            held_states = self._count_held(layer, layout, sharing)
+            if self.has_reference and not held_states.frozen:
+                beside = self._reference(layer, layout, sharing)
+                held_states = replace(held_states, states=held_states.states + beside)
+            self._known[key] = held_states
         return held_states
+
+    def _reference(self, layer: Layer, layout: Layout, sharing: StateSharding) -> States:
+        """Return a rank's bytes of the reference model's layer, which is frozen."""
+        dense, routed = arithmetic.local_parameters(
+            self._model,
+            layer,
+            tensor=layout.tensor,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            shared_whole=self._framework.experts.shared == "whole",
+        )
+        frozen = fsdp1_frozen_states if self._flat(sharing) else memory.frozen_states
+        apart = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
+        return frozen(dense, sharing) + frozen(routed, apart)
 
     def _count_held(
         self, layer: Layer, layout: Layout, sharing: StateSharding

@@ -430,6 +430,9 @@ class States:
     """Of parameters, what stays from a layer's forward to its backward."""
     flat_bytes: float = 0.0
     """Of gradients, what the optimizer's step copies, beyond those that it lets go of."""
+    joined_bytes: float = 0.0
+    """Of what it copies, tensors larger than any that was freed before them, for which the
+    allocator reserves anew."""
 
     @property
     def resident_bytes(self) -> float:
@@ -454,6 +457,7 @@ class States:
             gradient_buffers_bytes=self.gradient_buffers_bytes + other.gradient_buffers_bytes,
             between_bytes=self.between_bytes + other.between_bytes,
             flat_bytes=self.flat_bytes + other.flat_bytes,
+            joined_bytes=self.joined_bytes + other.joined_bytes,
         )
 
 
@@ -679,10 +683,11 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
     parameters = types.stored_bytes * n / d if zero == 3 else types.working * n
     gradients = types.gradient * n / (d if zero >= 2 else 1) + types.fresh * n
     optimizer = ((0.0 if zero == 3 else types.master) + types.moments) * n / d
-    flat = 0.0
+    flat = joined = 0.0
     if types.flattens and sharing.offload == "none":
         g = types.gradient
-        flat = (g + (FP32 if g != FP32 else 0.0)) * n / d - (g * n * (1 - 1 / d) if zero < 2 else 0)
+        joined = (g + (FP32 if g != FP32 else 0.0)) * n / d
+        flat = joined - (g * n * (1 - 1 / d) if zero < 2 else 0)
     flat += roots_bytes(types, sharing, types.moments * n / d)
     on_host = 0.0
     match sharing.offload:
@@ -712,6 +717,7 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
         host_bytes=on_host,
         gradient_buffers_bytes=gradients,
         flat_bytes=flat,
+        joined_bytes=joined if zero < 3 else 0.0,
     )
 
 

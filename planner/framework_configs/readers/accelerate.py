@@ -37,7 +37,6 @@ def of_settings(
     if kind == "DEEPSPEED":
         config = _of_deepspeed(nested, surroundings)
     config.devices = settings.count("num_processes")
-    settings.number("num_machines")
     precision = settings.word("mixed_precision") or ("auto" if kind == "DEEPSPEED" else "no")
     if precision != "auto":
         known_precisions = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -108,7 +107,9 @@ def _of_fsdp(settings: Settings, config: ParsedConfig) -> None:
             config.data_shard = 0
     else:
         config.zero = 2 if WORDS_OF_TRUTH.get(str(again).lower()) is False else 3
-    fsdp.expect("fsdp_version", 1, 2)
+    fsdp.expect("fsdp_version", 2)
+    if "fsdp_version" not in fsdp:
+        config.assumed.append("FSDP2, though fsdp_version is 1 unless it is said")
     if fsdp.flag("fsdp_offload_params"):
         config.offload = "parameters"
     if fsdp.flag("fsdp_activation_checkpointing"):

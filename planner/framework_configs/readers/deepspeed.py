@@ -48,17 +48,7 @@ def of_settings(data: dict[str, Any]) -> ParsedConfig:
     for key, usual in _USUAL.items():
         zero.expect(key, usual, "auto")
     config.gather(zero, "zero_optimization")
-    config.precision = "fp32"
-    for name in ("bf16", "bfloat16", "fp16", "amp"):
-        part = settings.part(name)
-        on = part.flag("enabled") if part.ignore("enabled") != "auto" else None
-        if part.ignore("enabled") == "auto":
-            config.precision = None
-        elif on and name == "amp":
-            part.name("enabled")
-        elif on:
-            config.precision = "fp16" if name == "fp16" else "bf16"
-        config.gather(part, name)
+    _precision(settings, config)
     _optimizer(settings.part("optimizer"), config)
     _rates(settings.part("scheduler"), config)
     again = settings.part("activation_checkpointing")
@@ -72,6 +62,24 @@ def of_settings(data: dict[str, Any]) -> ParsedConfig:
     config.gather(settings)
     config.understood = settings.understood
     return config
+
+
+def _precision(settings: Settings, config: ParsedConfig) -> None:
+    """Read the type of weights, of which one is on; `auto` is the trainer's."""
+    config.precision = "fp32"
+    kinds = []
+    for name in ("bf16", "bfloat16", "fp16", "amp"):
+        part = settings.part(name)
+        if part.ignore("enabled") == "auto":
+            config.precision = None
+        elif part.flag("enabled") and name == "amp":
+            part.name("enabled")
+        elif part.flag("enabled"):
+            kinds.append("fp16" if name == "fp16" else "bf16")
+        config.gather(part, name)
+    if len(kinds) > 1:
+        raise DocumentError("bf16", "and fp16 are both enabled; enable one")
+    config.precision = kinds[0] if kinds else config.precision
 
 
 _USUAL = {
@@ -95,9 +103,8 @@ def _batches(data: dict[str, Any]) -> list[Any]:
 
 
 def _optimizer(optimizer: Settings, config: ParsedConfig) -> None:
-    kind = optimizer.word("type")
-    if kind not in (None, "Adam", "AdamW"):
-        optimizer.name("type")
+    kinds = {"Adam": "adamw", "AdamW": "adamw", "Lion": "lion", "Muon": "muon", "SGD": "sgd"}
+    config.trains(optimizer=optimizer.choice("type", kinds, "adamw"))
     values = optimizer.part("params")
     first, second = values.pair("betas")
     config.trains(

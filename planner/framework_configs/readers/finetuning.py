@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.documents.profile import ChunkedLoss
+from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers import transformers
@@ -38,28 +39,33 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     """Return what settings of LLaMA-Factory say."""
     settings = Settings({key: value for key, value in data.items() if key in _OF_LLAMA_FACTORY})
     rest = {key: value for key, value in data.items() if key not in _OF_LLAMA_FACTORY}
-    rest["gradient_checkpointing"] = not settings.flag("disable_gradient_checkpointing")
+    # Its own switch is on by default, whatever the trainer's says.
+    also = Settings({"gradient_checkpointing": rest.get("gradient_checkpointing")})
+    by_itself = not settings.flag("disable_gradient_checkpointing")
+    rest["gradient_checkpointing"] = by_itself or bool(also.flag("gradient_checkpointing"))
+    if by_itself:
+        also.idle("gradient_checkpointing")
     rest.setdefault("cutoff_len", 2048)
     attention = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
     rest["attn_implementation"] = settings.choice("flash_attn", attention, "sdpa")
     rest["use_liger_kernel"] = bool(settings.flag("enable_liger_kernel"))
     config = transformers.of_settings(rest, surroundings)
+    config.gather(also)
     if settings.flag("use_reentrant_gc") is not False and config.recompute == "full":
         config.options.append("reentrant-recompute")
     settings.expect("stage", "sft", "pt")
     kind = settings.choice("finetuning_type", {"lora": "lora", "full": "full"}, "lora")
-    quantised = _four_bits(settings, "quantization_bit", "quantization_method", "quantization_type")
+    weights = _packed(settings, "quantization_bit", "quantization_method", "quantization_type")
     rank = settings.count("lora_rank") or 8
     alpha = settings.amount("lora_alpha") or 2.0 * rank
     targets = [word.strip() for word in settings.words("lora_target")]
     if kind == "lora":
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
-        if (settings.amount("lora_dropout") or 0.0) > 0:
-            config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
+        transformers.read_dropout(settings, config)
         settings.idle("pure_bf16")
     else:
         settings.idle("lora_rank", "lora_alpha", "lora_target", "lora_dropout")
-        if quantised:
+        if weights != "full":
             settings.name("quantization_bit")
         # Trained weights are brought to fp32 (model/adapter.py, init_adapter).
         if not settings.flag("pure_bf16") and config.framework != "deepspeed":
@@ -108,33 +114,43 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
         if settings.flag(key):
             rest.setdefault("attn_implementation", kernel)
     kind = str(rest.get("gradient_checkpointing")).lower()
-    if kind not in ("none", "true", "false"):  # offloaded too
-        settings.loose.append(f"gradient_checkpointing={kind:.30}")
-        rest["gradient_checkpointing"] = True
-    config = transformers.of_settings(rest, surroundings)
+    is_offloaded = kind not in ("none", "true", "false")
+    config = transformers.of_settings(
+        {**rest, "gradient_checkpointing": True} if is_offloaded else rest, surroundings
+    )
+    config.unknown += [f"gradient_checkpointing={kind:.30}"] * is_offloaded
     _fused_of_axolotl(settings, config)
     adapter = settings.choice("adapter", {"lora": "lora", "qlora": "qlora"}, "")
-    if settings.flag("load_in_8bit"):
-        settings.name("load_in_8bit")
-    quantised = bool(settings.flag("load_in_4bit"))
+    weights = transformers.packed_weights(settings)
     if adapter:
-        targets = settings.words("lora_target_modules")
-        if settings.flag("lora_target_linear"):
-            targets = []
+        targets = _targets_of_axolotl(settings)
         rank = settings.count("lora_r") or 8
         alpha = settings.amount("lora_alpha") or 16.0
-        four = quantised or adapter == "qlora"
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=four)
-        if (settings.amount("lora_dropout") or 0.0) > 0:
-            config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+        weights = "nf4" if adapter == "qlora" else weights
+        if adapter == "qlora" and settings.flag("load_in_4bit") is False:
+            settings.name("load_in_4bit")
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
+        transformers.read_dropout(settings, config)
     else:
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear")
         settings.idle("lora_dropout")
-        if quantised:
-            settings.name("load_in_4bit")
-    settings.expect("fsdp_version", 1, 2)
+        if weights != "full":
+            settings.name("load_in_4bit", "load_in_8bit")
+    settings.idle("fsdp_version")  # what is priced is the framework's own
     _axes_of_axolotl(settings, config)
     return _in_own_words(config, settings, data, _NAMES_OF_AXOLOTL)
+
+
+def _targets_of_axolotl(settings: Settings) -> list[str]:
+    """Return the modules that get an adapter."""
+    targets = settings.words("lora_target_modules")
+    if settings.flag("lora_target_linear"):
+        return ["all-linear", *targets]
+    if not targets:
+        raise DocumentError(
+            "lora_target_modules", "names no module; name some, or set lora_target_linear"
+        )
+    return targets
 
 
 def _fused_of_axolotl(settings: Settings, config: ParsedConfig) -> None:
@@ -248,16 +264,17 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
         config.options.append("ulysses")
     kind = settings.choice(_TUNER[0], _KINDS, "") or settings.choice(_TUNER[1], _KINDS, "")
     kind = kind or settings.choice(_TUNER[2], _KINDS, "lora")
-    quantised = _four_bits(settings, "quant_bits", "quant_method", "bnb_4bit_quant_type")
+    weights = _packed(settings, "quant_bits", "quant_method", "bnb_4bit_quant_type")
     if kind == "lora":
         rank, alpha = settings.count("lora_rank") or 8, settings.amount("lora_alpha") or 32.0
         targets = [word for text in settings.words("target_modules") for word in text.split()]
-        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
-        if (settings.amount("lora_dropout") or 0.0) > 0:
-            config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+        if "target_modules" in settings and not targets:
+            settings.name("target_modules")
+        transformers.adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
+        transformers.read_dropout(settings, config)
     else:
         settings.idle("lora_rank", "lora_alpha", "target_modules", "lora_dropout")
-        if quantised:
+        if weights != "full":
             settings.name("quant_bits")
     return _in_own_words(config, settings, data)
 
@@ -286,16 +303,16 @@ _OF_MS_SWIFT = frozenset(
 )
 
 
-def _four_bits(settings: Settings, bits: str, method: str, kind: str) -> bool:
-    """Whether frozen weights lie in 4 bits; other numbers and methods are not understood."""
+def _packed(settings: Settings, bits: str, method: str, kind: str) -> str:
+    """Return how frozen weights are stored; other numbers and methods are not understood."""
     count = settings.number(bits)
     if count is None:
         settings.idle(method, kind)
-        return False
-    settings.expect(bits, 4)
+        return "full"
+    settings.expect(bits, 4, 8)
     settings.expect(method, "bnb")
     settings.expect(kind, "nf4", "fp4")
-    return count == 4
+    return {4: "nf4", 8: "int8"}.get(count, "full")
 
 
 def _in_own_words(

@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
+from meshwright.planner.framework_configs.readers.transformers import read_dropout
 
 _PRECISIONS = {
     "bf16-true": "bf16", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16",
@@ -58,6 +59,8 @@ def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
         config.zero = 3
     # FSDP of Lightning: HYBRID_SHARD in pretrain.py, whole sharding and recomputed blocks in
     # finetune/full.py; its ranks of one node shard.
+    if config.devices is None:
+        settings.idle("num_nodes")  # beside those of the cluster
     if is_pretraining and nodes > 1:
         config.data_shard = 0
     if not is_pretraining and not is_adapted and config.zero:
@@ -94,14 +97,13 @@ def _adapters(settings: Settings, config: ParsedConfig) -> None:
             targets += names.split()
     if settings.flag("lora_head"):
         settings.name("lora_head")
-    kinds = {"bnb.nf4": "4", "bnb.nf4-dq": "4", "bnb.fp4": "4", "bnb.fp4-dq": "4", "none": ""}
-    quantised = bool(settings.choice("quantize", kinds, ""))
+    kinds = ("bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq")
+    weights = settings.choice("quantize", dict.fromkeys(kinds, "nf4"), "full")
     if not targets:
         raise DocumentError("lora_query", "is off, and so are all others; give one an adapter")
-    if (settings.amount("lora_dropout") or 0.0) > 0:
-        config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+    read_dropout(settings, config)
     lora: dict[str, Any] = {"rank": rank, "alpha": settings.amount("lora_alpha") or 16.0}
-    config.trains(lora={**lora, "targets": tuple(targets), "quantised": quantised})
+    config.trains(lora={**lora, "targets": tuple(targets), "weights": weights})
 
 
 def _optimizer(settings: Settings, train: Settings, config: ParsedConfig) -> None:

@@ -97,6 +97,10 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
     config.context = settings.degree("context-parallel-size")
     config.expert = settings.degree("expert-model-parallel-size")
     config.sequence_parallel = bool(settings.flag("sequence-parallel")) or config.tensor == 1
+    if config.tensor == 1:
+        settings.idle("sequence-parallel", "tp-comm-overlap")
+    if config.pipeline == 1:
+        settings.idle(*_OF_PIPELINES)
     each = settings.number("expert-tensor-parallel-size")
     if config.expert > 1:
         # By default tensor ranks divide each expert.
@@ -127,7 +131,12 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
         config.blocks, config.virtual_stages = _of_layout(layout, config.pipeline)
         config.schedule = _schedule(config.virtual_stages)
     config.overlaps_reduction = bool(settings.flag("overlap-grad-reduce"))
-    strategy = settings.word("data-parallel-sharding-strategy")
+    _sharding(settings, config)
+
+
+def _sharding(settings: Settings, config: ParsedConfig) -> None:
+    """Read what data-parallel ranks divide, and what of it runs beside computation."""
+    strategy = settings.ignore("data-parallel-sharding-strategy")
     if settings.flag("use-distributed-optimizer"):
         config.zero = 1
     if settings.flag("use-megatron-fsdp", "use-custom-fsdp"):
@@ -136,7 +145,11 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
                 "--data-parallel-sharding-strategy",
                 f"is '{strategy:.40}'; it is one of {', '.join(_STRATEGIES)}",
             )
+        settings.word("data-parallel-sharding-strategy")
         config.zero = _STRATEGIES[strategy or "no_shard"]
+        settings.idle("use-distributed-optimizer")
+    else:
+        settings.idle("data-parallel-sharding-strategy")
     if settings.flag("use-torch-fsdp2"):
         config.zero = 3
     if config.zero:
@@ -145,6 +158,19 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
         settings.idle("overlap-param-gather")
     if config.zero > 1:
         settings.idle("no-gradient-accumulation-fusion")
+
+
+_OF_PIPELINES = (
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+    "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank",
+    "virtual-pipeline-model-parallel-size",
+    "pipeline-model-parallel-layout",
+)
+"""Arguments that say nothing without a pipeline."""
 
 
 def _schedule(virtual_stages: int) -> str:
@@ -179,11 +205,13 @@ def _batches(settings: Settings, config: ParsedConfig) -> None:
     config.micro_batch = settings.count("micro-batch-size")
     config.global_batch = settings.count("global-batch-size")
     config.seq_len = settings.number("seq-length")
-    config.precision = "fp32"
-    for name in ("fp16", "bf16"):
-        if settings.flag(name):
-            config.precision = name
+    kinds = [name for name in ("fp16", "bf16") if settings.flag(name)]
+    if len(kinds) > 1:
+        raise DocumentError("--bf16", "and --fp16 are both there; leave one out")
+    config.precision = kinds[0] if kinds else "fp32"
     if settings.pop("fp8-format", "fp8"):
+        if config.precision != "bf16":
+            config.assumed.append(f"what is not in 8 bits is in bf16, not in {config.precision}")
         config.precision = "fp8"
         settings.expect("fp8-format" if "fp8-format" in settings else "fp8", *_FORMATS)
         config.scales = settings.word("fp8-recipe") or "delayed"
@@ -299,7 +327,8 @@ def _experts(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _optimizer(settings: Settings, config: ParsedConfig) -> None:
-    settings.expect("optimizer", "adam")
+    kinds = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
+    config.trains(optimizer=settings.choice("optimizer", kinds, "adamw"))
     rate = settings.amount("lr")
     config.trains(
         learning_rate=rate,
@@ -457,7 +486,12 @@ def read_bridge(text: str) -> ParsedConfig:
             if value is None:
                 continue
             name = _OTHER_NAMES.get(key, key.replace("_", "-"))
-            flags[name] = value
+            if flags.setdefault(name, value) != value:
+                other = places[f"--{name}"]
+                raise DocumentError(
+                    f"{section}.{key}",
+                    f"is {value!r:.40}, and {other} {flags[name]!r:.40}; give one",
+                )
             places[f"--{name}"] = f"{section}.{key}"
     if flags.get("num-query-groups"):
         flags["group-query-attention"] = True

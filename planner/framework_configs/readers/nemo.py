@@ -36,7 +36,9 @@ def read(text: str) -> ParsedConfig:
         if model.flag(key) and eight:
             flags["fp8-format"] = kind
     if eight:
-        flags.setdefault("fp8-format", "hybrid")
+        if "fp8-format" not in flags:
+            model.name("fp8")
+            flags["fp8-format"] = "hybrid"
         flags["fp8-param-gather"] = bool(model.flag("fp8_params"))
     else:
         model.idle("fp8_params")

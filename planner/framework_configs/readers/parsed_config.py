@@ -242,6 +242,8 @@ class ParsedConfig:
     precision: str | None = None
     offload: str = "none"
     recompute: str = "none"
+    samples_of_schedule: int | None = None
+    """Samples that a run of a pipeline's schedule takes, of which a plan has one a step."""
     overlaps_reduction: bool = True
     """Gradients are reduced beside the backwards, as plans have it."""
     recompute_every: int = 1
@@ -271,12 +273,22 @@ class ParsedConfig:
     understood: int = 0
     """Number of settings that were read."""
 
-    def gather(self, settings: Settings, section: str = "") -> None:
-        """Note what of a section was not read, and what of it decides nothing."""
+    def gather(
+        self, settings: Settings, section: str = "", names: Mapping[str, str] | None = None
+    ) -> None:
+        """Note what of a section was not read, and what of it decides nothing.
+
+        `names` are those that the configuration has for keys.
+        """
         before = f"{section}." if section else ""
-        self.unknown += [before + word for word in (*settings.unread, *settings.unusual)]
+
+        def in_place(word: str) -> str:
+            key, sign, value = word.partition("=")
+            return before + (names or {}).get(key, key) + sign + value
+
+        self.unknown += [in_place(word) for word in (*settings.unread, *settings.unusual)]
         self.unknown += settings.loose
-        self.without_effect += [before + key for key in settings.without_effect]
+        self.without_effect += [in_place(key) for key in settings.without_effect]
 
     def trains(self, **values: Any) -> None:
         """Note settings of the optimizer, as far as they are said."""

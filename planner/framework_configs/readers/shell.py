@@ -48,22 +48,38 @@ def parsed(
             f"runs no command that is known to train{also}; give the script that starts it, or "
             "say what the script's command line gives it: --set 1=VALUE, --set NAME=VALUE",
         )
-    configs = []
-    for way in followed:
-        words = _training_words(way, of)
-        config = parse(words)
-        config.unknown += loose_variables(words)
-        configs.append((way, config))
+    errors: dict[str, DocumentError] = {}
+    configs = [(way, _config_of(way, of, parse, errors)) for way in followed]
     first = configs[0][1]
-    others = [way for way, config in configs[1:] if config != first]
-    if others:
+    if any(config != first for _, config in configs[1:]):
         raise DocumentError(of, _which(configs, first))
+    if isinstance(first, DocumentError):
+        raise first
     absent = dict.fromkeys(name for way in followed for name in way.unfollowed)
     first.unknown += [f"{name} (another script)" for name in absent]
     return first
 
 
-def _which(configs: Sequence[tuple[ScriptPath, ParsedConfig]], first: ParsedConfig) -> str:
+def _config_of(
+    way: ScriptPath,
+    of: str,
+    parse: Callable[[list[str]], ParsedConfig],
+    errors: dict[str, DocumentError],
+) -> ParsedConfig | DocumentError:
+    """Return what one way through a script trains, or why that is refused: once for each reason."""
+    words = _training_words(way, of)
+    try:
+        config = parse(words)
+    except DocumentError as error:
+        return errors.setdefault(str(error), error)
+    config.unknown += loose_variables(words)
+    return config
+
+
+def _which(
+    configs: Sequence[tuple[ScriptPath, ParsedConfig | DocumentError]],
+    first: ParsedConfig | DocumentError,
+) -> str:
     """Say which conditions decide what is trained."""
     deciding = []
     texts = dict.fromkeys(text for way, _ in configs for text, _ in way.decisions)
@@ -111,12 +127,30 @@ def _training_words(way: ScriptPath, of: str) -> list[str]:
     """Return the words of the one command that trains."""
     candidates = _candidates(way)
     training = [command for command in candidates if _trains(command)] or candidates
+    # Of nodes that are started one after the other, each with its number, one stands for all.
+    training = list({_without_rank(command): command for command in reversed(training)}.values())
+    training.reverse()
     if len(training) > 1:
         shown = ", ".join(" ".join(command)[:50] for command in training[:3])
         raise DocumentError(
             of, f"starts {len(training)} commands that may train ({shown} ...); give one of them"
         )
     return list(training[0]) if training else []
+
+
+_RANK = re.compile(r"--(node|machine)[_-]rank(=.*)?")
+
+
+def _without_rank(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command without the number of its node."""
+    words = []
+    behind = False
+    for word in command:
+        match = _RANK.fullmatch(word)
+        if match is None and not behind:
+            words.append(word)
+        behind = match is not None and match[2] is None
+    return tuple(words)
 
 
 def _trains(command: tuple[str, ...]) -> bool:

@@ -15,7 +15,11 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import one_line
 from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment
 from meshwright.planner.framework_configs.readers import input_limits as limits
-from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
+from meshwright.planner.framework_configs.readers.parsed_config import (
+    ParsedConfig,
+    Settings,
+    named_file,
+)
 from meshwright.planner.schedules import SCHEDULES
 
 _CLASSES = {
@@ -176,6 +180,10 @@ class _Module:
         classes = [part for part in chain if part in _CLASSES]
         if classes:
             self._section(classes[-1], node)
+        elif "OptimizersContainer" in chain:
+            for keyword in node.keywords:
+                if keyword.arg != "param_groups":
+                    self._unread(f"OptimizersContainer.{keyword.arg}")
         elif chain[-1:] == ["ParamGroupConfig"]:
             _group(node.keywords, self._names, self.sections)
         elif any(part in _CONVERTERS for part in chain):
@@ -269,7 +277,15 @@ def _group(
 ) -> None:
     """Put the settings of a group of parameters; those of all others count."""
     arguments = {keyword.arg: keyword.value for keyword in keywords}
+    unread = sections.setdefault("computed", {})
+    for name in set(arguments) - {"pattern", "optimizer_name", "optimizer_kwargs"}:
+        unread[f"ParamGroupConfig.{name}"] = True
+    kind = arguments.get("optimizer_name")
+    if isinstance(kind, ast.Constant) and kind.value != "AdamW":
+        unread[f"optimizer_name={kind.value!r:.40}"] = True
     pattern = arguments.get("pattern")
+    if pattern is None:
+        unread["ParamGroupConfig without pattern"] = True
     section = sections.setdefault("optimizer", {})
     if isinstance(pattern, ast.Constant) and pattern.value != ".*":
         return
@@ -286,14 +302,24 @@ def _group(
                 continue
 
 
-def of_flags(flags: dict[str, str | bool | list[str]]) -> ParsedConfig:
-    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say."""
+def of_flags(
+    flags: dict[str, str | bool | list[str]], surroundings: ScriptEnvironment | None = None
+) -> ParsedConfig:
+    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say, above a file's."""
     sections: dict[str, Any] = {}
     others: list[str] = []
+    file = flags.pop("job.config-file", flags.pop("job.config_file", None))
+    if file is not None:
+        name, text = named_file("--job.config_file", file, surroundings)
+        parsed = limits.toml_or_module(text, name)
+        sections = of_python(parsed) if isinstance(parsed, ast.Module) else parsed
     for name, value in flags.items():
-        section, dot, key = name.partition(".")
+        section, dot, key = name.replace("-", "_").partition(".")
         if dot:
-            sections.setdefault(section.replace("-", "_"), {})[key.replace("-", "_")] = value
+            inside = sections.setdefault(section, {})
+            for part in key.split(".")[:-1]:
+                inside = inside.setdefault(part, {})
+            inside[key.rpartition(".")[2]] = value
         elif name in ("module", "config"):
             sections.setdefault("model", {})[{"config": "registered"}.get(name, name)] = value
         else:
@@ -382,6 +408,8 @@ def _degrees(axes: Settings, config: ParsedConfig) -> None:
     config.pipeline = axes.degree("pipeline_parallel_degree")
     config.expert = axes.degree("expert_parallel_degree")
     divided = axes.flag("enable_sequence_parallel")
+    if config.tensor == 1:
+        axes.idle("enable_sequence_parallel")
     config.sequence_parallel = divided is not False or config.tensor == 1
     each = axes.number("expert_tensor_parallel_degree")
     if config.expert > 1 and each:
@@ -451,6 +479,8 @@ def _training(training: Settings, config: ParsedConfig) -> None:
         config.global_batch = None
     if config.pipeline == 1:
         config.micro_batch = local
+    else:
+        config.samples_of_schedule = local
     config.micro_batches = None
     if config.global_batch is None:
         config.micro_batches = local // config.micro_batch if config.micro_batch else None

@@ -29,6 +29,18 @@ _RATES = {
 }
 
 
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
+    "paged_adamw_8bit": "adamw-8bit-paged",
+    "adafactor": "adafactor",
+    "lion_32bit": "lion",
+    "muon": "muon",
+    "sgd": "sgd",
+}
+"""What plans call optimizers (training_args.py, OptimizerNames; axolotl's muon)."""
+
+
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
     """Return what the arguments say."""
     return of_settings(limits.settings(text, "transformers"), surroundings)
@@ -80,10 +92,10 @@ def of_settings(
         config = deepspeed.of_settings(nested)
     config.micro_batch = settings.count("per_device_train_batch_size") or 8
     config.micro_batches = settings.count("gradient_accumulation_steps") or 1
-    config.precision = "fp32"
-    for name in ("fp16", "bf16"):
-        if settings.flag(name):
-            config.precision = name
+    kinds = [name for name in ("fp16", "bf16") if settings.flag(name)]
+    if len(kinds) > 1:
+        raise DocumentError("bf16", "and fp16 are both on; switch one off")
+    config.precision = kinds[0] if kinds else "fp32"
     if nested is None:
         _of_fsdp(settings, config, surroundings)
     else:
@@ -101,7 +113,7 @@ def of_settings(
     wanted = settings.word("model_name_or_path", "model", "base_model")
     if wanted:
         config.model["registered"] = wanted
-    settings.expect("optim", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+    config.trains(optimizer=settings.choice("optim", OPTIMIZERS, "adamw"))
     if config.precision == "fp32":
         settings.expect("tf32", False)
     else:
@@ -162,29 +174,40 @@ def _kernels(settings: Settings, config: ParsedConfig) -> None:
 
 def _adapters(settings: Settings, config: ParsedConfig) -> None:
     """Read adapters, and in how many bits the weights lie that they stand beside."""
-    if settings.flag("load_in_8bit"):
-        settings.name("load_in_8bit")
-    quantised = bool(settings.flag("load_in_4bit"))
-    settings.expect("bnb_4bit_quant_type", "nf4", "fp4")
+    weights = packed_weights(settings)
     if not settings.flag("use_peft"):
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
-        if quantised:
-            settings.name("load_in_4bit")
+        if weights != "full":
+            settings.name("load_in_4bit", "load_in_8bit")
         return
     targets = [word for text in settings.words("lora_target_modules") for word in text.split()]
     rank, alpha = settings.count("lora_r") or 16, settings.amount("lora_alpha") or 32.0
-    adapters(config, rank=rank, alpha=alpha, targets=targets, quantised=quantised)
-    if (settings.amount("lora_dropout") or 0.0) > 0:
-        config.assumed.append("dropout of adapters takes no time (lora_dropout)")
+    adapters(config, rank=rank, alpha=alpha, targets=targets, weights=weights)
+    read_dropout(settings, config)
+
+
+def packed_weights(settings: Settings) -> str:
+    """Return how weights that are not trained are stored."""
+    four, eight = settings.flag("load_in_4bit"), settings.flag("load_in_8bit")
+    if four and eight:
+        raise DocumentError("load_in_4bit", "and load_in_8bit are both on; switch one off")
+    settings.expect("bnb_4bit_quant_type", "nf4", "fp4")
+    return "nf4" if four else "int8" if eight else "full"
+
+
+def read_dropout(settings: Settings, config: ParsedConfig) -> None:
+    """Read whether what goes into adapters is dropped out, which is a tensor of its own."""
+    if settings.share("lora_dropout"):
+        config.options.append("adapter-dropout")
 
 
 def adapters(
-    config: ParsedConfig, *, rank: int, alpha: float, targets: list[str], quantised: bool
+    config: ParsedConfig, *, rank: int, alpha: float, targets: list[str], weights: str
 ) -> None:
     """Note that adapters alone are trained."""
-    usual = not targets or set(targets) & {"all", "all-linear"}
+    usual = not targets or targets in (["all"], ["all-linear"])
     chosen = ("all-linear",) if usual else tuple(dict.fromkeys(targets))
-    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "quantised": quantised})
+    config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "weights": weights})
 
 
 def _samples(settings: Settings, config: ParsedConfig) -> None:
@@ -202,11 +225,8 @@ def _of_fsdp(
     if isinstance(nested, str):
         name, text = named_file("fsdp_config", nested, surroundings)
         nested = limits.json_settings(text, name)
-    fsdp = Settings(
-        {key.removeprefix("fsdp_"): value for key, value in (nested or {}).items()}
-        if isinstance(nested, dict)
-        else {}
-    )
+    inside = nested if isinstance(nested, dict) else {}
+    fsdp = Settings({key.removeprefix("fsdp_"): value for key, value in inside.items()})
     listed = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
     words = [str(word) for word in listed]
     if not value or words == ["no_shard"]:
@@ -216,6 +236,10 @@ def _of_fsdp(
         return
     if set(words) - set(_FSDP_WORDS):
         settings.name("fsdp")
+    if "auto_wrap_policy" in fsdp:
+        config.without_effect += ["fsdp=auto_wrap"] * ("auto_wrap" in words)
+    elif "auto_wrap" not in words:
+        config.assumed.append("each block is a unit of FSDP, though its words have no auto_wrap")
     again = fsdp.flag("reshard_after_forward")
     config.zero = 2 if "shard_grad_op" in words or again is False else 3
     if any(word.startswith("hybrid_shard") for word in words):
@@ -225,9 +249,10 @@ def _of_fsdp(
         config.offload = "parameters"
     if fsdp.flag("activation_checkpointing"):
         config.recompute = "full"
-    fsdp.expect("version", 1, 2)
+    fsdp.idle("version")  # what is priced is the framework's own
     fsdp.expect("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    config.gather(fsdp, "fsdp_config")
+    theirs = {key.removeprefix("fsdp_"): key for key in inside}
+    config.gather(fsdp, "fsdp_config", theirs)
 
 
 _FSDP_WORDS = (

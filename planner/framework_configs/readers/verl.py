@@ -122,8 +122,11 @@ def _batches(actor: Settings, both: Settings, samples: Settings, config: ParsedC
     config.seq_len = (prompt or 512) + (answer or 512)
     answers = both.part("rollout")
     each = answers.count("n") or 1
-    batch = actor.count("ppo_mini_batch_size") or samples.count("train_batch_size")
-    samples.ignore("train_batch_size")
+    batch = actor.count("ppo_mini_batch_size")
+    if batch is None:
+        batch = samples.count("train_batch_size")
+    else:
+        samples.idle("train_batch_size")
     config.global_batch = batch * each if batch else None
     config.micro_batch = actor.count(
         "ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size_per_device"
@@ -154,6 +157,8 @@ def _sharding(sharding: Settings, config: ParsedConfig) -> None:
     again = sharding.flag("reshard_after_forward")
     config.zero = 2 if again is False else 3
     size = sharding.number("fsdp_size")
+    if size is not None and size < 1 and size != -1:
+        raise DocumentError("fsdp_size", f"is {size}; it is a number of ranks, or -1 for all")
     if size is not None and size > 0:
         config.data_shard = size
     if sharding.flag("offload_policy"):

@@ -2,6 +2,7 @@
 
 export const COLOURS = ["#3b7dd8", "#d9730d", "#2e9e5b", "#b54708", "#8250df", "#c2255c", "#0b8a9f",
   "#7a7a00"];
+const NAMED = 8; // dots that have their names beside them
 const WIDEST = 720, LEFT = 64, RIGHT = 18, TOP = 14, BOTTOM = 42;
 let width = WIDEST;
 
@@ -83,8 +84,12 @@ export function scatter(title, points, xTitle, yTitle) {
   const up = axis(ends("y"), height - BOTTOM, TOP, { log: isWide(ends("y")), zero: true });
   const front = points.filter((p) => p.front).sort((a, b) => a.x.value - b.x.value);
   const path = front.map((p) => `${across.at(p.x.value).toFixed(1)},${up.at(p.y.value).toFixed(1)}`);
+  const labels = [];
   const dots = [...points].reverse().map((p) => {
-    const x = across.at(p.x.value), y = up.at(p.y.value);
+    const x = across.at(p.x.value), y = up.at(p.y.value), left = x > width - 170;
+    const free = [-10, 20, -24, 34, -38, 48].find((shift) =>
+      !labels.some(([at, height_]) => Math.abs(at - x) < 150 && Math.abs(height_ - y - shift) < 13)) ?? -10;
+    labels.push([x, y + free, left ? "end" : "start", p.name.length > 26 ? `${p.name.slice(0, 25)}…` : p.name]);
     return `<g role="button" tabindex="0" class="dot" data-name="${safe(p.name)}" `
       + `aria-pressed="${p.chosen}" aria-label="${safe(p.label)}"><title>${safe(p.label)}</title>`
       + line(across.at(p.x.low), y, across.at(p.x.high), y, "range", `stroke="${p.colour}"`)
@@ -93,8 +98,10 @@ export function scatter(title, points, xTitle, yTitle) {
       + `class="${p.chosen ? "chosen" : ""}"/>`
       + `<text x="${x.toFixed(1)}" y="${(y + 4).toFixed(1)}" text-anchor="middle" class="on">${p.place}</text></g>`;
   });
+  const names = points.length > NAMED ? [] : labels.map(([x, y, anchor, name]) =>
+    text(anchor === "end" ? x - 12 : x + 12, y, name, anchor, "small"));
   const body = [...frame(across, up, xTitle, yTitle, height),
-    `<polyline points="${path.join(" ")}" class="front"/>`, ...dots];
+    `<polyline points="${path.join(" ")}" class="front"/>`, ...dots, ...names];
   return svg(title, body, height, 'role="group"');
 }
 
@@ -114,6 +121,33 @@ export function lines(title, series, xTitle, yTitle, mark = null) {
   });
   if (mark !== null) body.push(line(across.at(mark), TOP, across.at(mark), height - BOTTOM, "mark"));
   return svg(title, body, height) + key(series.map(({ name }) => name));
+}
+
+/** Dollars over months: lines with their names at their ends, and where one crosses another. */
+export function spending(title, series, mark, months) {
+  const wide = Math.min(width, 640), height = 270, right = 150;
+  const most = Math.max(...series.flatMap((s) => s.points.map(([, y]) => y)));
+  const across = axis([0, months], LEFT, wide - right, { zero: true }), up = axis([0, most], height - BOTTOM, TOP, { zero: true });
+  const bottom = height - BOTTOM;
+  const body = [
+    ...up.ticks.flatMap((t) => [line(LEFT, up.at(t), wide - right, up.at(t), "grid"), text(LEFT - 6, up.at(t) + 4, short(t), "end")]),
+    ...across.ticks.map((t) => text(across.at(t), bottom + 16, t ? short(t) : "now", "middle")),
+    text((LEFT + wide - right) / 2, height - 6, "months", "middle"), text(6, TOP - 2, "USD"),
+  ];
+  const ends = series.map((s) => ({ s, y: up.at(s.points.at(-1)[1]) })).sort((a, b) => a.y - b.y);
+  ends.forEach((end, k) => { if (k) end.y = Math.max(end.y, ends[k - 1].y + 15); });
+  for (const { s, y } of ends) {
+    const at = s.points.map(([x, usd]) => `${across.at(x).toFixed(1)},${up.at(usd).toFixed(1)}`);
+    body.push(`<polyline points="${at.join(" ")}" fill="none" stroke="${s.colour}" stroke-width="2.5"><title>${safe(`${s.name}: ${short(s.points.at(-1)[1])} USD`)}</title></polyline>`);
+    body.push(text(wide - right + 6, y + 4, s.name.length > 20 ? `${s.name.slice(0, 19)}…` : s.name, "start", "named"));
+  }
+  if (mark) {
+    const x = across.at(mark.x), y = up.at(mark.y);
+    body.push(`<circle cx="${x.toFixed(1)}" cy="${y.toFixed(1)}" r="5" fill="${COLOURS[0]}"><title>${safe(mark.words)}</title></circle>`);
+    const late = x > (LEFT + wide - right) / 2;
+    body.push(text(late ? x - 8 : x + 8, y - 10 < TOP + 12 ? y + 18 : y - 10, mark.words, late ? "end" : "start"));
+  }
+  return `<svg viewBox="0 0 ${wide} ${height}" role="img" aria-label="${safe(title)}">${body.join("")}</svg>`;
 }
 
 /** Names with their colours. */

@@ -11,6 +11,7 @@ export function inputsOf(data, model, values, outcomes) {
   const inputs = controlsOf(data).flatMap((control) => {
     const now = values[control.id] ?? control.now;
     if (!now || control.id === "deadline" || control.id === "budget") return [];
+    if (control.id === "utilisation" && !assumed.shared) return []; // the work says it
     const priced = control.id.startsWith("price.");
     const same = quotes.find((ids) => ids.includes(control.id)) ?? [control.id];
     if (same[0] !== control.id) return []; // it moves with the first price of its quote

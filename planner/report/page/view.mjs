@@ -7,6 +7,7 @@ import { figureOf, orderedBy, ranked, sure } from "../../whatif/ranking.mjs";
 import { moved, tornado } from "../../whatif/sensitivity.mjs";
 import { times } from "../../whatif/uncertain_value.mjs";
 import { planAgain } from "./again.mjs";
+import { chanceWords, dayAfter, decisionHtml, decisionParts, money, moneyRange, optionsHtml, sideBySide, spentChart } from "./card.mjs";
 import { bar, COLOURS, fit, key, lines, safe, scatter, short } from "./charts.mjs";
 import { csvText, yamlText } from "./documents.mjs";
 import { inputsOf, midpointGoal } from "./inputs.mjs";
@@ -39,37 +40,41 @@ function modelFrom(hash) {
 const COLUMNS = [
   ["place", (r) => r.place, (r) => `${r.tied ? "=" : ""}${r.place}${r.pareto ? "*" : ""}`],
   ["candidate", (r) => r.outcome.candidate.name, (r) => r.outcome.candidate.name],
-  [data.document.jobs?.length ? "hours used" : "time to result", (r) => r.outcome.resultHours?.value,
-    (r) => r.outcome.resultHours && duration(r.outcome.resultHours)],
-  ["USD", (r) => r.outcome.usd?.value, (r) => r.outcome.usd && ranged(r.outcome.usd)],
+  data.document.jobs?.length ? ["hours used", (r) => r.outcome.resultHours?.value, (r) => r.outcome.resultHours && duration(r.outcome.resultHours)]
+    : ["result", (r) => r.outcome.resultHours?.value,
+      (r) => r.outcome.resultHours && dayAfter(data.made, r.outcome.resultHours.value)],
+  ["cost", (r) => r.outcome.usd?.value, (r) => r.outcome.usd && money(r.outcome.usd.value)],
+  ["range", (r) => r.outcome.usd?.high, (r) => r.outcome.usd && moneyRange(r.outcome.usd), "wide"],
   ...(data.document.jobs?.length ? [
     ["share of hours", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
     ["mean wait", (r) => waitH(r.outcome.jobs), (r) => hoursText(waitH(r.outcome.jobs))],
   ] : []),
   ...(data.assumed.data.stored_tb || data.assumed.data.moved_tb ? [["storage and transfers, USD",
     (r) => dataUsdOf(r.outcome).value, (r) => grouped(dataUsdOf(r.outcome).value)]] : []),
-  ["P(cheapest)", (r) => r.first.cost, (r) => r.first.cost?.toFixed(2)],
-  ["P(fastest)", (r) => r.first.time, (r) => r.first.time?.toFixed(2)],
+  ["cheapest in", (r) => r.first.cost, (r) => (r.first.cost === undefined ? "" : chanceWords(r.first.cost)), "wide"],
   ["goals", (r) => r.outcome.chance, goalsText],
-  ["USD per useful device-hour", (r) => r.outcome.usdPerDeviceHour?.value,
-    (r) => r.outcome.usdPerDeviceHour && ranged(r.outcome.usdPerDeviceHour)],
-  ["ties with the first at", (r) => r.tiesAtUsd, (r) => r.tiesAtUsd && price(r.tiesAtUsd)],
-  ["budget outlay, USD", (r) => r.outcome.outlayUsd?.value,
-    (r) => r.outcome.outlayUsd && ranged(r.outcome.outlayUsd)],
-  ["tokens in budget", (r) => r.outcome.tokensInBudget,
-    (r) => r.outcome.tokensInBudget && r.outcome.tokensInBudget.toExponential(2)],
-  ["energy, kWh", (r) => r.outcome.energyKwh?.value,
-    (r) => r.outcome.energyKwh && grouped(r.outcome.energyKwh.value)],
-  ["CO2, kg", (r) => r.outcome.carbonKg?.value,
-    (r) => r.outcome.carbonKg && grouped(r.outcome.carbonKg.value)],
+  ["fits", (r) => r.outcome.plan.fit_probability, (r) => percent(r.outcome.plan.fit_probability), "wide"],
+  ["USD an hour", (r) => r.outcome.usdPerDeviceHour?.value,
+    (r) => r.outcome.usdPerDeviceHour && price(r.outcome.usdPerDeviceHour.value), "wide"],
 ];
+
+const GLOSSARY = {
+  place: "1 is the first; = is tied with it; * no other is better in time, cost and energy together",
+  result: "the day on which training has ended, delivery and start included",
+  cost: "what this work pays; what is bought or reserved is paid whole unless a utilisation is set",
+  range: "80 of 100 futures lie within",
+  "cheapest in": "of ten futures in which all candidates are drawn together, those in which it costs least",
+  goals: "of ten futures, those in which it keeps each goal",
+  fits: "probability that the plan fits into the devices' memory",
+  "USD an hour": "price of a useful hour of a device, all that its terms fix included",
+};
 
 function goalsText({ outcome }) {
   const missed = outcome.misses.map(({ name }) => `misses ${name}`);
   const surely = Object.entries(outcome.chances).filter(([name]) =>
     !outcome.misses.some((miss) => miss.name === name));
   const sold = outcome.candidate.hypothetical ? ["not sold"] : [];
-  return [...sold, ...missed, ...surely.map(([name, chance]) => `${name} ${percent(chance)}`)].join("; ");
+  return [...sold, ...missed, ...surely.map(([name, chance]) => `${name} ${chanceWords(chance)}`)].join("; ");
 }
 
 /** Draw everything as the values stand. */
@@ -84,6 +89,13 @@ function update() {
   const by = ranks.length ? orderedBy(goal, outcomes) : "cost";
   at("verdict").textContent = (data.models.length > 1 ? `${page.model}. ` : "")
     + verdict(goal, ranks, data.assumed.tie);
+  at("decided").innerHTML = decisionHtml(decisionParts(data, goal, ranks, new Date()));
+  at("options").innerHTML = optionsHtml(data, ranks, new Date());
+  at("options").hidden = !sideBySide(ranks).length;
+  const spent = spentChart(ranks);
+  at("spent").innerHTML = spent;
+  at("over-time").hidden = !spent;
+  at("trains").textContent = ranks.length ? `, trained with ${ranks[0].outcome.plan.framework}` : "";
   const found = ranks.length ? provenance(ranks[0].outcome, new Date()) : { text: "", warning: "" };
   at("price").textContent = found.text;
   at("warning").textContent = found.warning;
@@ -262,10 +274,10 @@ function drawTable(ranks) {
     return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
   });
   at("all").hidden = !page.chosen.size;
-  at("rows").innerHTML = shown.map((rank) => `<tr>${COLUMNS.map(([name, , words], k) => {
+  at("rows").innerHTML = shown.map((rank) => `<tr>${COLUMNS.map(([name, , words, css = ""], k) => {
     const said = safe(words(rank) ?? "");
     if (k === 1) return `<th scope="row">${said}</th>`;
-    return `<td class="${name === "goals" ? "" : "n"}">${said}</td>`;
+    return `<td class="${css} ${name === "goals" ? "" : "n"}">${said}</td>`;
   }).join("")}</tr>`).join("");
   [...at("head").children].forEach((th, k) => {
     if (k === column) th.setAttribute("aria-sort", down ? "descending" : "ascending");
@@ -274,7 +286,7 @@ function drawTable(ranks) {
 }
 
 function buildTable() {
-  at("head").replaceChildren(...COLUMNS.map(([name], k) => {
+  at("head").replaceChildren(...COLUMNS.map(([name, , , css = ""], k) => {
     const th = document.createElement("th"), button = document.createElement("button");
     button.textContent = name;
     button.type = "button";
@@ -283,9 +295,34 @@ function buildTable() {
       drawTable(page.ranks);
     });
     th.scope = "col";
+    th.className = `${css} ${k === 1 || name === "goals" ? "" : "n"}`;
+    if (GLOSSARY[name]) button.title = GLOSSARY[name];
     th.append(button);
     return th;
   }));
+}
+
+const OF_OWNING = ["electricity", "years", "residual", "interest", "lead"], MOST_DECIDERS = 3;
+
+/** Whether an input can move any figure that is shown. */
+function matters(id) {
+  const kinds = data.candidates.map(({ terms }) => terms);
+  const bound = kinds.some(({ bought, kind, commitment }) => bought || kind === "part" || commitment === "reserved");
+  if (id === "utilisation") return bound;
+  return !OF_OWNING.includes(id) || kinds.some(({ bought, kind }) => bought || kind === "owned" || kind === "part");
+}
+
+/** The inputs that rank another candidate first, the nearest first; utilisation before all. */
+function decidersOf() {
+  const goal = goalOf(data, {}), outcomes = outcomesOf(data, page.model, {}, { drawn: false });
+  const by = outcomes.length ? orderedBy(goal, outcomes) : "cost";
+  const known = outcomes.some((outcome) => figureOf(outcome, by) < Infinity);
+  const found = known ? tornado(inputsOf(data, page.model, {}, outcomes), midpointGoal(data, {}), by, outcomes,
+    (input, value) => outcomesOf(data, page.model, moved(input, value), { drawn: false, only: input.touches })) : [];
+  const ids = found.flatMap(({ input }) => input.ids.slice(0, 1));
+  const first = ["utilisation", ...ids, "tokens", "runs", ...controls.map(({ id }) => id)]
+    .filter((id) => matters(id) && controls.some((control) => control.id === id && control.now));
+  return [...new Set(first)].slice(0, MOST_DECIDERS);
 }
 
 /** Controls: a number and, where the study has a figure, a slider around it. */
@@ -305,7 +342,9 @@ function buildControls() {
     number.addEventListener("input", () => set(control, number.value, number));
     slider.addEventListener("input", () => set(control, String(slid(control, slider.value)), slider));
     row.append(label, number, ...(control.now ? [slider] : []));
-    at(control.id.startsWith("price.") ? "prices" : "assumptions").append(row);
+    row.hidden = !matters(control.id);
+    const place = deciders.includes(control.id) ? "deciders" : control.id.startsWith("price.") ? "prices" : "assumptions";
+    at(place).append(row);
     control.show = (source) => {
       const value = control.id in page.values ? page.values[control.id] : control.now;
       if (source !== number) number.value = value === null ? "" : Number(value.toPrecision(6));
@@ -412,9 +451,73 @@ function bind() {
   });
 }
 
+/** The card as a picture: into the clipboard, or as a file where that is not allowed. */
+async function copyPicture() {
+  const parts = decisionParts(data, goalOf(data, page.values), page.ranks, new Date());
+  const canvas = document.createElement("canvas"), style = getComputedStyle(document.body);
+  Object.assign(canvas, { width: 1200, height: 630 });
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = "#ffffff";
+  pen.fillRect(0, 0, 1200, 630);
+  let y = 70;
+  const write = (words, size, colour, weight = 400) => {
+    pen.font = `${weight} ${size}px ${style.fontFamily}`;
+    pen.fillStyle = colour;
+    let line = "";
+    for (const word of String(words ?? "").split(" ")) {
+      if (pen.measureText(`${line} ${word}`).width > 1080 && line) {
+        pen.fillText(line, 60, y);
+        y += 1.3 * size;
+        line = word;
+      } else line = line ? `${line} ${word}` : word;
+    }
+    pen.fillText(line, 60, y);
+    y += 1.45 * size;
+  };
+  write(document.querySelector("h1").textContent, 26, "#525d6b", 600);
+  for (const [k, [label, value, note]] of parts.entries()) {
+    write(k ? `${label}: ${value}` : value, k ? 28 : 46, "#14181f", 650);
+    write(note, 20, "#525d6b");
+  }
+  write(at("flips").textContent, 20, "#0a5fb4");
+  const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+  try {
+    await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
+    told("picture", "Copied");
+  } catch {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = "study.png";
+    link.click();
+    told("picture", "Saved");
+  }
+}
+
+/** Copy the address, which keeps what is set. */
+async function copyLink() {
+  try {
+    await navigator.clipboard.writeText(location.href);
+    told("link", "Copied");
+  } catch {
+    told("link", "Copy the address bar");
+  }
+}
+
+function told(id, words) {
+  const was = at(id).textContent;
+  at(id).textContent = words;
+  setTimeout(() => { at(id).textContent = was; }, 1500);
+}
+
 page.again = planAgain(() => yamlText(changedDocument(data, page.values)));
 buildTable();
+const deciders = decidersOf();
 buildControls();
+for (const id of deciders) at("deciders").append(at(`set-${id}`).parentElement); // in their order
+const others = controls.filter(({ id }) => matters(id) && !deciders.includes(id)).length;
+at("more-count").textContent = `${others} more inputs`;
+at("link").addEventListener("click", copyLink);
+at("picture").addEventListener("click", copyPicture);
 for (const control of controls) control.show();
 at("by").value = page.values.by ?? data.goal.by;
 at("model").value = page.model;

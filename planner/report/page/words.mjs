@@ -37,8 +37,13 @@ export const duration = (hours) => (hours.value < 48 ? `${ranged(hours)} h`
 /** A probability in per cent. */
 export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 
-/** A price, with as many digits as one signs. */
-export const price = (usd) => (usd >= 1000 ? grouped(usd) : usd.toFixed(2));
+/** A price, with as many digits as one signs; of tokens and the like in millions and more. */
+export const price = (usd) => (usd >= 1e7 ? large(usd) : usd >= 1000 ? grouped(usd) : usd.toFixed(2));
+
+function large(value) {
+  const [size, letter] = [[1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([least]) => value >= least);
+  return `${Number((value / size).toPrecision(3))} ${letter}`;
+}
 
 /** A price with its range, if it has one. */
 const priceRange = ({ value, low, high }) => (low === high ? price(value)
@@ -154,7 +159,9 @@ export function flipText(bars, by, compared) {
   const flips = bars.filter((bar) => bar.flips.length).slice(0, 3).map(({ input, flips: [first, ...rest] }) => {
     const near = rest.reduce((a, b) => (Math.abs(Math.log(b.at / input.now))
       < Math.abs(Math.log(a.at / input.now)) ? b : a), first);
-    return `${near.to} comes first if "${input.label}" ${near.at > input.now
+    const priced = input.label.startsWith("Price: ") && input.label.slice(7);
+    const what = priced === near.to ? "its price" : priced ? `the price of ${priced}` : `"${input.label}"`;
+    return `${near.to} comes first if ${what} ${near.at > input.now
       ? "rises above" : "falls below"} ${price(near.at)} (now ${price(input.now)})`;
   });
   return flips.length ? `What would change it: ${flips.join("; ")}.`

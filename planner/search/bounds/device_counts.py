@@ -6,8 +6,9 @@ at least its share of all layers.  A rank does one action at a time, so that
     step >= batch / (T C D) · max(Σ_k n_k w_k / P, max_k ceil(n_k / P) w_k)
 
 with w_k the fewest seconds that one device takes for a sample of a layer of kind k, alone or with
-others.  Memory, links, and which nodes devices are of are left out: one number says that no part of
-a cluster with as many devices can be faster than a plan that is known.
+others; the slowest of fewer devices is quicker.  Memory, links, and which nodes devices are of are
+left out: one number says that no part of a cluster with as many devices can be faster than a plan
+that is known.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.costs.compute import slowest
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.documents.plan import Layout
@@ -40,26 +42,49 @@ LARGEST = 3
 """Of the sizes that a micro-batch may have, the number of the largest that are asked."""
 
 
-def least_steps_s(request: Request, store: FigureStore | None = None) -> Seconds:
-    """[devices] Return what no plan on as many devices takes less than; inf where there is none."""
-    model, pins, most = request.model, request.pins, request.cluster.devices
-    counts: dict[str, int] = {}
-    for layer in model.layers:
-        counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
-    layers = np.array(list(counts.values()))
-    each_s = _device_seconds(request, store)
-    total_s = float(layers @ each_s)
-    replicas = np.array(_replicas(request), dtype=np.int64)  # none, where pins leave no number
-    least_s = np.full(most + 1, np.inf)
-    for stages in range(1, min(len(model.chain), most) + 1):
-        if pins.pipeline not in (None, stages) or ("pipeline" in pins.divided and stages == 1):
-            continue
-        fullest_s = max(total_s / stages, float(np.max(-(-layers // stages) * each_s)))
-        devices = stages * replicas
-        kept = devices <= most
-        steps_s = request.job.global_batch * fullest_s / replicas[kept]
-        np.minimum.at(least_s, devices[kept], steps_s * (1 - SLACK))
-    return least_s
+class LeastSteps:
+    """What the arithmetic of a request takes on some devices, and on each number of devices."""
+
+    def __init__(self, request: Request, store: FigureStore | None = None) -> None:
+        counts: dict[str, int] = {}
+        for layer in request.model.layers:
+            counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
+        self.layers = np.array(list(counts.values()))
+        """[kind] How many there are."""
+        each_s = _device_seconds(request, store)
+        total_s = float(self.layers @ each_s)
+        most = min(len(request.model.chain), request.cluster.devices)
+        self._request = request
+        self._fullest_s = [
+            request.job.global_batch
+            * (1 - SLACK)
+            * max(total_s / stages, float(np.max(-(-self.layers // stages) * each_s)))
+            for stages in range(1, most + 1)
+        ]
+        """[stages - 1] Of a step on one device a stage."""
+
+    def step_s(self, stages: int, replicas: int) -> float:
+        """Return what no plan takes less than of so many stages of so many devices each."""
+        return self._fullest_s[stages - 1] / replicas * self.quicker(stages * replicas)
+
+    def quicker(self, devices: int) -> float:
+        """Return by how much the slowest of fewer devices takes less than that of all, at most."""
+        return slowest(self._request.cluster.devices) / slowest(devices)
+
+    def by_devices(self) -> Seconds:
+        """[devices] Return what no plan on as many takes less than; inf where there is none."""
+        pins, most = self._request.pins, self._request.cluster.devices
+        replicas = np.array(_replicas(self._request), dtype=np.int64)  # none, where pins leave none
+        least_s = np.full(most + 1, np.inf)
+        for stages, fullest_s in enumerate(self._fullest_s, 1):
+            if pins.pipeline not in (None, stages) or ("pipeline" in pins.divided and stages == 1):
+                continue
+            devices = stages * replicas
+            kept = devices <= most
+            np.minimum.at(least_s, devices[kept], fullest_s / replicas[kept])
+        finite = np.flatnonzero(np.isfinite(least_s))
+        least_s[finite] *= [self.quicker(devices) for devices in finite.tolist()]
+        return least_s
 
 
 def _replicas(request: Request) -> list[int]:

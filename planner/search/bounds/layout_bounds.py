@@ -11,7 +11,7 @@ layout:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from meshwright.planner.search.bounds.dominance import dominates, twins
 from meshwright.planner.search.bounds.layout_groups import FamilyBounds
 from meshwright.planner.search.offload_choices import activations
 from meshwright.planner.search.partition.layout_partition import boundaries_s, layout_pace
-from meshwright.planner.search.space import LayoutFamily, canonical
+from meshwright.planner.search.space import Degrees, LayoutFamily, canonical
 from meshwright.planner.solver.bounds import path_bounds as bounds
 
 if TYPE_CHECKING:
@@ -169,10 +169,12 @@ def candidates_of(
     recompute: Recomputes,
     earlier: Sequence[Candidates],
     store: FigureStore | None = None,
+    degrees: Iterable[Degrees] | None = None,
 ) -> Candidates:
     """Return the candidates of a request; `earlier` are of the same under other pins.
 
-    `store` has figures of layers on other clusters.
+    `store` has figures of layers on other clusters; `degrees` are those that are of interest, by
+    default all.
     """
     for candidates in earlier:
         if candidates.rules is not rules:
@@ -187,5 +189,6 @@ def candidates_of(
         (candidates for candidates in earlier if candidates.tables.activations == treated), None
     )
     if shared is None:
-        return Candidates(request, rules, recompute, CostTables(request, treated, store=store))
+        tables = CostTables(request, treated, store=store)
+        return Candidates(request, rules, recompute, tables, degrees=degrees)
     return Candidates(request, rules, recompute, shared.tables, shared.frontiers)

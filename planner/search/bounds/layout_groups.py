@@ -66,6 +66,7 @@ from meshwright.planner.search.bounds.group_memory_bounds import (
 from meshwright.planner.search.offload_choices import Saving, activations, offload_s, savings_of
 from meshwright.planner.search.partition.layout_partition import instance_of, layout_pace, unkept
 from meshwright.planner.search.space import (
+    Degrees,
     LayoutFamily,
     ShardingChoice,
     Sharings,
@@ -101,14 +102,19 @@ class StatedProblem(NamedTuple):
 
 
 def executable_families(
-    request: Request, refusal: Refusal, saving: Refusal, refused: Counter[str]
+    request: Request,
+    refusal: Refusal,
+    saving: Refusal,
+    refused: Counter[str],
+    some: Iterable[Degrees] | None = None,
 ) -> Iterator[LayoutFamily]:
     """Yield the families that run.  Of refused degrees no axis orders are distinguished.
 
-    `refusal` says it of degrees, by their plainest layout, `saving` of what a layout saves.
+    `refusal` says it of degrees, by their plainest layout, `saving` of what a layout saves.  `some`
+    are the degrees that are of interest, by default all.
     """
     model, pins, space = request.model, request.pins, request.space
-    for degrees in every_degrees(request):
+    for degrees in every_degrees(request) if some is None else some:
         plain = plainest(request, degrees)
         reason = refusal(plain)
         if reason is None:
@@ -116,7 +122,7 @@ def executable_families(
             overlaps = tensor_overlaps(plain, request, saving)
             yield from families(request, degrees, saved, overlaps)
             continue
-        sizes = micro_batches(request.job, degrees, pins)
+        sizes = micro_batches(request, degrees)
         shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
         by_wires = sum(
             len(timetables(model, degrees.pipeline, number, pins, space=space))
@@ -139,11 +145,13 @@ class Configurations:
         recompute: Recomputes = None,
         tables: CostTables | None = None,
         frontiers: FrontierStore | None = None,
+        degrees: Iterable[Degrees] | None = None,
     ) -> None:
         """`rules` are those of the framework if no others are asked for, `tables` those of the
         request, under any pins that leave layers the same activations to choose among.
 
-        `recompute` is what layers may recompute, by default what is pinned or anything.
+        `recompute` is what layers may recompute, by default what is pinned or anything; `degrees`
+        are those that are of interest, by default all.
         """
         self.request = request
         self.model = request.model
@@ -161,7 +169,7 @@ class Configurations:
         self._known_instances: dict[Layout, Instance] = {}
         self.refused: Counter[str] = Counter()
         self.families = list(
-            executable_families(request, self._refusal_of, self._refusal_of, self.refused)
+            executable_families(request, self._refusal_of, self._refusal_of, self.refused, degrees)
         )
         self.frontiers = FrontierStore() if frontiers is None else frontiers
 
@@ -331,9 +339,10 @@ class FamilyBounds(Configurations):
         recompute: Recomputes = None,
         tables: CostTables | None = None,
         frontiers: FrontierStore | None = None,
+        degrees: Iterable[Degrees] | None = None,
     ) -> None:
         """See `Configurations`."""
-        super().__init__(request, rules, recompute, tables, frontiers)
+        super().__init__(request, rules, recompute, tables, frontiers, degrees)
         self._counts: dict[str, int] = {}
         for layer in self.model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat

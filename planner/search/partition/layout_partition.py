@@ -276,7 +276,10 @@ def plan_with(
         **axes_of(layout),
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
         training=Training(
-            lora=job.lora, optimizer=job.optimizer, master_weights=job.master_weights
+            lora=job.lora,
+            optimizer=job.optimizer,
+            master_weights=job.master_weights,
+            objective=job.objective,
         ),
         stages=stages,
         groups=groups,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshwright.planner.search.answer import TIES_LIMIT_S
+from meshwright.planner.search.answer import TIES_NODES
 from meshwright.planner.search.goals import SplitSolution, split_or_pruned
 from meshwright.planner.search.plan_candidate import Ranked, candidate_of
 from meshwright.planner.search.proof_account import (
@@ -47,8 +47,8 @@ FAMILY, PART, SHARED, LAYOUT = range(4)
 BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 """Entries that are bounded together."""
 
-TRIED_FOR_S = 5.0
-"""Seconds of the integer program where it is only asked whether a layout fits."""
+TRIED_NODES = 500
+"""Of the tree of the integer program where it is only asked whether a layout fits."""
 
 Outcome = Solution | Infeasible | CutOff | Unfinished
 Solve = Callable[[Instance, float], Outcome]
@@ -162,7 +162,7 @@ class ChainSpace(Families):
         instance = self.candidates.instance(layout)
         if why_infeasible(instance):
             return False
-        return isinstance(solve_chain(instance, time_limit_s=TRIED_FOR_S), Solution)
+        return isinstance(solve_chain(instance, most_nodes=TRIED_NODES), Solution)
 
     def candidate_of(self, solution: SplitSolution[Solution]) -> Ranked:
         """Return the plan of a split and its prediction."""
@@ -182,7 +182,7 @@ def _together(
 
 
 def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:
-    return solve_chain(instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S)
+    return solve_chain(instance, cutoff_s=cutoff_s, frontiers=frontiers, most_nodes=TIES_NODES)
 
 
 def _by_program(instance: Instance, _: float) -> Any:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.costs.predict import branches_of
 from meshwright.planner.costs.stage_placement import branching
-from meshwright.planner.search.answer import TIES_LIMIT_S
+from meshwright.planner.search.answer import TIES_NODES
 from meshwright.planner.search.goals import SplitSolution, split_or_pruned
 from meshwright.planner.search.partition.stage_size_rows import is_within
 from meshwright.planner.search.plan_candidate import Ranked, predict_candidate
@@ -71,15 +71,16 @@ class MixedSpace(GroupSpace):
         *,
         by_program: bool = False,
         effort: GraphEffort | None = None,
-        limit_s: float = TIES_LIMIT_S,
+        most_nodes: int = TIES_NODES,
     ) -> None:
         """The integer program decides where it is asked to, or else the exact solver.
 
-        `effort` is left for graphs that have too many downsets, `limit_s` of the integer program of
-        one layout's hosts and ties.
+        `effort` is left for graphs that have too many downsets, `most_nodes` of the tree of the
+        integer program of one layout's hosts and ties.
         """
         super().__init__(candidates)
-        self.by_program, self.effort, self._limit_s = by_program, effort or GraphEffort(), limit_s
+        self.by_program, self.effort = by_program, effort or GraphEffort()
+        self._most_nodes = most_nodes
         self._known_instances: dict[Layout, Any] = {}
 
     def refusal(self, layout: Layout) -> str | None:
@@ -137,13 +138,13 @@ class MixedSpace(GroupSpace):
     def best_split(self, problem: GraphInstance, cutoff_s: float) -> Split:
         """Return the best order of groups, of branches, cuts and options of a layout."""
         if self.by_program:
-            return ilp.solve_graph(problem, time_limit_s=TIES_LIMIT_S)
+            return ilp.solve_graph(problem, most_nodes=TIES_NODES)
         return solve(
             problem,
             cutoff_s=cutoff_s,
             frontiers=self.frontiers,
             effort=self.effort,
-            time_limit_s=self._limit_s,
+            most_nodes=self._most_nodes,
         )
 
     def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[GraphSolution] | Pruned:
@@ -177,7 +178,7 @@ class MixedSpace(GroupSpace):
         for row in rows:
             solution = ilp.solve_graph(
                 problem.with_sizes(row),
-                time_limit_s=TIES_LIMIT_S,
+                most_nodes=TIES_NODES,
                 at_least_s=free.lower_bound_s,
                 cutoff_s=cutoff_s,
             )

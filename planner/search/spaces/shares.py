@@ -30,6 +30,7 @@ from meshwright.planner.documents.plan import Layout, Share
 from meshwright.planner.frameworks.native_limits import refusal
 from meshwright.planner.schedules import PLAIN
 from meshwright.planner.search.goals import SplitSolution
+from meshwright.planner.search.micro_batch_size import largest_micro_batch
 from meshwright.planner.search.offload_choices import savings_of
 from meshwright.planner.search.partition.layer_options import allowed_options
 from meshwright.planner.search.partition.layout_partition import layout_pace, plan_with, stage_of
@@ -44,7 +45,6 @@ from meshwright.planner.search.proof_account import (
 )
 from meshwright.planner.search.queue import Bound, LayoutBatch, Pruned
 from meshwright.planner.search.space import (
-    LARGEST_MICRO_BATCH,
     Degrees,
     compiles,
     divisors,
@@ -123,11 +123,12 @@ class ShareSpace(GroupSpace):
         common = math.gcd(*(group.devices for group in self.cluster.groups))
         for tensor in divisors(common):
             data = self.cluster.devices // tensor
+            most = largest_micro_batch(request, tensor)
             degrees = Degrees(tensor=tensor, context=1, expert=1, pipeline=1, data=data)
             blocks = compiles(request, degrees, PLAIN)
             for size in divisors(self.job.global_batch):
                 count = self.job.global_batch // size
-                if count < data or (size > LARGEST_MICRO_BATCH and self.pins.micro_batch is None):
+                if count < data or (size > most and self.pins.micro_batch is None):
                     continue
                 compiled = [blocks]
                 if weighs_compilation(request, blocks) and waits_for_host(request, degrees, size):

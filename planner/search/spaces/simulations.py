@@ -292,7 +292,7 @@ def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:
         data=layout.data,
         expert=layout.expert,
     )
-    for size, count in micro_batches(space.job, data, space.pins):
+    for size, count in micro_batches(space.request, data):
         for name, virtual in timetables(
             space.model, layout.pipeline, count, space.pins, space=space.request.space
         ):

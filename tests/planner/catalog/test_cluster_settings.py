@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.planner.catalog import accelerators, nodes
-from meshwright.planner.catalog.cluster_file import commented
+from meshwright.planner.catalog.cluster_file import cluster_text
 from meshwright.planner.catalog.expressions import resolve_cluster
 from meshwright.planner.documents.document import DocumentError
 
@@ -81,7 +81,7 @@ def test_a_cluster_of_the_catalogue_is_read_back_from_its_commented_file(tmp_pat
     names = [*(f"2x{name}" for name in list(nodes())[::3]), *list(accelerators())[::5]]
     for name in names:
         cluster = resolve_cluster(name)
-        text = commented(cluster)
+        text = cluster_text(cluster)
         assert "# Rates count one device and one direction" in text
         assert f"accelerator: {cluster.groups[0].accelerator.name}\n" in text
         (tmp_path / "c.yaml").write_text(text)

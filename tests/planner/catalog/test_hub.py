@@ -157,4 +157,4 @@ def test_a_configuration_is_fetched_once_and_said(tmp_path: Path) -> None:
     size = len(json.dumps(CONFIG))
     assert ended.stderr.count(f"of somebody/small from {environment['HF_ENDPOINT']}") == 1
     assert f"({size} bytes)" in ended.stderr
-    assert "offline" in ended.stderr  # --offline counts until the process ends
+    assert "'somebody/other' is no model of the catalogue" in ended.stderr

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from meshwright.planner.calibration.tables.predictions import framework_prediction
 from meshwright.planner.catalog import frameworks, native
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.collectives import Level
@@ -12,10 +15,12 @@ from meshwright.planner.costs.lora import adapter_parameters
 from meshwright.planner.costs.memory import state_bytes as memory
 from meshwright.planner.costs.memory.state_bytes import StateSharding, frozen_states, state_types
 from meshwright.planner.documents.plan import Job, Layout, Offload
-from meshwright.planner.documents.training import Lora
+from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.documents.training import Lora, Objective
 from meshwright.planner.frameworks.native_limits import refusal
 from meshwright.planner.operators.layer_operators import local_parameters
-from meshwright.planner.requests.request import Request
+from meshwright.planner.requests.pins import read_layout
+from meshwright.planner.requests.request import Request, pinned_layout
 
 
 @pytest.mark.ranks
@@ -105,3 +110,36 @@ def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
     assert held(8, "parameters") == pytest.approx(4e6)
     # Rounded themselves, as fsdp_qlora has them: a byte for 64, and 4 for 256 of these.
     assert frameworks()["fsdp_qlora"].types.scales == pytest.approx(1 / 64 + 4 / 256 / 64, rel=1e-3)
+
+
+def test_preferences_have_pairs_and_a_reference_that_runs_forward() -> None:
+    """DPO beside supervised tuning: twice the sequences, one forward and frozen weights more."""
+    model, machine = resolve_model("llama-3.1-8b"), resolve_cluster("8xa100-sxm-80gb")
+    layout = "zero=3 dp=8 micro_batch={} recompute=full"
+
+    def predicted(objective: Objective, micro_batch: int, **lora: Lora) -> Prediction:
+        job = Job(seq_len=1024, global_batch=64, objective=objective, **lora)
+        request = Request(model, machine, job, framework=frameworks()["transformers"])
+        request = replace(request, pins=read_layout(layout.format(micro_batch))[0])
+        return framework_prediction(request, pinned_layout(request))
+
+    tuned, preferred = predicted("sft", 4), predicted("dpo", 2)
+    [with_one], [with_two] = tuned.stages, preferred.stages
+
+    parameters = sum(layer.parameters for _, layer in model.chain)
+    more = with_two.memory_parts["parameters"] - with_one.memory_parts["parameters"]
+    # Both ends are in the root, which is gathered whole.
+    assert 2 * parameters / 8 <= more <= 2 * parameters / 8 + 2.2 * 2 * 128256 * 4096
+    assert preferred.step_parts["forward"] == pytest.approx(
+        4 * tuned.step_parts["forward"], rel=0.02
+    )
+    assert preferred.step_parts["backward"] == pytest.approx(
+        2 * tuned.step_parts["backward"], rel=0.02
+    )
+    assert predicted("reward", 2).step_parts["forward"] == pytest.approx(
+        2 * tuned.step_parts["forward"], rel=0.02
+    )
+    adapted = Lora(rank=8)
+    alone = predicted("sft", 4, lora=adapted).stages[0].memory_parts["parameters"]
+    switched = predicted("dpo", 2, lora=adapted).stages[0].memory_parts["parameters"]
+    assert switched == alone

@@ -10,7 +10,12 @@ from meshwright.planner.documents.framework import NATURAL_SPREAD
 from meshwright.planner.documents.model import Architecture, Layer, LayerTrace, ModelGraph
 from meshwright.planner.operators.expert_routing import Routing
 from meshwright.planner.operators.kernels import MODULES
-from meshwright.planner.operators.layer_operators import local_parameters, step_flops, table
+from meshwright.planner.operators.layer_operators import (
+    local_parameters,
+    step_flops,
+    table,
+    unmasked_step_flops,
+)
 from meshwright.planner.operators.operator_table import RECOMPUTES, OperatorTable, Setting
 
 S, B, H, A = 2048, 4, 1024, 16
@@ -155,13 +160,44 @@ def test_a_step_is_six_n_d_and_attention(name: str) -> None:
 
     tokens = 4096 * 8
     attention = 12 * a.layers * a.heads * a.head_dim * 4096 * tokens
-    assert flops == pytest.approx(6 * (model.parameters - embedding) * tokens + attention, rel=1e-6)
+    linear = 6 * (model.parameters - embedding) * tokens
+    # Query i attends to i keys, half of all pairs; PaLM's convention counts all.
+    assert flops == pytest.approx(linear + attention / 2, rel=1e-6)
+    unmasked = unmasked_step_flops(model, seq_len=4096, global_batch=8)
+    assert unmasked == pytest.approx(linear + attention, rel=1e-6)
+    packed = step_flops(model, seq_len=4096, global_batch=8, document_len=1024)
+    assert packed == pytest.approx(linear + attention / 8, rel=1e-6)
+
+
+def test_causal_utilisation_at_131_072_tokens_is_three_fifths_of_the_convention() -> None:
+    """Of 6 N + 12 L a d s per token, 6 N + 6 L a d s: 73.6 % by the convention are 43.5 %."""
+    model = resolve_model("llama-3.1-8b")
+    size = {"seq_len": 131072, "global_batch": 1}
+
+    share = step_flops(model, **size) / unmasked_step_flops(model, **size)
+
+    linear, attention = 6 * (8.03e9 - 0.525e9), 12 * 32 * 4096 * 131072
+    assert share == pytest.approx((linear + attention / 2) / (linear + attention), rel=1e-3)
+    assert 100 * 0.736 * share == pytest.approx(43.5, abs=0.3)
+
+
+def test_a_windows_first_queries_have_fewer_keys() -> None:
+    model = resolve_model("mistral-7b")
+    a = model.architecture
+    assert a is not None
+    keys = sum(min(query + 1, 4096) for query in range(8192)) / 8192
+
+    flops = step_flops(model, seq_len=8192, global_batch=1)
+
+    linear = 6 * (model.parameters - a.vocab_size * a.hidden_size) * 8192
+    attention = 12 * a.layers * a.heads * a.head_dim * keys * 8192
+    assert flops == pytest.approx(linear + attention, rel=1e-3)
 
 
 def test_frozen_weights_have_no_gradients_of_their_own() -> None:
     model = resolve_model("gpt2")
-    whole = step_flops(model, seq_len=1024, global_batch=2)
-    frozen = step_flops(model, seq_len=1024, global_batch=2, frozen=True)
+    whole = unmasked_step_flops(model, seq_len=1024, global_batch=2)
+    frozen = unmasked_step_flops(model, seq_len=1024, global_batch=2, frozen=True)
     attention = 12 * 12 * 768 * 1024 * 2048.0
 
     # Of 6 N, 2 N are gradients of weights; attention has none.
@@ -173,7 +209,7 @@ def test_a_token_counts_only_the_experts_that_it_visits() -> None:
     model = resolve_model("mixtral-8x7b")
     tokens = 1024
 
-    flops = step_flops(model, seq_len=1024, global_batch=1)
+    flops = unmasked_step_flops(model, seq_len=1024, global_batch=1)
 
     a = model.architecture
     assert a is not None

@@ -11,17 +11,21 @@ import pytest
 
 import meshwright
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
+from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.costs.predict import layout_prediction
 from meshwright.planner.documents import document
+from meshwright.planner.documents.plan import Layout
 from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.frameworks.executable import rules_of
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
-from meshwright.planner.search.bounds.device_counts import least_steps_s
+from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
+from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.cluster_parts import PartAnswer, search_parts
 from meshwright.planner.search.plan_preference import Prefer, with_preference
 from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort
 from meshwright.planner.search.search import search
-from meshwright.planner.search.space import layouts
+from meshwright.planner.search.space import Degrees, layouts
 
 MODELS = ("gpt2", "llama-3.2-1b")
 DEVICES = ("h100-sxm-80gb", "a100-sxm-40gb", "rtx-4090", "l40s")
@@ -102,6 +106,16 @@ def test_no_answer_is_slower_than_that_of_a_part_of_many_clusters(seed: int) -> 
     check(*drawn(seed), USUAL)
 
 
+def degrees_of(layout: Layout) -> Degrees:
+    return Degrees(
+        tensor=layout.tensor,
+        context=layout.context,
+        expert=layout.expert,
+        pipeline=layout.pipeline,
+        data=layout.data,
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "batch"),
     [("gpt2", "3x5xh100-sxm-80gb", 24), ("mixtral-8x7b", "2x6xh100-sxm-80gb", 12)],
@@ -109,10 +123,11 @@ def test_no_answer_is_slower_than_that_of_a_part_of_many_clusters(seed: int) -> 
 def test_no_layout_takes_less_than_what_its_devices_need(
     model: str, cluster: str, batch: int
 ) -> None:
-    """Layouts drawn from every part are predicted; the bound knows their number alone."""
-    request = request_of(cluster, model, batch)
-    least_s = least_steps_s(request)
-    draw = random.Random(1)
+    """Layouts drawn from every part are predicted; bounds know their number, or their degrees."""
+    request, store = request_of(cluster, model, batch), FigureStore()
+    least = LeastSteps(request, store)
+    least_s, degrees = least.by_devices(), DegreeBounds(request, store, least)
+    draw, executes = random.Random(1), rules_of(request.framework)
     [group] = request.cluster.groups
     for nodes, each in product(range(1, group.nodes + 1), range(1, group.devices_per_node + 1)):
         part = replace(request, cluster=request.cluster.smaller(nodes=nodes, devices_per_node=each))
@@ -122,6 +137,18 @@ def test_no_layout_takes_less_than_what_its_devices_need(
             except DocumentError:
                 continue
             assert least_s[nodes * each] <= step_s, layout.text()
+            if executes(part.model, part.cluster, part.job, layout) is not None:
+                continue
+            below = degrees.below(part, step_s * (1 + 1e-9))
+            assert any(degrees_of(layout) == at for at in below), layout.text()
+
+
+def test_fewer_devices_have_a_quicker_slowest_one() -> None:
+    """What a part needs at least is no more as a part of a larger cluster than for itself."""
+    whole = LeastSteps(request_of("64x8xh100-sxm-80gb", "gpt2", 512)).by_devices()
+    for nodes in (1, 8, 32):
+        part = LeastSteps(request_of(f"{nodes}x8xh100-sxm-80gb", "gpt2", 512)).by_devices()
+        assert whole[8 * nodes] <= part[8 * nodes] <= 1.05 * whole[8 * nodes]
 
 
 def test_a_batch_that_the_devices_do_not_divide_leaves_some_idle(tmp_path: Path) -> None:

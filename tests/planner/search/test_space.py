@@ -12,10 +12,12 @@ from meshwright.planner.costs.layout_costs import CostTables
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout
-from meshwright.planner.errors import DocumentError
+from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.requests.pins import Pins, read_layout, read_pins, without_effect
 from meshwright.planner.requests.request import Request, pinned_layout
 from meshwright.planner.search.axis_orders import distinct_orders
+from meshwright.planner.search.micro_batch_size import largest_micro_batch
+from meshwright.planner.search.search import search
 from meshwright.planner.search.space import canonical, every_degrees, families, layouts
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -201,3 +203,33 @@ def replace_heads(model: ModelGraph, heads: int) -> ModelGraph:
     assert model.architecture is not None
     fewer = model.architecture.model_copy(update={"heads": heads, "kv_heads": heads})
     return model.model_copy(update={"architecture": fewer})
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch"),
+    [("vit-l-16", "1xh100-sxm-80gb", 512), ("gpt2", "1xrtx-4090", 1 << 16)],
+)
+def test_the_largest_micro_batch_is_what_memory_has_room_for(
+    model: str, cluster: str, batch: int
+) -> None:
+    """A larger one than the space has does not fit; 64 samples are no limit."""
+    asked = Request.create(resolve_model(model), resolve_cluster(cluster), global_batch=batch)
+    most = largest_micro_batch(asked, 1)
+    too_many = 1 << most.bit_length()
+    pinned = replace(
+        asked,
+        job=replace(asked.job, global_batch=too_many),
+        pins=Pins(micro_batch=too_many),
+    )
+
+    assert most > 64
+    with pytest.raises(NoPlanFits):
+        search(pinned)
+
+
+def test_one_pass_of_all_images_is_faster_than_eight() -> None:
+    asked = Request.create(
+        resolve_model("vit-l-16"), resolve_cluster("8xh100-sxm-80gb"), global_batch=4096
+    )
+
+    assert search(asked).plan.layout.micro_batch == 512

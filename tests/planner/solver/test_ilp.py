@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.solver import chain as inner
-from meshwright.planner.solver import ilp
+from meshwright.planner.solver import highs, ilp
 from meshwright.planner.solver.partition_problem import (
     Infeasible,
     Instance,
@@ -152,11 +152,28 @@ def test_costs_of_cuts_and_unequal_devices_are_the_same_problem_to_both() -> Non
     assert isinstance(agree(replace(instance, stages=stages, cut_s=cut_s)), Solution)
 
 
-def test_no_time_at_all_leaves_a_bound_and_no_split() -> None:
-    answer = ilp.solve(FAMILIES["gpt3"], time_limit_s=0.0)
+def test_no_node_at_all_leaves_a_bound_and_no_split() -> None:
+    answer = ilp.solve(FAMILIES["gpt3"], most_nodes=0)
 
     assert isinstance(answer, Unfinished)
     assert answer.lower_bound_s <= 1.0 or math.isinf(answer.lower_bound_s)
+
+
+def test_limits_are_of_work_and_not_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stops early stops at the same place, however busy the machine is."""
+    asked: list[dict[str, object]] = []
+    solver = highs.pulp.HiGHS
+
+    def recorded(**options: object) -> object:
+        asked.append(options)
+        return solver(**options)
+
+    monkeypatch.setattr(highs.pulp, "HiGHS", recorded)
+    answers = [ilp.solve(FAMILIES["gpt3"], most_nodes=1) for _ in range(2)]
+
+    assert answers[0] == answers[1]
+    assert all(not name.lower().startswith("time") for options in asked for name in options)
+    assert {options["mip_max_nodes"] for options in asked} == {1}
 
 
 def test_each_row_of_the_program_stands_in_its_statement() -> None:

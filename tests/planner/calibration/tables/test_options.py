@@ -159,7 +159,8 @@ WORDS: dict[str, tuple[str, dict[str, str]]] = {
         {"framework": "torchtitan", "recompute": "partial", "flash_attention": "0"},
     ),
     "states": (
-        "precision-aware-optimizer grads-bf16 bf16-states offload-optimizer offload-layer-inputs",
+        "muon precision-aware-optimizer grads-bf16 bf16-states offload-optimizer "
+        "offload-layer-inputs",
         {"zero_stage": "1"},
     ),
     "wide states": ("grads-fp32 fp32-states", {"framework": "hf-sft-trainer"}),

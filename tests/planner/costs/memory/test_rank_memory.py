@@ -32,6 +32,7 @@ LAYER = LayerBytes(
     host=0.0,
     bucket=0.0,
     flat=0.0,
+    joined=0.0,
     offloaded=False,
     receives=False,
 )

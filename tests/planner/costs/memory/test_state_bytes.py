@@ -255,6 +255,10 @@ def test_deepspeed_sums_and_reduces_in_16_bits_and_copies_a_shard_at_its_step() 
     half = states(N, of("megatron-deepspeed", "fp16", zero=1, shard=1))
     assert half.resident_bytes + half.flat_bytes == (4 + 18) * N
     assert states(N, of("megatron-deepspeed", zero=1)).flat_bytes == 0
+    # A shard's gradients in 16 bits and in fp32, each one tensor, fit no segment that was freed.
+    eight = states(N, of("megatron-deepspeed", "fp16", zero=1))
+    assert eight.joined_bytes == pytest.approx((2 + 4) * shard)
+    assert states(N, of("megatron", zero=1)).joined_bytes == 0
     on_host = replace(of("deepspeed", zero=2), offload="optimizer")
     assert states(N, on_host).flat_bytes == 0
 

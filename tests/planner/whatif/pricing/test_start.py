@@ -84,3 +84,24 @@ def test_a_budget_pays_for_the_start_of_every_node(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sizing, "evaluate", evaluated)
     assert sizing.size_of(asked, 0, "gpt2") == 83
     assert found[83] == 19_984.0
+
+
+def test_an_order_in_six_months_comes_later_at_the_price_of_then() -> None:
+    """By hand: rents fall by a fifth a year: 2.00 become 1.79 in half a year; 182.5 days later."""
+    rent = {"usd_per_device_hour": 2.0, "low": 2.0, "high": 2.0, **QUOTE}
+    offers = [
+        {"name": "now", "cluster": "8xa10g", "rent": rent},
+        {"name": "later", "cluster": "8xa10g", "rent": rent, "wait_months": 6.0},
+    ]
+    asked = study(offers=offers, assumptions={"rent_change_a_year": -0.2})
+    now, later = candidates_of(asked)
+    planned = plan_candidate(asked, "gpt2", now)
+    first, second = (evaluate(asked, "gpt2", c, planned) for c in (now, later))
+
+    assert first.usd is not None and second.usd is not None
+    assert second.usd.value == pytest.approx(first.usd.value * 0.8**0.5)
+    assert first.result_hours is not None and second.result_hours is not None
+    assert second.result_hours.value == pytest.approx(first.result_hours.value + 24 * 182.5)
+    quote = later.priced.quote
+    assert quote is not None
+    assert quote.low < quote.value < quote.high
