@@ -214,7 +214,7 @@ def test_the_readme_has_the_example_that_is_run() -> None:
     text = (ROOT / "README.md").read_text()
     example = (ROOT / "examples" / "first_engine.py").read_text()
 
-    assert example.replace("\n\n\n", "\n\n") in text
+    assert example in text
 
 
 def test_the_readme_is_one_page_with_one_picture_that_is_small() -> None:

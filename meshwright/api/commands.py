@@ -32,7 +32,7 @@ from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
 from meshwright.planner.costs.predict import predict as predict_plan
-from meshwright.planner.costs.uncertainty import bounded_by_words
+from meshwright.planner.costs.uncertainty import NOT_UNDERSTOOD, bounded_by_words
 from meshwright.planner.documents import document
 from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
@@ -207,7 +207,7 @@ def answer_to(
     refused: NoPlanFits | None = None
     for wanted in _with_packed_weights(request):
         try:
-            found = search_parts(
+            result = search_parts(
                 wanted,
                 prefer,
                 solver=solver,
@@ -219,9 +219,9 @@ def answer_to(
         except NoPlanFits as error:
             refused = error
             continue
-        step_s = found.answer.prediction.step_time_s
+        step_s = result.answer.prediction.step_time_s
         if searched is None or step_s < searched.answer.prediction.step_time_s:
-            searched, request = found, wanted
+            searched, request = result, wanted
     if searched is None:
         assert refused is not None
         raise type(refused)(f"{refused}{_with_less_surety(request)}") from refused
@@ -305,7 +305,7 @@ def compare(
         for plan in plans
     ]
     fitting = [entry for entry in named if entry[2].fits] or named
-    _, first, fastest = min(fitting, key=lambda one: one[2].step_time_s / _work(one[1]))
+    _, first, fastest = min(fitting, key=lambda row: row[2].step_time_s / _work(row[1]))
     return tuple(
         alternative_row(what, plan, prediction, fastest, same=_work(first) / _work(plan))
         for what, plan, prediction in named
@@ -373,13 +373,16 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
     if not mine.fits:
         yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
-        yield from (f"{name} {note}" for note in prediction.notes)
+        notes = prediction.notes if prediction is mine else set(best.notes) - _words_notes(mine)
+        yield from (f"{name} {note}" for note in prediction.notes if note in notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
         spans = [
             f"{seconds_text(each.step_time_low_s)} to {seconds_text(each.step_time_high_s)}"
             for each in (mine, best)
         ]
         yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
+    if _words_notes(mine):
+        yield "what is not understood may be worth more than the gain; no plan is called the best"
     if mine.step_time_s < best.step_time_s and mine.fits:
         yield "yours is faster: it uses a choice that is not searched"
 
@@ -454,6 +457,11 @@ def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
         return None if file is None else document.read_text(str(file))
 
     return ScriptEnvironment(values=settled, files=text_of)
+
+
+def _words_notes(prediction: Prediction) -> set[str]:
+    """Return the notes that name words which were not understood: they are said once."""
+    return {note for note in prediction.notes if note.startswith(NOT_UNDERSTOOD)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ def _catalogued_model(text: str) -> str:
         is_cached = hub.is_hub_name(text) and hub.cached_config(text) is not None
         shape = hub.plain_name(text).lower()
         for name, entry in models().items():
-            shapes = {hub.plain_name(known).lower() for known in (name, *entry.aliases)}
+            shapes = {hub.plain_name(alias).lower() for alias in (name, *entry.aliases)}
             if shape in shapes and not is_cached:
                 return name
         raise

@@ -569,10 +569,10 @@ def _sums(layer: Layer, setting: Setting) -> Iterator[tuple[str, float]]:
         return size
 
     for at in range(max(len(shard.sums_bytes) for shard in layer.divided or ())):
-        yield f"sum_{at}", size(lambda one: one.sums_bytes, at)
+        yield f"sum_{at}", size(lambda shard: shard.sums_bytes, at)
     for at in range(max(len(shard.copies_bytes) for shard in layer.divided or ())):
-        yield f"gradient_{at}", size(lambda one: one.copies_bytes, at)
-    yield "last_sum", size(lambda one: (one.last_sum_bytes,), 0)
+        yield f"gradient_{at}", size(lambda shard: shard.copies_bytes, at)
+    yield "last_sum", size(lambda shard: (shard.last_sum_bytes,), 0)
 
 
 def _sum_over_ranks(layer: Layer, setting: Setting, name: str, size: float) -> Operator:

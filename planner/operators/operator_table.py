@@ -551,8 +551,8 @@ class OperatorTable:
         """
         again = self._of_modules
         others = [op for op in self.operators if op not in again]
-        made = _outputs(again)
-        needed = {name for op in again for name in (*op.inputs, *op.saved)} - made
+        outputs = _outputs(again)
+        needed = {name for op in again for name in (*op.inputs, *op.saved)} - outputs
         passed = {
             name
             for op in again
@@ -560,7 +560,7 @@ class OperatorTable:
             for name in op.outputs
             if any(name in (*other.inputs, *other.saved) for other in others)
         }
-        return (_saved_tensors(others) | needed) - (made - passed)
+        return (_saved_tensors(others) | needed) - (outputs - passed)
 
     @cached_property
     def _kept_outputs(self) -> frozenset[str]:

@@ -89,7 +89,7 @@ def moved_constants(tuner: Tuner) -> list[MovedConstant]:
             )
         )
     learnt = [change for change in changes if change.learnt or change.after[0] != 1]
-    return sorted(learnt, key=lambda one: -abs(math.log(one.after[0])))
+    return sorted(learnt, key=lambda change: -abs(math.log(change.after[0])))
 
 
 def _factors(mean: float, spread: float) -> tuple[float, float, float]:

@@ -111,7 +111,7 @@ def _next(
                 continue
             tried.append((names, plan, prediction))
         if tried:
-            return min(tried, key=lambda one: (not one[2].fits, one[2].step_time_s))
+            return min(tried, key=lambda trial: (not trial[2].fits, trial[2].step_time_s))
     return tuple(left), best, predict(best, model, machines.part)
 
 

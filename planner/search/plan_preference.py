@@ -119,7 +119,9 @@ def with_preference(
         least_s = fastest.prediction.step_time_s
         limit_s = max(least_s, min(least_s * (1 + margin_of(request)), at_most_s))
         near = (candidate for candidate in every if candidate.prediction.step_time_s <= limit_s)
-        chosen = min(near, key=lambda one: (len(features(one.plan)), one.prediction.step_time_s))
+        chosen = min(
+            near, key=lambda ranked: (len(features(ranked.plan)), ranked.prediction.step_time_s)
+        )
     rows = {"chosen": chosen, "fastest": fastest, **usual}
     mesh = kind(chosen.plan.layout)
     others = (candidate for candidate in answer.top if kind(candidate.plan.layout) != mesh)
@@ -153,7 +155,7 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
 
 
 def _fastest(every: Sequence[Ranked]) -> Ranked:
-    return min(every, key=lambda one: one.prediction.step_time_s)
+    return min(every, key=lambda ranked: ranked.prediction.step_time_s)
 
 
 PLAIN_DATA = "plain data parallel"

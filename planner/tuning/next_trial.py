@@ -200,7 +200,7 @@ class Tuner:
     def best(self) -> Timed | None:
         """The fastest of the options that ran, as it was measured."""
         measured = (self.measured_step(option) for option in self.ran)
-        return min(measured, key=lambda one: one.step_s, default=None)
+        return min(measured, key=lambda step: step.step_s, default=None)
 
     def measured_step(self, option: int) -> Timed:
         """Return the step that an option was measured to take, over its trials that ran."""
@@ -258,7 +258,7 @@ class Tuner:
         if not self.ran and not self._stand_ins:
             return min(self._surest(left, SURE_TO_FIT), key=self._mean)
         gains = {option: self._gain(option) / self.trial_s(option) for option in may_run}
-        return min(may_run, key=lambda one: (-gains[one], self._mean(one)))
+        return min(may_run, key=lambda option: (-gains[option], self._mean(option)))
 
     def trial_s(self, option: int) -> float:
         """Return the seconds that a trial is expected to take."""

@@ -219,7 +219,7 @@ def _is_unmeasured(candidate: Candidate, planned_run: Planned) -> bool:
     names = {run.framework for _, run in planned_run.runs} or {planned_run.framework}
     runs = [framework_called(name).accuracy.seen for name in names]
     seen = {name for each in runs if each is not None for name in each.accelerators}
-    known = {
+    measured = {
         each.architecture
         for name, each in accelerators().items()
         if name in seen or each.curve.provenance != "quoted"
@@ -229,7 +229,7 @@ def _is_unmeasured(candidate: Candidate, planned_run: Planned) -> bool:
         each.curve.provenance == "quoted"
         and each.name not in seen
         and each.kind != "cpu"
-        and each.architecture not in known
+        and each.architecture not in measured
         for each in devices
     )
 

@@ -93,8 +93,8 @@ def gradients_by_output(
         for leaf in floating:
             leaf.requires_grad_()
         loss_sum = loss_sum_of(loss(tree_unflatten(used, spec), batch), _samples(used))
-        found = torch.autograd.grad(loss_sum.total, floating, allow_unused=True)
-    by = {id(leaf): grad for leaf, grad in zip(floating, found, strict=True)}
+        gradients = torch.autograd.grad(loss_sum.total, floating, allow_unused=True)
+    by = {id(leaf): grad for leaf, grad in zip(floating, gradients, strict=True)}
     result = []
     for first in range(samples.start, samples.stop, size):
         grads: list[Tensor | None] = []

@@ -84,7 +84,7 @@ class ModuleGraph(nn.Module):
         held: dict[str, Any] = {TOKENS: tokens, POSITIONS: positions}
         for name in self.order:
             module = self.get_submodule(name)
-            output = module(*(held[one] for one in self._reads[name]))
+            output = module(*(held[source] for source in self._reads[name]))
             if not isinstance(output, Tensor):
                 kind = type(output).__name__
                 raise TypeError(f"{type(module).__name__} returns {kind}, no tensor")

@@ -250,6 +250,11 @@ def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
     """
     settings = plan.training.lora
     assert settings is not None
+    if settings.packs_weights:
+        raise LaunchError(
+            f"training.lora.weights: is {settings.weights}, and weights of a module of your own "
+            "stay as they are; use full"
+        )
     apart = {node.unit for node in recorder.first.nodes if node.unit}
     every = EVERY_LINEAR in settings.targets
     adapted = lora.adapt(

@@ -176,8 +176,8 @@ class ScriptKeeper:
         step = self._engine.steps
         if self._copies or self._saves:
             states = {
-                name: self._taken[name] if name in self._taken else one.state_dict()
-                for name, one in (self._extra or {}).items()
+                name: self._taken[name] if name in self._taken else state.state_dict()
+                for name, state in (self._extra or {}).items()
             }
             if self._copies and self._mirror is not None:
                 self._copy(self._mirror, step, states)
@@ -207,7 +207,9 @@ class ScriptKeeper:
         self._copies = self._mirror is not None and self._mirror.is_due(step)
         if self._copies or self._saves:
             self._taken = {
-                name: one.state_dict() for name, one in self._extra.items() if _is_iterable(one)
+                name: state.state_dict()
+                for name, state in self._extra.items()
+                if _is_iterable(state)
             }
 
     def finish(self) -> None:
@@ -225,7 +227,7 @@ class ScriptKeeper:
             return
         if step > self._last_saved:
             self._beacon.begin_part(step, "save")
-            states = {name: one.state_dict() for name, one in self._extra.items()}
+            states = {name: state.state_dict() for name, state in self._extra.items()}
             self._save(step, states)
         self._beacon.begin_part(step, "end")
 

@@ -517,7 +517,10 @@ class TorchOptimizers(Gradients):
         rate = self._rate(int(self.steps))
         for optimizer in self.optimizers if rate is not None else ():
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                if isinstance(group["lr"], Tensor):  # which a compiled update reads (torchao)
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
         self.steps += 1
 
     def _step(self, grads: Mapping[Slot, Tensor]) -> None:

@@ -222,8 +222,8 @@ class Holdings:
 
         It was never whole, and would take the place of what is.
         """
-        dropped = [one for one in self._held if one.step > state.step]
-        self._held = [one for one in self._held if one.step <= state.step]
+        dropped = [snapshot for snapshot in self._held if snapshot.step > state.step]
+        self._held = [snapshot for snapshot in self._held if snapshot.step <= state.step]
         return dropped
 
 
@@ -401,7 +401,7 @@ class Roster:
             and standing.agent.start not in self.epoch.excluded
             and not self.is_lost(standing.agent, now_s)
         ]
-        return tuple(sorted(proposals, key=lambda one: (one.node, one.start)))
+        return tuple(sorted(proposals, key=lambda proposal: (proposal.node, proposal.start)))
 
     def _ends(self, alive: Sequence[Agent]) -> tuple[RankEnd, ...]:
         standings: Mapping[str, Standing] = self._told

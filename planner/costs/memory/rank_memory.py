@@ -144,7 +144,7 @@ def has_room(memory_bytes: float, parts: Mapping[str, float], costs: RankCosts) 
 
 def widest(passings: Sequence[StageTraffic]) -> StageTraffic | None:
     """Return what crosses the stage of a rank where most does; None where there is but one kind."""
-    return max(passings, key=lambda one: one.widest_bytes, default=None)
+    return max(passings, key=lambda passing: passing.widest_bytes, default=None)
 
 
 def rank_memory_parts(

@@ -275,7 +275,7 @@ def _left_out(left: Sequence[LeftOut], price: float) -> str:
     """Name offers below a price that cannot make the cluster, first those that lack a network."""
     cheaper = sorted(
         (rent for rent in left if rent.usd_per_device_hour < price),
-        key=lambda one: (one.reason != NO_NETWORK, one.usd_per_device_hour),
+        key=lambda rent: (rent.reason != NO_NETWORK, rent.usd_per_device_hour),
     )
     if not cheaper:
         return ""
