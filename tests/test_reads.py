@@ -80,6 +80,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/run/run_folder.py", "open"): OURS,
     ("runtime/launch/script_run.py", "read_bytes"): PROGRAM,
     ("runtime/launch/transient_errors.py", "read_bytes"): OURS,
+    ("runtime/run/record_segments.py", "read_bytes"): OURS,
     ("runtime/engine/user_code.py", "read_bytes"): PROGRAM,
     ("runtime/engine/user_code.py", "ast.parse"): PROGRAM,
     ("meshwright/launch/schedulers.py", "read_bytes"): PROGRAM,

@@ -22,16 +22,16 @@ from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.report.run_page import RunReading, RunTable
-from meshwright.planner.whatif.run_status import IncidentCase, RunView, run_view
+from meshwright.planner.whatif.run_status import IncidentCase, RunView
 from meshwright.render.text import LEAST_S
 from meshwright.runtime.run.run_folder import (
     RankOrders,
-    events,
     events_file,
     evidence_folder,
     orders_file,
     plan_file,
     prediction_file,
+    viewer,
 )
 
 SILENT_STEPS, SILENT_S = 5, 30.0
@@ -103,7 +103,7 @@ def read_run(folder: str | Path) -> WatchedRun:
     orders = _read(RankOrders, orders_file(output))
     return WatchedRun(
         folder=output,
-        view=run_view(events(output)),
+        view=viewer(output).view(),
         plan=_read(Plan, plan_file(output)),
         steps=None if orders is None else orders.steps,
         prediction=_read(Prediction, prediction_file(output)),
