@@ -39,6 +39,7 @@ READS: dict[tuple[str, str], str] = {
     ("planner/catalog/__init__.py", "read_text"): PROGRAM,
     ("planner/documents/plugins.py", "read_text"): PROGRAM,
     ("planner/report/html.py", "read_text"): PROGRAM,
+    ("planner/report/svg.py", "read_text"): PROGRAM,
     ("planner/report/trials.py", "read_text"): PROGRAM,
     ("planner/report/run_page.py", "read_text"): PROGRAM,
     ("planner/report/validation_report.py", "read_text"): PROGRAM,

@@ -69,7 +69,7 @@ default, and one sweep alone has measured it."""
 EIGHT_BITS_GAIN = 0.4
 """Logarithm: what products in 8 bits save of a step in 16 at most (1.2 to 1.5 times as fast, as
 published for H100), where nobody says that a run was in 16 and its devices have both."""
-QUOTED_SPREAD = 0.1
+QUOTED_SPREAD = 0.04
 """Logarithm: what a device without measured kernels adds."""
 ASSUMED_SPREAD = 0.03
 """Logarithm: what a run adds of which not all is known."""

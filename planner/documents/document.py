@@ -61,7 +61,9 @@ def _end_at_the_first_wrong_item(schema: Any) -> None:
 class Part(BaseModel):
     """A frozen piece of a document; unknown keys are errors that name the nearest known key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), defer_build=True
+    )
 
     @classmethod
     def __get_pydantic_core_schema__(

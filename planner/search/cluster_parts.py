@@ -45,7 +45,7 @@ MOST_SEARCHED = 48
 """Parts that are searched like the whole cluster."""
 SEARCHED_IN_ORDER = 3
 """Parts that are searched before the one is looked for that is likely to be the fastest."""
-BOUNDED = Effort(likely=0, tried=0, programs=0)
+BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
 """What bounds of a part's configurations may take."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
@@ -66,7 +66,7 @@ class PartAnswer:
     """The answer of a part, as the user prefers it."""
 
     part: ClusterPart
-    found: Answer
+    fastest: Answer
     """By its fastest plan."""
     answer: Answer
 
@@ -111,13 +111,13 @@ def search_parts(
 
     NoPlanFits says why the whole cluster has no plan, where no part has one either.
     """
-    asked = partial(search, solver=solver, top=top, effort=effort)
-    shown = partial(asked, progress=progress, gap_progress=gap_progress)
+    quietly = partial(search, solver=solver, top=top, effort=effort)
+    aloud = partial(quietly, progress=progress, gap_progress=gap_progress)
     check_request(request, solver)
     if not has_parts(request):
-        found = shown(request)
+        fastest = aloud(request)
         part = ClusterPart(request, 0.0, whole=True)
-        return PartAnswer(part, found, with_preference(request, found, prefer))
+        return PartAnswer(part, fastest, with_preference(request, fastest, prefer))
     store = FigureStore()
     least = LeastSteps(request, store)
     parts = _PartSearch(prefer=prefer, store=store, degrees=DegreeBounds(request, store, least))
@@ -127,10 +127,10 @@ def search_parts(
         if parts.searched == SEARCHED_IN_ORDER and parts.best is not None:
             part = parts.likeliest(waiting) or part
         waiting.remove(part)
-        parts.look_at(part, shown if part.whole else asked)
+        parts.look_at(part, aloud if part.whole else quietly)
     best = parts.best
     if best is None:
-        search(request, solver=solver)  # says why
+        search(request, solver=solver, store=store)  # says why
         raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
     if parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
@@ -171,12 +171,12 @@ class _PartSearch:
             if part.bound_s >= least_s:
                 break
             with contextlib.suppress(NoPlanFits, DocumentError):
-                found = search(part.request, below_s=least_s, effort=BESIDE, store=self.store)
-                if found.prediction.step_time_s < least_s:
-                    first, least_s = part, found.prediction.step_time_s
+                quick = search(part.request, below_s=least_s, effort=BESIDE, store=self.store)
+                if quick.prediction.step_time_s < least_s:
+                    first, least_s = part, quick.prediction.step_time_s
         return first
 
-    def look_at(self, part: ClusterPart, asked: Callable[..., Answer]) -> None:
+    def look_at(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
         """Exclude a part, or search it; it counts by its bound where neither is worth the time."""
         if part.bound_s < self.limit_s and self.best is not None and self.bounded < MOST_BOUNDED:
             self.bounded += 1
@@ -186,7 +186,7 @@ class _PartSearch:
             self.bounds_s.append(part.bound_s)
             self.left += not excluded
             return
-        self._search(part, asked)
+        self._search(part, searched)
 
     def _bound_s(self, part: ClusterPart, best: Answer) -> float:
         """Return what no plan of a part takes less than, as far as that matters beside the best."""
@@ -211,11 +211,11 @@ class _PartSearch:
         bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
         return max(part.bound_s, bound_s)
 
-    def _search(self, part: ClusterPart, asked: Callable[..., Answer]) -> None:
+    def _search(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
         """Search a part; its answer may be the best."""
         self.searched += 1
         try:
-            found = asked(
+            fastest = searched(
                 part.request,
                 below_s=ANY_S,
                 store=self.store,
@@ -227,11 +227,11 @@ class _PartSearch:
             if part.whole:
                 raise
             return
-        self.bounds_s.append(found.certificate.lower_bound_s)
+        self.bounds_s.append(fastest.certificate.lower_bound_s)
         limit_s = self.limit_s
-        if found.prediction.step_time_s >= limit_s:
+        if fastest.prediction.step_time_s >= limit_s:
             return
-        answer = PartAnswer(part, found, with_preference(part.request, found, self.prefer))
+        answer = PartAnswer(part, fastest, with_preference(part.request, fastest, self.prefer))
         self.whole = answer if part.whole else self.whole
         if answer.answer.prediction.step_time_s < limit_s:
             self.best = answer
@@ -242,9 +242,9 @@ def _with_all_devices(
 ) -> PartAnswer:
     """Return a plan on all devices that is as fast as that of a part, if there is one."""
     step_s = best.answer.prediction.step_time_s
-    if whole.found.prediction.step_time_s > step_s * (1 + EQUAL):
+    if whole.fastest.prediction.step_time_s > step_s * (1 + EQUAL):
         return best
-    answer = with_preference(request, whole.found, prefer, at_most_s=step_s)
+    answer = with_preference(request, whole.fastest, prefer, at_most_s=step_s)
     return replace(whole, answer=answer) if answer.prediction.step_time_s <= step_s else best
 
 
@@ -275,10 +275,10 @@ def dividing_batch(request: Request, answer: PartAnswer) -> Iterator[str]:
     if not left:
         return
     near = (below + (2 * left >= group.devices or not below)) * group.devices
-    asked = replace(request, job=replace(request.job, global_batch=near))
+    dividing = replace(request, job=replace(request.job, global_batch=near))
     prediction = answer.answer.prediction
     try:
-        other = search(asked, below_s=ANY_S, effort=BRIEF).prediction
+        other = search(dividing, below_s=ANY_S, effort=BRIEF).prediction
     except (NoPlanFits, DocumentError):
         return
     rate, unit = other.throughput

@@ -31,9 +31,9 @@ class Effort:
     """Stages of the layouts whose cuts are gone through."""
     layouts: int = 60
     """Layouts on devices that differ whose memory is looked at."""
-    solved: int = 4
+    solved: int = 24
     """Layouts whose partition problems are solved."""
-    programs: int = 1
+    programs: int = 12
     """Layouts whose programs are."""
     ways: int = 1_500
     """In which the layers of a rank may recompute, where a program is tried."""

@@ -356,7 +356,7 @@ class MemoryBounds:
         result = StageMemorySpread(*(np.zeros(len(problem)) for _ in range(3)))
         number = self._chain.counts[self._chain.commonest]
         starts = np.cumsum(degree) - degree
-        for virtual in np.unique(ranks.depths).tolist():
+        for virtual in sorted(set(ranks.depths.tolist())):
             at = np.flatnonzero(ranks.depths[problem] == virtual)
             numbers = problem[at]
             stored = options.stored_bytes[:, numbers]
@@ -441,7 +441,7 @@ class LayersTogether:
             self._parts[kind] = list(self._choices_of(kind))
         parts = self._parts[kind]
         result = np.empty((len(_FIGURES), len(parts), len(layouts)))
-        some = [(n, np.flatnonzero(holdings == n)) for n in np.unique(holdings).tolist()]
+        some = [(n, np.flatnonzero(holdings == n)) for n in sorted(set(holdings.tolist()))]
         for choice, part in enumerate(parts):
             passes_s = part.forward_s + part.backward_s
             stored = part.stored_bytes
@@ -586,8 +586,8 @@ def _ranks_of(
 
 def _some(ranks: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indices) -> _Ranks:
     """Return the ranks of the timetables that stay; `of_unit` tells whose each one is."""
-    chosen = np.unique(of_unit[kept])
-    some = [ranks[unit] for unit in chosen.tolist()]
+    chosen = sorted(set(of_unit[kept].tolist()))  # np.unique would import numpy.ma
+    some = [ranks[unit] for unit in chosen]
     here = np.flatnonzero(np.isin(of_unit, chosen))
     stays = np.isin(here, kept)
     at = np.flatnonzero(np.repeat(stays, degree[here]))

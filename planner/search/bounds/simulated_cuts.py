@@ -169,7 +169,7 @@ class Cuts:
             [_of_type(placed, rank, number) for number in range(len(placed.numbers))]
             for rank in range(ranks)
         ]
-        self._times_s = np.unique(passes_s)
+        self._times_s = np.array(sorted(set(passes_s.ravel().tolist())))
         least_s = float(self._sums_s(np.inf, self._times_s[-1:])[0])
         self._mean_s = least_s / ranks - self._hops_s
         """[rank] At least, of a micro-batch."""
