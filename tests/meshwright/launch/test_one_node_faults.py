@@ -13,7 +13,14 @@ import pytest
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.run.recovery_policy import ATTEMPTS
 from tests.limits import PATIENCE_S
-from tests.meshwright.launch.test_multi_node import ForkingRoom, forks, losses, room, two_ranks
+from tests.meshwright.launch.test_multi_node import (
+    ForkingRoom,
+    Nodes,
+    forks,
+    losses,
+    room,
+    two_ranks,
+)
 
 __all__ = ["forks", "room"]
 
@@ -304,3 +311,32 @@ def test_copies_outlive_a_launcher_that_is_killed(room: ForkingRoom) -> None:
 def key(room: ForkingRoom) -> str:
     """Return what folders of copies of a room's run have in their names."""
     return hashlib.sha256(os.fsencode((room.folder / "saved").resolve())).hexdigest()[:16]
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_two_nodes_make_one_checkpoint_of_their_copies(room: ForkingRoom, how: str) -> None:
+    """Each launcher writes its parts as it ends, or as the next one on its node begins."""
+    pytest.importorskip("torch")
+    if how == "raises":
+        room.begins_with += raising(room, "RuntimeError('of no known kind')", once=False)
+    nodes = Nodes(room, options=f"--checkpoint-every {STEPS * 100}", step_s=0.05)
+    if how == "killed":
+        nodes.wait_for_step(12)
+        for launcher in nodes.launchers:
+            os.kill(launcher.pid, signal.SIGKILL)
+    said = nodes.end()
+    room.wait_until_empty()
+
+    if how == "raises":
+        assert [launcher.returncode for launcher in nodes.launchers] == [1, 1], said
+        assert 3 <= saved_step(room) <= 12, said
+        return
+    assert saved_step(room) == 0
+    again = Nodes(room, options="--resume --or-start --checkpoint-every 4000 --steps 30")
+    said = again.end()
+    assert [launcher.returncode for launcher in again.launchers] == [0, 0], said
+    assert "a launcher that was killed left copies in /dev/shm/" in "".join(said)
+    assert saved_step(room) == 30
+    assert int("".join(said).split("going on from ")[1].split("step-")[1][:6]) >= 3
