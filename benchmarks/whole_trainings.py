@@ -68,22 +68,22 @@ FRAMEWORKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (
         r"qwen3\S*-b200.*megatron bridge.* 25\.11",
         "megatron",
-        {"options": "expert-overlap cheap-recompute host-counts"},
+        {"options": "balanced-routing expert-overlap cheap-recompute host-counts"},
     ),
     (
         r"deepseek\S*-b200.*megatron bridge.* 25\.11",
         "megatron",
-        {"options": "cheap-recompute host-counts"},
+        {"options": "balanced-routing cheap-recompute host-counts"},
     ),
     (
         r"(deepseek|qwen3).*megatron bridge.* 25\.11",
         "megatron",
-        {"options": "deepep cheap-recompute"},
+        {"options": "balanced-routing deepep cheap-recompute"},
     ),
     (
         r"(deepseek|qwen3|mixtral|moe).*(megatron|nemo)",
         "megatron",
-        {"options": "deepep expert-overlap cheap-recompute"},
+        {"options": "balanced-routing deepep expert-overlap cheap-recompute"},
     ),
     # NVIDIA/NeMo-Framework-Launcher, conf/training/llama/llama2_7b.yaml: ub_tp_comm_overlap: False.
     (r"nemo.* 24\.", "megatron", {"options": "fa2"}),

@@ -31,6 +31,7 @@ from meshwright.planner.documents.profile import (
     MeasuredNode,
     Profile,
 )
+from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.search.space import divisors
 from meshwright.profiler.cache import folder_of
@@ -475,7 +476,15 @@ def divisions(
         and refusal(model, machine, job, layout_of(degrees)) is None
     ]
     result: list[Degrees] = []
-    left_bytes = MEMORY_SHARE * machine.groups[0].accelerator.memory_bytes
+    has_bytes = machine.groups[0].accelerator.memory_bytes
+    least_bytes = min((chain_bytes(model, degrees) for degrees in fine), default=0.0)
+    if least_bytes > has_bytes:
+        raise LaunchError(
+            f"{model.name}: a layer of each kind takes {bytes_text(least_bytes)} with gradients, "
+            f"and a device has {bytes_text(has_bytes)}; profile a narrower model of the same "
+            "kind, or on more devices"
+        )
+    left_bytes = MEMORY_SHARE * has_bytes
     for degrees in fine:
         left_bytes -= chain_bytes(model, degrees)
         if degrees[0] == max(degrees) or left_bytes > 0:

@@ -89,9 +89,12 @@ ALLOWED = {
     ("runtime/launch/rank_config.py", "unlink"): OURS,
     ("runtime/run/preemption.py", "unlink"): OURS,
     ("runtime/run/scale_up.py", "unlink"): OURS,
+    ("runtime/run/run_folder.py", "unlink"): OURS,
+    ("runtime/run/record_segments.py", "unlink"): OURS,
+    ("runtime/run/record_segments.py", "rename"): OURS,
+    ("runtime/run/record_segments.py", "write_bytes"): OURS,
     ("runtime/models/safetensors_weights.py", "save_file"): NEW,
     ("runtime/models/safetensors_weights.py", "write_text"): NEW,
-    ("runtime/launch/script_run.py", "unlink"): OURS,
     ("runtime/launch/script_run.py", "mkdir"): NAMED,
     ("runtime/launch/transient_errors.py", "unlink"): OURS,
     ("runtime/engine/engine_state.py", "torch.save"): NEW,  # into memory

@@ -14,7 +14,7 @@ MOST_BYTES = 60_000
 def main(source: Path, target: Path) -> None:
     """Write every picture of a folder with the best quality that is small enough."""
     target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.glob("plan-*.png")):
+    for file in sorted(source.glob("*.png")):
         picture = target / f"{file.stem}.webp"
         for quality in (90, 80, 70, 60, 50, 40, 30, 20):
             Image.open(file).convert("RGB").save(picture, quality=quality, method=6)

@@ -1,4 +1,4 @@
-// Pictures of a plan's page for the documents, light and dark, wide and narrow:
+// Pictures of a plan's or a study's page for the documents, light and dark, wide and narrow:
 //
 //     apt-get install chromium; npm install; node shots.js REPORT.html FOLDER
 //
@@ -19,8 +19,13 @@ const VIEWS = [["light", 1280, 860], ["dark", 1280, 860], ["light", 390, 860], [
     const page = await context.newPage();
     await page.goto(`file://${path.resolve(file)}`);
     await page.waitForTimeout(1500);
-    const name = (part) => path.join(folder, `plan-${part}-${colorScheme}-${width}.png`);
+    const study = await page.evaluate(() => Boolean(document.getElementById("decided")));
+    const name = (part) => path.join(folder, `${study ? "study" : "plan"}-${part}-${colorScheme}-${width}.png`);
     await page.screenshot({ path: name("top") });
+    if (study) {
+      await context.close();
+      continue;
+    }
     await page.evaluate(() => [...document.querySelectorAll("h2")].find(
       (head) => head.textContent === "Pipeline timeline").scrollIntoView());
     await page.waitForTimeout(300);

@@ -27,18 +27,19 @@ from meshwright.api.inputs import (
 )
 from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
+from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import hub
 from meshwright.planner.catalog.expressions import resolve_model
 from meshwright.planner.costs.layout_costs import refusal
 from meshwright.planner.costs.predict import layout_prediction, plan_timeline
 from meshwright.planner.costs.predict import predict as predict_plan
-from meshwright.planner.costs.uncertainty import bounded_by_words
+from meshwright.planner.costs.uncertainty import NOT_UNDERSTOOD, bounded_by_words
 from meshwright.planner.documents import document
 from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
-from meshwright.planner.documents.plan import Job, Plan
+from meshwright.planner.documents.plan import Job, Layout, Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
 from meshwright.planner.documents.training import MasterWeights, Optimizer
@@ -71,7 +72,13 @@ from meshwright.planner.search.cluster_parts import (
     search_parts,
     used_text,
 )
-from meshwright.planner.search.plan_preference import Prefer, alternative_row, not_worth_eight_bits
+from meshwright.planner.search.plan_preference import (
+    Prefer,
+    alternative_row,
+    faster_by_options,
+    framework_choices,
+    not_worth_eight_bits,
+)
 from meshwright.planner.search.proof_budget import GapProgress, effort_to
 from meshwright.planner.search.search import search
 from meshwright.planner.solver.graph_instance import GraphSolution
@@ -205,7 +212,7 @@ def answer_to(
     gap_progress = None if progress is None or gap is None else _closing(progress)
     searched: PartAnswer | None = None
     refused: NoPlanFits | None = None
-    for wanted in _with_packed_weights(request):
+    for wanted in _with_allowed_choices(request):
         try:
             result = search_parts(
                 wanted,
@@ -236,8 +243,17 @@ def answer_to(
         *_open_gap(answer.certificate, gap),
         *without_effect(request.pins, answer.plan.layout),
         *not_worth_eight_bits(searched.part.request, answer.plan, prediction),
+        *faster_by_options(searched.part.request, answer.plan, prediction),
     )
     return replace(answer, prediction=prediction)
+
+
+def _with_allowed_choices(request: Request) -> Iterator[Request]:
+    """Yield a request, and the same with what is allowed beside the choices of one search."""
+    yield from _with_packed_weights(request)
+    if "framework-options" in request.pins.allowed:
+        for name, _ in framework_choices(request, Layout()):
+            yield replace(request, framework=framework_called(name))
 
 
 def _with_packed_weights(request: Request) -> Iterator[Request]:
@@ -373,13 +389,16 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
     if not mine.fits:
         yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
-        yield from (f"{name} {note}" for note in prediction.notes)
+        notes = prediction.notes if prediction is mine else set(best.notes) - _words_notes(mine)
+        yield from (f"{name} {note}" for note in prediction.notes if note in notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
         spans = [
             f"{seconds_text(each.step_time_low_s)} to {seconds_text(each.step_time_high_s)}"
             for each in (mine, best)
         ]
         yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
+    if _words_notes(mine):
+        yield "what is not understood may be worth more than the gain; no plan is called the best"
     if mine.step_time_s < best.step_time_s and mine.fits:
         yield "yours is faster: it uses a choice that is not searched"
 
@@ -454,6 +473,11 @@ def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
         return None if file is None else document.read_text(str(file))
 
     return ScriptEnvironment(values=settled, files=text_of)
+
+
+def _words_notes(prediction: Prediction) -> set[str]:
+    """Return the notes that name words which were not understood: they are said once."""
+    return {note for note in prediction.notes if note.startswith(NOT_UNDERSTOOD)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

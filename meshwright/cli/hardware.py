@@ -158,6 +158,9 @@ def whatif(
     processes: Annotated[
         int | None, typer.Option("--processes", help="How many candidates to plan in parallel")
     ] = None,
+    executor: Annotated[
+        str | None, typer.Option("--executor", help="processes, dask:ADDRESS or ray")
+    ] = None,
     html: Html = None,
     table: Annotated[str | None, typer.Option("--csv", help="Write all candidates here")] = None,
     write: Annotated[
@@ -225,6 +228,7 @@ def whatif(
             fit_probability=fit_probability,
             prices=prices,
             processes=processes,
+            executor=executor,
             html=html,
             table=table,
             write=write,
@@ -293,6 +297,22 @@ def _write_cluster(text: str, output: str | None, *, json: bool) -> None:
         out.print(f"written to {output}; use: plan MODEL --cluster {output}")
 
 
+def _update_prices(shelf: Shelf, imported: str | None, output: str, *, json: bool) -> None:
+    """Fetch today's lists, write them as rents, and say what moved."""
+    from meshwright.render.json_output import as_json
+    from meshwright.studies.price_update import update_prices
+
+    if shelf is not Shelf.PRICES or imported is not None:
+        raise DocumentError("update", "goes with `catalog prices` and no --import; give one")
+    prices, moves = update_prices(output, say=out.print if not json else len)
+    if json:
+        print(as_json(prices.model_dump(mode="json", exclude_none=True)))
+        return
+    for text in moves or ["no price of the catalogue moved"]:
+        out.print(text)
+    out.print(f"{len(prices.rents)} rents written to {output}; use: whatif --prices {output}")
+
+
 def catalog(
     shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
     what: Annotated[
@@ -304,6 +324,9 @@ def catalog(
     imported: Annotated[
         str | None, typer.Option("--import", help="A price list of SkyPilot or gpuhunt (CSV)")
     ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Fetch today's public price lists, and say what moved")
+    ] = False,
     provider: Annotated[
         str, typer.Option("--provider", help="With --import: provider of the prices")
     ] = "imported",
@@ -315,7 +338,7 @@ def catalog(
         typer.Option(
             "-o",
             "--output",
-            help="With --import: write the prices here, default rents.yaml; with cluster: the file",
+            help="With --import, --update: the prices, default rents.yaml; with cluster: the file",
         ),
     ] = None,
     json: Json = False,
@@ -331,6 +354,9 @@ def catalog(
         )
     if what is not None:
         _write_cluster(what, output, json=json)
+        return
+    if update:
+        _update_prices(shelf, imported, output or "rents.yaml", json=json)
         return
     if imported is not None:
         output = output or "rents.yaml"

@@ -32,8 +32,8 @@ def _commands() -> Iterator[str]:
     yield ""
     yield "Results go to stdout, messages to stderr. `--json` prints one JSON object and nothing "
     yield 'else, `{"error": {"kind", "message", "status", "file", "path"}}` where a command fails. '
-    yield "Exit 0: done; 1: the user must act; 2: wrong usage; 75: the same command goes on; "
-    yield "130: Ctrl-C ended it; a traceback is a bug."
+    yield "Exit 0: done; 1: the user must act; 2: wrong usage; 75: interrupted and saved, run the "
+    yield "same command again; 130: Ctrl-C ended it; a traceback is a bug."
     group: Any = typer.main.get_command(cli.app)
     for name, command in group.commands.items():
         yield from ("", f"## {name}", "", inspect.cleandoc(command.help), "")

@@ -116,7 +116,9 @@ def run(
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
 ) -> None:
-    """Run your own script on the ranks of a plan: plan.yaml, or one that is made for --ranks N.
+    """Run your own script on the ranks of a plan.
+
+    The plan is plan.yaml, or one that is made for --ranks N.
 
     Options stand before the script's name; what stands behind it is the script's.
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.

@@ -22,16 +22,16 @@ from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.report.run_page import RunReading, RunTable
-from meshwright.planner.whatif.run_status import IncidentCase, RunView, run_view
+from meshwright.planner.whatif.run_status import IncidentCase, RunView
 from meshwright.render.text import LEAST_S
 from meshwright.runtime.run.run_folder import (
     RankOrders,
-    events,
     events_file,
     evidence_folder,
     orders_file,
     plan_file,
     prediction_file,
+    viewer,
 )
 
 SILENT_STEPS, SILENT_S = 5, 30.0
@@ -103,7 +103,7 @@ def read_run(folder: str | Path) -> WatchedRun:
     orders = _read(RankOrders, orders_file(output))
     return WatchedRun(
         folder=output,
-        view=run_view(events(output)),
+        view=viewer(output).view(),
         plan=_read(Plan, plan_file(output)),
         steps=None if orders is None else orders.steps,
         prediction=_read(Prediction, prediction_file(output)),
@@ -147,7 +147,29 @@ def run_reading(run: WatchedRun) -> RunReading:
         title=run.folder.name or str(run.folder),
         facts=tuple(_facts(run)),
         tables=tuple(table for table in tables if table.rows),
+        alarm=slowness_text(view.step_s, view.predicted_step_s),
         curve=view.curve,
+    )
+
+
+MANY_TIMES = 3.0
+"""By how much a step may exceed its prediction before it is an alarm: no range is so wide."""
+
+
+def slowness_text(step_s: float | None, predicted_s: float | None) -> str:
+    """Say that a run is many times slower than predicted, and where to look; empty where not.
+
+    >>> slowness_text(2.0, 1.0)
+    ''
+    >>> slowness_text(28.0, 1.0)[:50]
+    '28 times slower than predicted (28.0 s for 1 s a s'
+    """
+    if not step_s or not predicted_s or step_s < MANY_TIMES * predicted_s:
+        return ""
+    return (
+        f"{step_s / predicted_s:.0f} times slower than predicted ({seconds_text(step_s)} for "
+        f"{seconds_text(predicted_s)} a step): look at the parts of a step below, at a link that "
+        "runs over another network than planned, and at devices that others use"
     )
 
 
@@ -156,6 +178,9 @@ def _facts(run: WatchedRun) -> Iterator[Fact]:
     if run.plan is not None:
         ranks = f"{view.devices or run.plan.mesh.devices} devices"
         yield Fact(label="run", text=f"{run.plan.model.name}, {ranks}, {run.plan.layout.text()}")
+    alarm = slowness_text(view.step_s, view.predicted_step_s)
+    if alarm:
+        yield Fact(label="SLOW", text=alarm, style="bold red", lines=4)
     yield Fact(label="state", text=run.state)
     if view.last is not None:
         of = f" of {run.steps}" if run.steps else ""

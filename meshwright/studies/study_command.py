@@ -103,6 +103,7 @@ def whatif(
     table: str | None = None,
     write: str | None = None,
     processes: int | None = None,
+    executor: str | None = None,
     progress: Progress | None = None,
     **words: Any,
 ) -> Result:
@@ -111,7 +112,7 @@ def whatif(
     `words` are a study in few words instead of a document: see `study_of`.  `write` writes it as a
     document to edit.
     """
-    given = {name: value for name, value in words.items() if value not in (None, [], (), False)}
+    given = {name: value for name, value in words.items() if _is_given(value)}
     if processes is not None and processes < 1:
         raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
     if study is not None and (given or write):
@@ -121,7 +122,7 @@ def whatif(
     if write:
         document.write_text(question.dump(defaults=False), write)
     offers = document.read(Rents, prices).rents if prices else None
-    result = run(question, processes=processes, progress=progress, offers=offers)
+    result = run(question, processes=processes, progress=progress, offers=offers, executor=executor)
     if html:
         from meshwright.planner.report.whatif_html import study_page  # noqa: PLC0415 - loads jinja2
 
@@ -201,10 +202,10 @@ def study_of(
     changes = dict(map(_change, change))
     offers: list[dict[str, Any]] = [
         *rented,
-        *(_named(offer, "as people run it", fix=list(AS_RUN)) for offer in rented if as_run),
-        *(_named(offer, _changes_name(change), change=changes) for offer in rented if changes),
+        *(with_name(offer, "as people run it", fix=list(AS_RUN)) for offer in rented if as_run),
+        *(with_name(offer, _changes_name(change), change=changes) for offer in rented if changes),
         *(
-            _named(
+            with_name(
                 offer,
                 f"as people run it, {_changes_name(change)}",
                 change=changes,
@@ -214,7 +215,7 @@ def study_of(
             if changes and as_run
         ),
         *(
-            _named(offer, f"in {wait_months:g} months", wait_months=wait_months)
+            with_name(offer, f"in {wait_months:g} months", wait_months=wait_months)
             for offer in rented
             if wait_months
         ),
@@ -277,6 +278,15 @@ def study_of(
         raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
 
 
+def _is_given(value: object) -> bool:
+    """Whether a word of the command has a value; 0 is one.
+
+    >>> [_is_given(value) for value in (None, False, [], 0, 0.0)]
+    [False, False, False, True, True]
+    """
+    return not (value is None or value is False or value in ([], ()))
+
+
 def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -285,7 +295,8 @@ AS_RUN = ("tp=1", "pp=1", "zero=3")
 """Weights, gradients and optimizer cut over all devices, as most scripts that people start from."""
 
 
-def _named(offer: dict[str, Any], words: str, **more: Any) -> dict[str, Any]:
+def with_name(offer: dict[str, Any], words: str, **more: Any) -> dict[str, Any]:
+    """Return an offer under another name, with what differs in it."""
     return {**offer, "name": f"{offer['cluster']} {words}", **more}
 
 

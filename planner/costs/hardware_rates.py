@@ -201,6 +201,11 @@ class Rates:
         slowest = min(level.tier.bytes_per_s for level in group)
         return min(1.0, BESIDE_PRODUCTS * max(1.0, self.fastest_link_bytes_per_s / slowest))
 
+    def products_s(self, flops: float) -> float:
+        """Seconds of large matrix products beside those of layers: an optimizer's own."""
+        rate = self.device.peak_flops * self.device.curve.matmul * self.device.sustained
+        return flops / rate
+
     def exposed_s(
         self,
         communication_s: float,

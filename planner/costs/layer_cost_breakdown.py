@@ -158,6 +158,9 @@ class LayerParts:
         # A script's loss is part of its last stage, which hands on one number.
         last = last and not self._scripted
         optimizer_s = self._rates.optimizer_s(held.optimized, sharing.types)
+        update_flops = self._holding.update_flops(layer, layout, sharing)
+        if update_flops:
+            optimizer_s += self._rates.products_s(update_flops)
         stream_s = 0.0
         match layout.offload:
             case "none":
@@ -371,10 +374,13 @@ class LayerParts:
         if not sharing.is_sharded:
             steps = group_steps(layout, ("tensor",))
             group = levels(self._cluster.tiers, steps, devices=layout.devices)
+        sizes: tuple[float, ...] = matrices_bytes(layer, sharing, layout.tensor)
+        if self._holding.gathers_matrices and (sharing.is_sharded or layout.tensor > 1):
+            sizes = (sharing.types.stored_bytes * layer.parameters,)
         return sum(
             2 * self._rates.link_s("all_gather", size, group)
             + self._rates.link_s("broadcast", size, group)
-            for size in matrices_bytes(layer, sharing, layout.tensor)
+            for size in sizes
         )
 
     def links(self, layout: Layout) -> Links:

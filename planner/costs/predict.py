@@ -441,10 +441,7 @@ def _routing_note(request: Request, layout: Layout) -> str | None:
     load = routing_of(a.experts, request.framework.experts.load_spread).busiest_load(layout.expert)
     if load == 1:
         return None
-    return (
-        f"routing is natural: of {layout.expert} ranks of experts the busiest gets {load:.1f} "
-        "times the mean; for forced balance add +balanced-routing to --framework"
-    )
+    return f"natural routing: busiest of {layout.expert} expert ranks has {load:.1f} x the mean"
 
 
 def _slow_host_s(

@@ -69,7 +69,7 @@ default, and one sweep alone has measured it."""
 EIGHT_BITS_GAIN = 0.4
 """Logarithm: what products in 8 bits save of a step in 16 at most (1.2 to 1.5 times as fast, as
 published for H100), where nobody says that a run was in 16 and its devices have both."""
-QUOTED_SPREAD = 0.1
+QUOTED_SPREAD = 0.04
 """Logarithm: what a device without measured kernels adds."""
 ASSUMED_SPREAD = 0.03
 """Logarithm: what a run adds of which not all is known."""
@@ -302,6 +302,8 @@ WIDER = 1.25
 """How much farther the ends of a range lie for one word that was not understood."""
 WIDER_EACH, MOST_OTHERS = 0.05, 5
 """The same for each other word, and of how many."""
+NOT_UNDERSTOOD = "not understood"
+"""How the note begins that names the words."""
 LEAST_ODDS, MOST_ODDS = 0.15, 0.85
 """Of fitting, where words were not understood that may change memory."""
 
@@ -323,4 +325,4 @@ def bounded_by_words(prediction: Prediction, words: Sequence[str]) -> Prediction
         "peak_memory_range_bytes": None if peak is None else (peak[0] / wider, peak[1] * wider),
     }
     bounded = prediction.model_copy(update=update)
-    return bounded.with_notes(f"not understood: {named}{more}; time and memory may differ")
+    return bounded.with_notes(f"{NOT_UNDERSTOOD}: {named}{more}; time and memory may differ")

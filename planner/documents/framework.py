@@ -565,6 +565,15 @@ class Release(Part):
     source: Text
 
 
+class OptionChoice(Part):
+    """Options of a framework that make a step shorter, and what they ask for."""
+
+    options: tuple[Text, ...]
+    when: tuple[ConditionText, ...] = ()
+    """All of them hold of a layout that gains by them."""
+    needs: Text
+
+
 class Basis(Part):
     """Where figures come from."""
 
@@ -614,6 +623,8 @@ class Framework(Document):
     accuracy: Accuracy = Accuracy()
     releases: tuple[Release, ...] = ()
     """The last of each product that is no later than a run's own."""
+    choices: tuple[OptionChoice, ...] = ()
+    """Options that a search tries where they are allowed (`--allow framework-options`)."""
     basis: tuple[Basis, ...] = ()
 
     @model_validator(mode="after")
@@ -977,5 +988,14 @@ def framework_of(data: dict[str, Any], frameworks_data: dict[str, dict[str, Any]
     return Framework.of(merge_framework_data(whole, data))
 
 
-NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy", "releases")
+NOT_INHERITED = (
+    "name",
+    "aliases",
+    "summary",
+    "versions",
+    "space",
+    "accuracy",
+    "releases",
+    "choices",
+)
 """Of what one extends: its names, what it executes, how far its runs lay from predictions."""

@@ -215,7 +215,7 @@ _TUNERS: dict[str, Callable[..., ParsedConfig]] = {
     "litgpt": _of_file(lambda data, _: litgpt.of_settings(data), "litgpt"),
     "swift": _of_swift,
     "trl": _of_trl,
-    "verl.trainer.main_ppo": lambda words, _own, _text, _files: verl.of_words(words),
+    "verl.trainer.main_ppo": lambda words, _flags, _text, _files: verl.of_words(words),
 }
 """Programs and modules that train, by their names."""
 
@@ -366,7 +366,7 @@ def import_plan(
             f"{ranks} ranks of a pipeline stage; change a degree, or the number of ranks",
         )
     if data * config.context == 1:
-        config.without_effect.append("overlap_grad_reduce")
+        config.without_effect += config.words_of_replicas
     elif not config.overlaps_reduction:
         assumed.append("gradients are reduced beside backwards, as with --overlap-grad-reduce")
     micro_batch, micro_batches = _batches(config, data, global_batch, request, assumed)

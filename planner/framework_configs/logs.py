@@ -169,10 +169,10 @@ def _measured(reader: Reader) -> Reader:
     """Return a reader that leaves out seconds and bytes that no clock or allocator gives."""
 
     def read(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
-        for said in reader(lines, work):
-            figures = [figure for figure in (said.step_s, said.peak_bytes) if figure is not None]
+        for step in reader(lines, work):
+            figures = [figure for figure in (step.step_s, step.peak_bytes) if figure is not None]
             if all(0 < figure < math.inf for figure in figures):
-                yield said
+                yield step
 
     return read
 

@@ -7,17 +7,24 @@ light or dark setting, and every figure of a picture stands in a table too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
 import jinja2
 
-from meshwright.planner.documents.units import GIB, bytes_text, seconds_text
+from meshwright.planner.catalog import rents
+from meshwright.planner.documents.units import GIB, bytes_text, count_text, seconds_text
 from meshwright.planner.report import svg
 from meshwright.planner.report.mesh_picture import axes_of, mesh_picture
 from meshwright.planner.report.text import layers_text, recompute_text, why_text
 from meshwright.planner.report.timeline_picture import left_out, timeline_key, timeline_picture
 from meshwright.planner.schedules.schedule import rank_of_stage
+from meshwright.planner.whatif.formatting import short_usd_text
+from meshwright.planner.whatif.pricing.economics import SECONDS_PER_DAY
+from meshwright.planner.whatif.pricing.offers import rent_of
+from meshwright.planner.whatif.study import Rental
+from meshwright.planner.whatif.uncertain_value import exact
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import ClusterSpec
@@ -51,7 +58,7 @@ def page(
         ("Memory by pipeline rank", memory_chart(ranks)),
         ("Step time by cause", time_chart(prediction)),
     ]
-    if timeline is not None:
+    if timeline is not None and plan.mesh.pipeline > 1:
         figures.append(("Pipeline timeline", timeline_picture(timeline)))
         figures.append(("Memory over a step", resident_chart(timeline, ranks)))
     template = resources.files("meshwright.planner.report").joinpath("plan.html").read_text("utf-8")
@@ -59,11 +66,18 @@ def page(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(template).render(
+        css=svg.page_css(),
         plan=plan,
         prediction=prediction,
+        fullest=max(prediction.stages, key=lambda s: s.peak_memory_bytes / s.memory_capacity_bytes),
+        daily=count_text(prediction.tokens_per_s * SECONDS_PER_DAY),
+        day_usd=_day_usd(cluster),
+        assumptions=list(
+            {(a.what, a.provenance, a.source): a for a in prediction.assumptions}.values()
+        ),
         certificate=certificate,
         measured=measured,
-        choices=choices,
+        choices=distinct_choices(choices),
         why=why or (why_text(choices) if choices else ""),
         axes=axes_of(plan.layout, cluster),
         mesh=mesh_picture(plan.layout, cluster) if cluster and plan.groups is None else "",
@@ -76,6 +90,27 @@ def page(
         seconds=seconds_text,
         size=bytes_text,
     )
+
+
+def distinct_choices(choices: Sequence[Alternative]) -> list[Alternative]:
+    """Return choices that are different plans: one plan is one row, with all that it is."""
+    rows: dict[object, Alternative] = {}
+    for choice in choices:
+        key = choice.what if choice.prediction is None else choice.prediction.layout
+        first = rows.get(key)
+        rows[key] = choice if first is None else replace(first, what=f"{first.what}, {choice.what}")
+    return list(rows.values())
+
+
+def _day_usd(cluster: ClusterSpec | None) -> tuple[str, str] | None:
+    """Return what a day of a cluster's rent costs and what the price is; None if it is unknown."""
+    if cluster is None:
+        return None
+    rent = rent_of(Rental(), cluster, rents())
+    if rent.usd_per_device_hour is None:
+        return None
+    usd = rent.usd_per_device_hour.times(24.0 * cluster.devices)
+    return short_usd_text(exact(usd.value)), f"{short_usd_text(usd)}; {rent.how.split('; ')[0]}"
 
 
 def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, StagePrediction]]:

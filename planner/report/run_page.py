@@ -32,6 +32,8 @@ class RunReading:
     tables: tuple[RunTable, ...] = ()
     texts: tuple[tuple[str, str], ...] = ()
     """Headings with what stands below them as it was written: frameworks, ends of logs."""
+    alarm: str = ""
+    """What is wrong with the run as a whole; it stands above everything."""
     curve: tuple[tuple[int, float, float], ...] = ()
     """Steps, losses and seconds."""
 
@@ -54,5 +56,5 @@ def page(reading: RunReading, *, again_s: float | None = None) -> str:
             curve = svg.StepCurve(name=title, points=points)
             figures.append((title, svg.steps(title, [curve], "step", unit)))
     return environment.from_string(template).render(
-        reading=reading, figures=figures, again_s=again_s
+        css=svg.page_css(), reading=reading, figures=figures, again_s=again_s
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 
 from meshwright.planner.documents.tolerances import NOTHING
 
@@ -19,6 +20,13 @@ COLOURS = ("#3b7dd8", "#d9730d", "#2e9e5b", "#b54708", "#8250df", "#c2255c", "#0
 ROW = 22
 LABEL_WIDTH, RANGE_LABEL_WIDTH = 250, 310
 MOST_LABEL = 38
+
+
+def page_css() -> str:
+    """Return type, spacing and colour, which all pages have in common."""
+    return (
+        resources.files("meshwright.planner.report").joinpath("page/tokens.css").read_text("utf-8")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ def page(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(template).render(
+        css=svg.page_css(),
         title=title,
         facts=facts,
         picture=svg.ranges("Steps before and after trials", rows, "seconds a step"),

@@ -242,6 +242,7 @@ def validation_page(validation: Validation) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(template).render(
+        css=svg.page_css(),
         validation=validation,
         figures=figures,
         average=macro(validation.sources.values()),

@@ -139,7 +139,7 @@ def _length_of(line: str, number: int) -> int:
 def _log_normal(mean: float, high: float, longest: float) -> Lengths:
     if not 1 <= mean <= high <= longest <= MOST_TOKENS:
         raise DocumentError(
-            "lengths", "are a mean, a 95th percentile and a longest that rise, as 600,1800,4096"
+            "lengths", "do not rise; give a mean, a 95th percentile and a longest, as 600,1800,4096"
         )
     ratio = math.log(high / mean)
     room = Z95**2 - 2 * ratio

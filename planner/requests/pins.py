@@ -31,11 +31,14 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.schedules import SCHEDULES, schedule_of
 from meshwright.planner.solver.requirements import Requirement
 
-Allowance = Literal["stale", "compress", "offload", "async-tensor", "quantized"]
+Allowance = Literal[
+    "stale", "compress", "offload", "async-tensor", "quantized", "framework-options"
+]
 """What must be asked for.  Weights one step old, 8-bit activations and gradients, and frozen
 weights in 4 bits change the arithmetic of training; to offload does not, but the search takes
 longer, and asynchronous tensor parallelism needs devices that share memory, which no cluster
-document says."""
+document says.  Options of another framework need libraries and releases that a cluster may not
+have."""
 SHORT_NAMES = {
     "tp": "tensor",
     "cp": "context",

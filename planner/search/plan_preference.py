@@ -18,6 +18,7 @@ from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.uncertainty import LAYOUT_ERROR
 from meshwright.planner.documents.axes import LAYOUT_AXES
 from meshwright.planner.documents.cluster import EIGHT_BITS
+from meshwright.planner.documents.framework_space import Facts, condition_of
 from meshwright.planner.documents.plan import INSIDE_OUT, Layout, Plan
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import DocumentError, NoPlanFits
@@ -152,6 +153,29 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
         f"{plan.precision} is not worth it here: this plan takes {seconds_text(step_s)} a step, "
         f"and {seconds_text(wide_s)} in bf16{kept}"
     )
+
+
+def framework_choices(request: Request, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield the names of a framework with options that may make it faster, and what they need."""
+    facts = Facts(request.model, request.cluster, request.job, layout)
+    for choice in request.framework.choices:
+        if all(condition_of(text).is_fulfilled(facts) for text in choice.when):
+            yield "+".join((request.framework.name, *choice.options)), choice.needs
+
+
+def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield a note of the same plan with options of its framework that make it faster most."""
+    seconds: list[tuple[float, str, str]] = []
+    for name, needs in framework_choices(request, plan.layout):
+        other = plan.model_copy(update={"framework": name})
+        found = predict(other, request.model, request.cluster, request.profile)
+        if found.fits:
+            seconds.append((found.step_time_s, name, needs))
+    if not seconds:
+        return
+    step_s, name, needs = min(seconds)
+    if step_s < (1 - NEAR) * prediction.step_time_s:
+        yield f"{seconds_text(step_s)} with --framework {name}, which needs {needs}"
 
 
 def _fastest(every: Sequence[Ranked]) -> Ranked:

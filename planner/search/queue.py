@@ -6,7 +6,8 @@ lowest entry of all gets its next bound and goes back to its place; a group whos
 known makes place for its parts or its layouts.  Entries of one level may be bounded together.
 
 A goal says which entries are of interest, and what becomes of a layout whose bounds are all known
-(`meshwright.planner.search.goals`).  When the lowest entry is of no interest, none that is left is.
+(`meshwright.planner.search.goals`).  The search stops when the lowest bound cannot beat the
+incumbent.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class LayoutBatch:
         return self.all
 
     corners = layouts
-    """Those among which is the one that has least on a stage."""
+    """Layouts that can have the smallest per-stage memory."""
 
 
 Group = LayoutFamily | LayoutBatch

@@ -28,7 +28,7 @@ from meshwright.planner.solver.partition_problem import (
     broken,
 )
 
-HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
+HOSTS_TOO_SMALL = "every split that fits in device memory exceeds host memory"
 NEARLY_FITS = "no split fits, though the sums of its layers' bytes would"
 
 

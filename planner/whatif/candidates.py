@@ -510,7 +510,7 @@ def _price_of(
     return _rented_price(assumed, offer.rent or Rental(), cluster, rents_known, settled, waits)
 
 
-def _waited(price: UncertainValue, years: float, change_a_year: float) -> UncertainValue:
+def later_price(price: UncertainValue, years: float, change_a_year: float) -> UncertainValue:
     """Return what a price should be in some years, with the range that prices move in them."""
     return aged(price.times((1 + change_a_year) ** years), years) if years else price
 
@@ -675,7 +675,7 @@ def _rented_price(
         markets, elsewhere = rent.markets, rent.elsewhere
         term = term or rent.term_months
         prepaid = rent.prepaid if rental.prepaid is None else prepaid
-    price = _waited(price, waits, assumed.rent_change_a_year)
+    price = later_price(price, waits, assumed.rent_change_a_year)
     price = exact(price.value) if settled else price
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
@@ -775,7 +775,7 @@ def _bought(
         price = listed_price(listed)
         node = "with its node" if listed.with_node else "without its node"
         how = f"bought {node}, {listed.date}, {listed.source}"
-    price = _waited(price, waits, 0.0)
+    price = later_price(price, waits, 0.0)
     price = exact(price.value) if settled else price
     network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:

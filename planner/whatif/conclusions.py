@@ -132,7 +132,7 @@ def _turns_with_prices(result: Result) -> Iterator[str]:
 
 def _unmeasured_texts(result: Result) -> Iterator[str]:
     """Name accelerators among the first candidates whose stack nobody measured."""
-    names = [o.accelerator for o in _near(result) if o.unmeasured]
+    names = [o.accelerator for o in near_candidates(result) if o.unmeasured]
     for name in dict.fromkeys(names):
         yield (
             f"No published run has trained on {name} with the framework that is priced there: its "
@@ -141,7 +141,7 @@ def _unmeasured_texts(result: Result) -> Iterator[str]:
         )
 
 
-def _near(result: Result) -> list[CandidateOutcome]:
+def near_candidates(result: Result) -> list[CandidateOutcome]:
     """Return the first of each model, with what is tied with it or could come first."""
     near = []
     for ranks in result.ranks.values():

@@ -508,7 +508,7 @@ def _buying(result: Result) -> Iterator[str]:
     """
     for name, against in _cheapest_pairs(result):
         assumed = result.candidates[name].assumed
-        whole = result.candidates[name].whole_term_hours is not None
+        whole = any(o.candidate == name and o.fixed_hours is not None for o in result.outcomes)
         text = _against_text(name, against, assumed.utilisation, whole=whole)
         if against.payback_years is not None:
             text += f" Payback after {against.payback_years:.1f} years."

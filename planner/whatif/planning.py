@@ -173,7 +173,7 @@ def year_of(runs: Sequence[tuple[StudyJob, Planned]]) -> Planned:
     plans = [
         (run_plan.prediction, _steps_a_year(job, run_plan), run_plan) for job, run_plan in runs
     ]
-    most, _, longest = max(plans, key=lambda one: one[1] * one[2].step_s)
+    most, _, longest = max(plans, key=lambda run: run[1] * run[2].step_s)
     assert most is not None  # each fits
 
     def seconds(name: str) -> float:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from meshwright.planner.documents.document import Part
 from meshwright.planner.documents.events import (
     Attempt,
     AttemptEnded,
@@ -23,7 +24,8 @@ from meshwright.planner.documents.events import (
     StepDone,
     StepRecord,
 )
-from meshwright.planner.whatif.pricing.survival import Accounting, RunSeconds
+from meshwright.planner.documents.units import Amount, Count, Text
+from meshwright.planner.whatif.pricing.survival import Accounting, AccountState, RunSeconds
 
 RECENT = 50
 """Steps whose median is what a step takes."""
@@ -94,6 +96,43 @@ class RunView:
     """How its last attempt ended, if it ended as it should."""
     at_unix_s: float
     """Of its last event."""
+
+
+class CaseState(Part):
+    """An incident as it is stored."""
+
+    number: Count
+    attempt: Count
+    incident: Incident
+    decisions: tuple[Decision, ...]
+    phases: tuple[PhaseDone, ...]
+    steps_lost: Count
+    lost_s: Amount | None = None
+    is_open: bool
+    """Whether training has not gone on yet."""
+
+
+class ViewState(Part):
+    """A view of a run as it is stored."""
+
+    account: AccountState
+    recent: tuple[Amount, ...]
+    curve: tuple[tuple[Count, float, Amount], ...]
+    every: Count
+    cases: tuple[CaseState, ...]
+    drifts: tuple[Drift, ...]
+    attempts: Count
+    devices: Count
+    incidents: Count
+    plan: Text | None = None
+    expected: Expected | None = None
+    last: StepRecord | None = None
+    predicted_s: Amount | None = None
+    paced: Paced | None = None
+    saved: Saved | None = None
+    save_failed: SaveFailed | None = None
+    ended: AttemptEnded | None = None
+    at_s: Amount
 
 
 class Viewer:
@@ -189,6 +228,79 @@ class Viewer:
         if len(self._curve) > MOST_POINTS:
             self._every *= 2
             self._curve = [point for point in self._curve if point[0] % self._every == 0]
+
+    def state(self) -> ViewState:
+        """Return what another viewer goes on from."""
+        return ViewState(
+            account=self._account.state(),
+            recent=tuple(self._recent),
+            curve=tuple(self._curve),
+            every=self._every,
+            cases=tuple(
+                CaseState(
+                    number=case.number,
+                    attempt=case.attempt,
+                    incident=case.incident,
+                    decisions=tuple(case.decisions),
+                    phases=tuple(case.phases),
+                    steps_lost=case.steps_lost,
+                    lost_s=case.lost_s,
+                    is_open=case in self._open,
+                )
+                for case in self._cases
+            ),
+            drifts=tuple(self._drifts),
+            attempts=self._attempts,
+            devices=self._devices,
+            incidents=self._incidents,
+            plan=self._plan,
+            expected=self._expected,
+            last=self._last,
+            predicted_s=self._predicted_s,
+            paced=self._paced,
+            saved=self._saved,
+            save_failed=self._save_failed,
+            ended=self._ended,
+            at_s=self._at_s,
+        )
+
+    @classmethod
+    def of_state(cls, state: ViewState) -> Viewer:
+        """Return a viewer that goes on from another."""
+        viewer = cls()
+        viewer._account = Accounting.of_state(state.account)
+        viewer._recent.extend(state.recent)
+        viewer._curve, viewer._every = list(state.curve), max(1, state.every)
+        for stored in state.cases:
+            case = IncidentCase(
+                number=stored.number,
+                attempt=stored.attempt,
+                incident=stored.incident,
+                decisions=list(stored.decisions),
+                phases=list(stored.phases),
+                steps_lost=stored.steps_lost,
+                lost_s=stored.lost_s,
+            )
+            viewer._cases.append(case)
+            viewer._open += [case] if stored.is_open else []
+        viewer._drifts.extend(state.drifts)
+        viewer._attempts, viewer._devices = state.attempts, state.devices
+        viewer._incidents, viewer._plan = state.incidents, state.plan
+        viewer._expected, viewer._last = state.expected, state.last
+        viewer._predicted_s, viewer._paced = state.predicted_s, state.paced
+        viewer._saved, viewer._save_failed = state.saved, state.save_failed
+        viewer._ended, viewer._at_s = state.ended, state.at_s
+        return viewer
+
+    @property
+    def expectation(self) -> Expected | None:
+        """What was predicted before the first attempt."""
+        return self._expected
+
+    @property
+    def seconds(self) -> RunSeconds:
+        """Where the seconds of the run went until now."""
+        return self._account.seconds()
 
     def view(self) -> RunView:
         """Return the run as it is now."""

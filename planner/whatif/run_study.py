@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -34,6 +34,7 @@ from meshwright.planner.whatif.evaluate import (
     with_load,
     with_sizes,
 )
+from meshwright.planner.whatif.executors import executor_called
 from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, same_plan
 from meshwright.planner.whatif.pricing.break_even import BreakEven, break_evens
 from meshwright.planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, rank_outcomes
@@ -57,10 +58,11 @@ _kept = FigureStore()
 class Workers:
     """Processes that start with the first tasks that are many, and end with the study."""
 
-    def __init__(self, processes: int | None = None) -> None:
-        """As many as there are cores if it is not said, and never more."""
+    def __init__(self, processes: int | None = None, executor: Executor | None = None) -> None:
+        """As many as there are cores if it is not said, and never more; or another engine's."""
         cores = os.cpu_count() or 1
         self._count = min(processes or cores, cores)
+        self._elsewhere = executor
         self._pool: ProcessPoolExecutor | None = None
         self._ended_by: Connection | None = None
         """Once it is closed, the processes end at whatever they are."""
@@ -87,29 +89,42 @@ class Workers:
         """Yield results with the index of their task, as they come.
 
         `what` also gets what its process knows of layers.  Interrupted, no other task begins.
+        Where a process is ended from outside, its tasks begin again in half as many.
         """
-        if len(tasks) <= FEW or self._count == 1:
+        if len(tasks) <= FEW or (self._count == 1 and self._elsewhere is None):
             for index, task in enumerate(tasks):
                 yield index, what(task, self._store)
             return
+        left = set(range(len(tasks)))
+        while left:
+            executor = self._elsewhere or self._started_pool()
+            waiting = {executor.submit(_in_process, what, tasks[at]): at for at in sorted(left)}
+            try:
+                for future in as_completed(waiting):
+                    result = future.result()
+                    left.discard(waiting[future])
+                    yield waiting[future], result
+            except BrokenProcessPool as error:
+                self.stop()
+                if self._count == 1:
+                    raise MeshwrightError(
+                        "a process of the study was ended from outside again and again, as where "
+                        "memory is short; ask for fewer candidates, or give the study more memory"
+                    ) from error
+                self._count = max(1, self._count // 2)
+            except BaseException:
+                for future in waiting:
+                    future.cancel()
+                self.stop()
+                raise
+
+    def _started_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             read, self._ended_by = context.Pipe(duplex=False)
             self._pool = ProcessPoolExecutor(self._count, context, _end_with, (read,))
             _on_termination(signal.SIG_DFL, _terminate)
-        waiting = {self._pool.submit(_in_process, what, task): at for at, task in enumerate(tasks)}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BrokenProcessPool as error:
-            self.stop()
-            raise MeshwrightError(
-                "a process of the study was ended from outside, as where memory is short; "
-                f"{self._count} worked at a time: ask for fewer with --processes"
-            ) from error
-        except BaseException:
-            self.stop()
-            raise
+        return self._pool
 
     def stop(self) -> None:
         """End the processes in the middle of what they are at."""
@@ -243,12 +258,20 @@ def run(
     processes: int | None = None,
     progress: Progress | None = None,
     offers: Sequence[Rent] | None = None,
+    executor: Executor | str | None = None,
 ) -> Result:
     """Carry out a study; interrupting it keeps what is done.
 
-    `offers` are dated rents instead of the catalogue's.
+    `offers` are dated rents instead of the catalogue's.  `executor` plans candidates: an engine's
+    name (`executors.py`) or any executor of `concurrent.futures`.
     """
-    with Workers(processes) as workers:
+    if isinstance(executor, str):
+        engine = executor_called(executor)
+        if engine is not None:
+            with engine:
+                return run(study, progress=progress, offers=offers, executor=engine)
+        executor = None
+    with Workers(processes, executor) as workers:
         return _carried_out(study, workers, progress, offers)
 
 

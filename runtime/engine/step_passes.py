@@ -501,13 +501,13 @@ class StepPasses:
     def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:
         """Note the loss of the whole batch, and its gradient by the outputs of each micro-batch."""
         plan, place = self._plan, self._place
-        made = self._outputs(micros)
-        if not made:
+        outputs_here = self._outputs(micros)
+        if not outputs_here:
             return
-        own = batches.join_samples([micro.batch for micro in micros])
+        batch_here = batches.join_samples([micro.batch for micro in micros])
         outputs, batch = (
             of_all_slices(self._at_all_positions(tree, micros), place, self._counts)
-            for tree in (batches.join_samples(made), own)
+            for tree in (batches.join_samples(outputs_here), batch_here)
         )
         # All have the same.
         notes = place.data_rank == place.along("tensor") == place.context.rank == 0

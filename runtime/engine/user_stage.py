@@ -250,6 +250,11 @@ def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
     """
     settings = plan.training.lora
     assert settings is not None
+    if settings.packs_weights:
+        raise LaunchError(
+            f"training.lora.weights: is {settings.weights}, and weights of a module of your own "
+            "stay as they are; use full"
+        )
     apart = {node.unit for node in recorder.first.nodes if node.unit}
     every = EVERY_LINEAR in settings.targets
     adapted = lora.adapt(
@@ -287,29 +292,31 @@ def script_stage(
     """
     unused: Sequence[nn.Parameter] = ()
     if plan.mesh.pipeline == 1:
-        made: RecordedStage = ModuleStage(module, recorder)
+        module_stage: RecordedStage = ModuleStage(module, recorder)
     else:
-        made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
+        module_stage = RecordedStage(module, recorder, *plan.span_of_stage(stage))
         # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
-        unused = made.keep(recorder.unread_names if stage == 0 else (), module)
+        unused = module_stage.keep_tensors(recorder.unread_names if stage == 0 else (), module)
         # Parts of positions or features, and losses in chunks, have other shapes than recorded.
-        made.checks_shapes = plan.mesh.tensor == plan.mesh.context == 1 and plan.loss is None
-    made.to(device)
-    for parameter in made.parameters():
+        module_stage.checks_shapes = (
+            plan.mesh.tensor == plan.mesh.context == 1 and plan.loss is None
+        )
+    module_stage.to(device)
+    for parameter in module_stage.parameters():
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             # Other memory lies between, and fused updates run through all of it.
             parameter.data = parameter.data.contiguous()
     wraps = wraps_stages(plan, place)
     if wraps and (whole or recorder.refused is not None):
         # What runs between units is not known, and ranks may run other units: gathered whole.
-        made.units = {}
+        module_stage.units = {}
     return apply_plan(
         Staged(
             plan=plan,
             stage=stage,
             place=place,
             device=device,
-            module=made,
+            module=module_stage,
             of=Script(
                 module=module,
                 recorder=recorder,

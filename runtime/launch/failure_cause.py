@@ -19,22 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.documents.document import MAX_BYTES, read_bytes
+from meshwright.runtime.launch.hardware_errors import hardware_error
 from meshwright.runtime.run.run_folder import Failure
 
-_HARDWARE = (
-    "uncorrectable ECC error",
-    "uncorrectable NVLink error",
-    "fallen off the bus",
-    "GPU is lost",
-    "hardware stack error",
-    "CUDA-capable device(s) is/are busy or unavailable",
-    "no CUDA-capable device is detected",
-)
-"""What CUDA and the driver say of hardware."""
-_HARDWARE_XIDS = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143, 154})
-"""Memory, bus, links and the device's own processors; 13, 31 and 43 are the program's."""
 _ASSERTION = "device-side assert"
-_XID = re.compile(r"\bXid \([^)]*\): (\d+)")
 _TIMED_OUT = re.compile(
     r"Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum="
     r"(?P<number>\d+), OpType=(?P<operation>\w+).*?ran for (?P<ms>\d+) milliseconds"
@@ -101,9 +89,8 @@ def names_hardware(words: str) -> bool:
     >>> names_hardware("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus")
     True
     """
-    if any(sign in words for sign in _HARDWARE):
-        return True
-    return any(int(number) in _HARDWARE_XIDS for number in _XID.findall(words))
+    error = hardware_error(words)
+    return error is not None and error.part == "device"
 
 
 def assertion(failure: Failure) -> bool:

@@ -19,6 +19,7 @@ from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.system.safe_files import folder_within, open_below
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch import failure_cause as faults
+from meshwright.runtime.launch.hardware_errors import HardwareError, hardware_error
 from meshwright.runtime.launch.preflight import LocalRanks
 from meshwright.runtime.launch.rank_processes import BadEnd, blames_a_peer, is_timeout, log_end
 from meshwright.runtime.launch.transient_errors import (
@@ -263,6 +264,10 @@ def bad_end(
     log = run.log_file(ready.output, ended.rank)
     said = log_text(log)
     how, waits = _how(ready, bad, said, after_step=after_step)
+    words = f"{failure.message if failure is not None else ''}\n{said}"
+    named = None if failure is not None and faults.assertion(failure) else hardware_error(words)
+    if named is not None:
+        how += f"; the {named.part}: {named.name}"
     kind: type[RankFailed] | None = None
     end: RankEnd | None = None
     cause: Cause = "crash"
@@ -276,7 +281,7 @@ def bad_end(
         kind, cause = RankLost, "crash" if killed else "device"
     elif waits:
         kind, cause = RanksHang, "hang"
-    elif failure is not None and _may_pass(failure):
+    elif failure is not None and (_may_pass(failure) or is_of_link(named, failure)):
         kind = RankFailed
         end, problem = _test_result(ready, bad, failure, after_step=after_step)
         how += problem
@@ -297,6 +302,11 @@ def bad_end(
         end=end or RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
         output=ready.output,
     )
+
+
+def is_of_link(named: HardwareError | None, failure: run.Failure) -> bool:
+    """Say whether a link failed, and not only this rank's peer."""
+    return named is not None and named.part == "link" and not blames_a_peer(failure)
 
 
 def _may_pass(failure: run.Failure) -> bool:

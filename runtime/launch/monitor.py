@@ -14,6 +14,7 @@ from meshwright.planner.documents.events import (
     events_of,
 )
 from meshwright.planner.documents.prediction import Prediction
+from meshwright.planner.errors import MeshwrightError
 from meshwright.runtime.launch.failure_report import hung, log_event
 from meshwright.runtime.launch.host_memory_limits import most_bytes
 from meshwright.runtime.launch.launch_config import Launch
@@ -23,6 +24,7 @@ from meshwright.runtime.resilience.heartbeat import Beacons
 from meshwright.runtime.resilience.straggler_detector import DriftWatch
 from meshwright.runtime.run import run_folder as run
 from meshwright.runtime.run.progress_line import ProgressLine
+from meshwright.runtime.run.record_segments import Rotation
 from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.telemetry import Telemetry
 
@@ -82,6 +84,11 @@ class Looks:
         self._predicted_s = run.account_of(ready.output).start_s
         tells = asked.elastic and ready.ranks.leads
         self._events = run.AddedLines(run.events_file(ready.output)) if tells else None
+        self._rotation = (
+            Rotation(run.events_file(ready.output), run.metrics_file(ready.output))
+            if ready.ranks.leads
+            else None
+        )
 
     @property
     def after_step(self) -> int:
@@ -98,6 +105,9 @@ class Looks:
             self._tell_of_state(self._events.read())
         if self.telemetry is not None:
             self.telemetry.look()
+        if self._rotation is not None:
+            with run.never_fatal(self._ready.output / "records", MeshwrightError):
+                self._rotation.look()
         if self._begin_s and self.shown.step > self._before:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(

@@ -24,7 +24,7 @@ from meshwright.planner.documents.events import Decision, StepRecord
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import count_text, seconds_text
-from meshwright.planner.errors import HandedOver, Interrupted, LaunchError
+from meshwright.planner.errors import HandedOver, Interrupted, LaunchError, MeshwrightError
 from meshwright.planner.system.safe_files import folder_within
 from meshwright.runtime.checkpoint import commit_recovery
 from meshwright.runtime.launch import failure_cause as faults
@@ -58,6 +58,7 @@ from meshwright.runtime.run.environment import (
 from meshwright.runtime.run.launch_options import LaunchRun
 from meshwright.runtime.run.locks_and_signals import alone_in, signals_interrupt
 from meshwright.runtime.run.node_rank import ALONE, NodeRank
+from meshwright.runtime.run.record_segments import Rotation
 from meshwright.runtime.run.recovery_policy import RankEnd, verdict
 from meshwright.runtime.run.rendezvous import Rendezvous
 from meshwright.runtime.run.run_clock import unix_now_s
@@ -133,6 +134,7 @@ class _ScriptProgress:
         self._say = say
         self._said = 0
         self._due_s = 0.0
+        self._rotation = Rotation(metrics.with_name("events.jsonl"), metrics)
         self.ends_s = math.inf
         """When a script that does not end for a notice is ended, by time.monotonic()."""
 
@@ -140,6 +142,8 @@ class _ScriptProgress:
         """Say the newest step if it is time to, or `now`."""
         if time.monotonic() > self.ends_s:
             raise KeyboardInterrupt
+        with run.never_fatal(self._metrics.parent / "records", MeshwrightError):
+            self._rotation.look()
         if not now and time.monotonic() < self._due_s:
             return
         record = run.newest_record(self._metrics)
@@ -217,7 +221,7 @@ def run_script(
         )
         if leads:
             write(plan, run.plan_file(folder))
-            run.metrics_file(folder).unlink(missing_ok=True)
+            run.forget_steps_after(0, run.metrics_file(folder))
         try:
             count = _until_the_end(started, restarts, node_rank, progress, say)
         except BaseException as error:

@@ -284,6 +284,8 @@ class Gradients:
         factor = measured.factor
         if clip_norm > 0:
             factor = factor * _clipping(measured.norm, clip_norm)
+        elif factor.device.type == "cpu" and float(factor) == 1:
+            return  # as many count as was divided by
         _multiply(grads, factor)
 
     @torch.no_grad()

@@ -515,10 +515,15 @@ class TorchOptimizers(Gradients):
 
     def _next_rate(self) -> None:
         rate = self._rate(int(self.steps))
-        for optimizer in self.optimizers if rate is not None else ():
-            for group in optimizer.param_groups:
-                group["lr"] = rate
         self.steps += 1
+        if rate is None:
+            return
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):  # which a compiled update reads (torchao)
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
     def _step(self, grads: Mapping[Slot, Tensor]) -> None:
         """Let the optimizers use the gradients, and forget those."""

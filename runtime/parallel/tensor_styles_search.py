@@ -87,7 +87,9 @@ class DerivedStyles:
         kept = self._kept_whole(name)
         key = (_identity(unit), node.draws, node.grad, self._given.identity(node), tuple(kept))
         if key not in self._studies:
-            self._studies[key] = DivisionTrial(unit, lambda: self._given.arguments_of(node), kept)
+            self._studies[key] = DivisionTrial(
+                unit, lambda: self._given.arguments_of(node), kept, draws=node.draws
+            )
         return self._studies[key]
 
     def _kept_whole(self, name: str) -> dict[str, str]:

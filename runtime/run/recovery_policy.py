@@ -81,7 +81,7 @@ VERDICTS: Sequence[Verdict] = (
         causes=frozenset({"corruption"}),
         ever=ATTEMPTS,
         reaction="stop",
-        why=f"numbers were damaged {ATTEMPTS} times, which one device does not do",
+        why=f"data corruption was detected {ATTEMPTS} times; one faulty device does not explain it",
     ),
     Verdict(
         causes=frozenset({"corruption"}),

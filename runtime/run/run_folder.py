@@ -8,6 +8,7 @@ start.  On disk:
     ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
     ├── events.jsonl                         what happens, by rank 0 and its launcher
     ├── metrics.jsonl                        of these the steps that count, one line each
+    ├── records/                             older lines of both, see record_segments.py
     ├── tensorboard/                         the same as events, if asked for
     ├── wandb/  wandb-id                     and for Weights & Biases
     ├── prediction.yaml                      what was predicted of the plan
@@ -25,6 +26,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -53,9 +55,12 @@ from meshwright.planner.documents.events import (
 from meshwright.planner.documents.units import Amount, Count, Positive, Rate, Text
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import lines
-from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures, account
+from meshwright.planner.whatif.pricing.survival import RunSeconds, SaveFigures
+from meshwright.planner.whatif.run_status import Viewer
 from meshwright.runtime.core import checksums
+from meshwright.runtime.run import record_segments
 from meshwright.runtime.run.launch_options import LaunchRun
+from meshwright.runtime.run.record_segments import segments
 
 Device = Literal["cuda", "cpu"]
 Stopped = Literal["steps", "max_seconds", "notice", "grow"]
@@ -288,23 +293,49 @@ _LONGEST_RECORD_BYTES = 1 << 16
 
 def account_of(output: Path) -> RunSeconds:
     """Return where the seconds of all attempts of a run went, as its events say."""
-    return account(events(output))
+    return viewer(output).seconds
 
 
 def expected_of(output: Path) -> Expected | None:
     """Return what was predicted of a run before its first attempt."""
-    return next((event for event in events(output) if event.event == "expected"), None)
+    return viewer(output).expectation
+
+
+def viewer(output: Path) -> Viewer:
+    """Return what the events of a run amount to; of an old one only the newest are read."""
+    path = events_file(output)
+    viewing = record_segments.viewer_of(path)
+    for event in _newest_events(path):
+        viewing.add(event)
+    return viewing
 
 
 def steps_of_events(output: Path, *, after: int, until: int) -> list[StepRecord]:
-    """Return the steps behind one and until another, each as it was done last."""
-    records = {event.record.step: event.record for event in events(output) if event.event == "step"}
-    return [records[step] for step in sorted(records) if after < step <= until]
+    """Return the steps behind one and until another, each as it was done last.
+
+    They are looked for in the newest segments, until one has none of them.
+    """
+    path = events_file(output)
+    records: dict[int, StepRecord] = {}
+    parts = [_newest_events(path)]
+    older = (events_of(record_segments.lines_of(file)) for _, file in reversed(segments(path)))
+    for part in itertools.chain(parts, older):
+        steps = {event.record.step: event.record for event in part if event.event == "step"}
+        records = {step: record for step, record in steps.items() if after < step} | records
+        if steps and min(steps) <= after:
+            break
+    return [records[step] for step in sorted(records) if step <= until]
 
 
 def events(output: Path) -> Iterator[Event]:
     """Yield what has happened in a run so far; nothing before its first attempt."""
     path = events_file(output)
+    for _, segment in segments(path):
+        yield from events_of(record_segments.lines_of(segment))
+    yield from _newest_events(path)
+
+
+def _newest_events(path: Path) -> Iterator[Event]:
     if path.exists():
         with _records(path) as file:
             yield from events_of(iter(lambda: file.readline(LONGEST_EVENT_BYTES + 1), b""))
@@ -319,34 +350,53 @@ def _records(path: Path) -> BufferedReader:
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:
-    """Yield the steps of a metrics file; a line that was cut off ends it."""
-    if not path.exists():
-        return
-    with _records(path) as file:
-        while line := file.readline(_LONGEST_RECORD_BYTES):
-            try:
-                yield StepRecord.model_validate_json(line)
-            except ValueError:
-                return
+    """Yield the steps of a metrics file and its segments; a line that was cut off ends it."""
+    for _, segment in segments(path):
+        yield from _whole_records(record_segments.lines_of(segment))
+    if path.exists():
+        with _records(path) as file:
+            yield from _whole_records(iter(lambda: file.readline(_LONGEST_RECORD_BYTES), b""))
+
+
+def _whole_records(lines_read: Iterator[bytes]) -> Iterator[StepRecord]:
+    for line in lines_read:
+        try:
+            yield StepRecord.model_validate_json(line)
+        except ValueError:
+            return
 
 
 def newest_record(path: Path) -> StepRecord | None:
     """Return the last whole line of a metrics file, of which only the end is read."""
-    if not path.exists():
-        return None
-    with _records(path) as file:
-        file.seek(max(0, path.stat().st_size - _LONGEST_RECORD_BYTES))
-        *whole, _ = file.read().split(b"\n")
-    try:
-        return StepRecord.model_validate_json(whole[-1]) if whole else None
-    except ValueError:
-        return None
+    if path.exists():
+        with _records(path) as file:
+            file.seek(max(0, path.stat().st_size - _LONGEST_RECORD_BYTES))
+            *whole, _ = file.read().split(b"\n")
+        with contextlib.suppress(ValueError):
+            if whole:
+                return StepRecord.model_validate_json(whole[-1])
+    for _, segment in segments(path)[-1:]:  # its file was just begun anew
+        *_, newest = (None, *_whole_records(record_segments.lines_of(segment)))
+        return newest
+    return None
 
 
 def forget_steps_after(step: int, path: Path) -> None:
     """Drop the lines of steps that a resumed run will do again."""
-    kept = [record for record in read_records(path) if record.step <= step]
-    write_text("".join(map(json_line, kept)), path)
+    for _, segment in reversed(segments(path)):
+        records = list(_whole_records(record_segments.lines_of(segment)))
+        kept = [record for record in records if record.step <= step]
+        if kept and len(kept) == len(records):
+            break
+        segment.unlink()
+        if kept:
+            text = "".join(map(json_line, kept))
+            write_text(text, segment.with_name(segment.name.removesuffix(".gz")))
+    newest: list[StepRecord] = []
+    if path.exists():
+        with _records(path) as file:
+            newest = list(_whole_records(iter(lambda: file.readline(_LONGEST_RECORD_BYTES), b"")))
+    write_text("".join(json_line(record) for record in newest if record.step <= step), path)
 
 
 def log_text(log: Path) -> str:

@@ -192,7 +192,7 @@ class RecordedStage(nn.Module):
         held = {leaf.name for leaf in leaves if isinstance(leaf, ModuleTensor)}
         for name in sorted(held):
             self._hold(name, module)
-        self.units = dict(self._alone(names, held))
+        self.units = dict(self._lone_units(names, held))
 
     def _share_tables(self, module: nn.Module) -> None:
         """Have the parts, parameters and buffers of a module as one's own: there is one of each."""
@@ -220,7 +220,7 @@ class RecordedStage(nn.Module):
 
         `first` and `last` are those of a row of layers that all offload.
         """
-        called = self._called(name)
+        called = self._nodes_of(name)
         names = {
             leaf.name for node in called for leaf in node.leaves if isinstance(leaf, ModuleTensor)
         }
@@ -236,10 +236,10 @@ class RecordedStage(nn.Module):
     def pack(self, name: str, packing: Packing) -> None:
         """Pack what a layer stores wherever it is replayed; units are in place."""
         self._packings[name] = packing
-        for unit in self._units_of(self._called(name)):
+        for unit in self._units_of(self._nodes_of(name)):
             packing.leave_parameters(unit)
 
-    def _called(self, name: str) -> Sequence[Node]:
+    def _nodes_of(self, name: str) -> Sequence[Node]:
         layer = next(layer for layer in self.layers if layer.name == name)
         return self._recorder.first.nodes[layer.first : layer.last]
 
@@ -259,14 +259,14 @@ class RecordedStage(nn.Module):
         # The user's names may be those of this class's own attributes.
         self._parent(path)._modules[attribute] = part
 
-    def keep(self, names: Sequence[str], module: nn.Module) -> list[nn.Parameter]:
+    def keep_tensors(self, names: Sequence[str], module: nn.Module) -> list[nn.Parameter]:
         """Hold tensors of `module` that no node reads; return the parameters among them."""
         for name in names:
             self._hold(name, module)
         tensors = (self.held(name) for name in names)
         return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
-    def called(self, node: Node) -> Callable[..., Any]:
+    def callable_of(self, node: Node) -> Callable[..., Any]:
         """Return what a node calls."""
         if node.unit is None:
             assert node.call is not None
@@ -353,7 +353,7 @@ class RecordedStage(nn.Module):
         if self.order is not None:
             self.order.end()
         if not self._is_last:
-            return self._closed(outputs)
+            return self._close_sent(outputs)
         return self.closed(self.loss(outputs, micro)) if self.loss else outputs
 
     def _stand_ins(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
@@ -375,7 +375,7 @@ class RecordedStage(nn.Module):
         """Return a loss of the last forward whose backward is in the order of all ranks."""
         return loss if self.order is None else self.order.close_backward(loss)
 
-    def _closed(self, sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _close_sent(self, sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         at = next((at for at, tensor in enumerate(sent) if tensor.requires_grad), None)
         if at is None:
             return sent
@@ -397,7 +397,7 @@ class RecordedStage(nn.Module):
                     for node in part.nodes:
                         run.call(node)
                 else:
-                    run.recomputed(part, recompute, packing)
+                    run.recompute_part(part, recompute, packing)
             for value in done:
                 run.values.pop(value, None)
         if self._is_last:
@@ -516,7 +516,9 @@ class RecordedStage(nn.Module):
                 mine.copy_(now)
             self._beside[name] = owner, attribute, now, now._version
 
-    def _alone(self, names: Mapping[str, None], held: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    def _lone_units(
+        self, names: Mapping[str, None], held: set[str]
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the units whose parameters nobody else in this stage reads."""
         parts = {name: self.part(name) for name in names}
         users: dict[int, int] = {}
@@ -573,7 +575,7 @@ class _MicroBatchRun:
     def call(self, node: Node) -> None:
         """Run one node."""
         args, kwargs = node.arguments(self.value)
-        called = self._stage.called(node)
+        called = self._stage.callable_of(node)
         inner_loss.begin(node.name)
         drawing = (
             seed_draws(self._seed, node.name, self._device, python=node.draws_python)
@@ -609,7 +611,9 @@ class _MicroBatchRun:
                     where=node.where,
                 )
 
-    def recomputed(self, part: _LayerPart, recompute: Recompute, packing: Packing | None) -> None:
+    def recompute_part(
+        self, part: _LayerPart, recompute: Recompute, packing: Packing | None
+    ) -> None:
         """Run a layer that keeps what it takes, and makes the rest again in backward."""
 
         def layer(*taken: Tensor) -> tuple[Tensor, ...]:

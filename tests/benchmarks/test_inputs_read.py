@@ -29,4 +29,4 @@ def test_there_are_enough() -> None:
     every = inputs()
 
     assert len(every) >= 120 and sum(entry.later for entry in every) >= 40
-    assert len({entry.source for entry in every}) == len(every)
+    assert len({(entry.source, entry.reader) for entry in every}) == len(every)

@@ -196,6 +196,7 @@ def test_a_best_plan_is_compared_with_the_probability_that_it_fits(
         model=SimpleNamespace(name="x"),
         cluster="y",
         job=Job(seq_len=4, global_batch=8),
+        not_understood=(),
     )
     best = SimpleNamespace(plan=plan, prediction=priced(1.0, odds))
     change = SimpleNamespace(what="tp 2 -> 1", saved_s=1.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import cli
+from meshwright.launch.watch import slowness_text
 from meshwright.planner.documents.document import json_line, write
 from meshwright.planner.documents.events import (
     Attempt,
@@ -24,6 +25,7 @@ from meshwright.planner.documents.events import (
     StepDone,
     StepRecord,
 )
+from meshwright.planner.report import run_page
 from meshwright.planner.whatif.run_status import run_view
 from meshwright.runtime.run.run_folder import (
     RankOrders,
@@ -232,3 +234,14 @@ def test_a_run_that_was_stopped_is_not_silent(
     text = said(capsys, str(run), "--once")
 
     assert "state     stopped after step 6" in text
+
+
+def test_a_run_that_is_many_times_slower_is_shouted_above_everything() -> None:
+    """By hand: 28 s for 1 s are 28 times; twice as slow is within what ranges allow."""
+    slow = slowness_text(28.0, 1.0)
+    html = run_page.page(run_page.RunReading(title="a run", facts=(), alarm=slow))
+    near = slowness_text(2.0, 1.0)
+    calm = run_page.page(run_page.RunReading(title="a run", facts=(), alarm=near))
+
+    assert html.index('role="alert">28 times slower') < html.index('aria-label="State"')
+    assert 'role="alert"' not in calm

@@ -241,6 +241,8 @@ def test_adapters_that_no_module_gets_are_refused() -> None:
         trained({"lora": Lora(rank=4, targets=("q_proj",))})
     with pytest.raises(DocumentError, match=r"lora.*rank"):
         trained({"lora": {"rank": 0}})
+    with pytest.raises(LaunchError, match=r"lora\.weights: is nf4.*use full"):
+        trained({"lora": Lora(rank=4, weights="nf4")})
 
 
 STALE: list[dict[str, Any]] = [

@@ -110,7 +110,7 @@ def fsdp1_frozen_states(parameters: float, sharing: StateSharding) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state."""
     n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.is_sharded else 1
     working = _working(n, e, sharing, trained=False)
-    shard, on_host = e * n / d, sharing.offload == "parameters"
+    shard, on_host = sharing.types.frozen_stored * n / d, sharing.offload == "parameters"
     copy = 0.0 if sharing.gathers_again or (d == 1 and not on_host) else e * n
     if on_host:
         working, shard = replace(working, host_bytes=shard), 0.0
@@ -252,7 +252,7 @@ class ResidentStates:
         self._paged = job.optimizer == "adamw-8bit-paged"
         self.has_reference = job.objective in REFERENCED
         """A frozen model runs forward too: another one, or this one without its adapters."""
-        self._gathers_matrices = framework.name == "native" and job.optimizer in (
+        self.gathers_matrices = framework.name == "native" and job.optimizer in (
             "adafactor",
             "muon",
         )
@@ -364,7 +364,7 @@ class ResidentStates:
         if whole:  # each at its owner, beside the part that it has of it
             owners = sharing.shard if sharing.is_sharded else layout.tensor
             states = replace(states, optimizer_bytes=states.optimizer_bytes + whole / owners)
-        elif self._gathers_matrices and (sharing.is_sharded or layout.tensor > 1):
+        elif self.gathers_matrices and (sharing.is_sharded or layout.tensor > 1):
             owners = sharing.shard if sharing.is_sharded else 1
             held = sharing.types.stored_bytes * dense / owners
             states = replace(
@@ -528,6 +528,24 @@ class ResidentStates:
             return 0.0, 0.0
         matrices = packed_matrices(self._model, layer.kind, lora, tensor=layout.tensor)
         return min(dense, matrices), routed
+
+    def update_flops(self, layer: Layer, layout: Layout, sharing: StateSharding) -> float:
+        """Return the arithmetic of a rank's share of the update of a layer's matrices by Muon.
+
+        Each of a block's matrices is updated whole by one rank of those that divide it, and by each
+        replica.
+        """
+        from meshwright.planner.costs.lora import linears  # noqa: PLC0415
+
+        a = self._model.architecture
+        if self._job.optimizer != "muon" or a is None or layer.kind in self.end_kinds:
+            return 0.0
+        owners = (sharing.shard if sharing.is_sharded else 1) * layout.tensor
+        each = linears(a, experts=False)
+        return (
+            sum(memory.orthogonalized_flops(linear.inputs, linear.outputs) for linear in each)
+            / owners
+        )
 
     def tied_copy(self, layer: Layer) -> float:
         """Parameters of other stages of which a layer's own has a copy in a pipeline.

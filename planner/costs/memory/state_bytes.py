@@ -94,7 +94,9 @@ class StateTypes:
 
     working: float
     frozen: float
-    """Of a parameter that is not trained."""
+    """Of a parameter that is not trained, in computation."""
+    frozen_stored: float
+    """Of its shard, which FSDP casts as it gathers: a model that is loaded in fp32 is so there."""
     scales: float
     """Beside it, of scales of blocks that it was rounded by, which are no parameters."""
     master: float
@@ -152,6 +154,7 @@ def state_types(
             }
         )
     narrow = precision in EIGHT_BITS and framework.eight_bit.narrow_states
+    rule = framework.sharding
     return _state_types(
         types,
         framework.sharding.unit,
@@ -162,6 +165,9 @@ def state_types(
         by_tensor=framework.sharding.collectives_per_layer > 1,
         flattens=framework.optimizer.flattens and zero > 0,
         roots=framework.optimizer.roots and moments is None,
+        loaded_wide=rule.unit != "buffer"
+        and not (rule.leaves_frozen or framework.types.full_with_zero)
+        and weights == "full",
     )
 
 
@@ -177,6 +183,7 @@ def _state_types(
     by_tensor: bool,
     flattens: bool,
     roots: bool,
+    loaded_wide: bool,
 ) -> StateTypes:
     if precision in ("fp32", "tf32"):
         working, master, gradient, moments, wire = float(FP32), 0.0, 4.0, 8.0, 4.0
@@ -192,6 +199,7 @@ def _state_types(
     return StateTypes(
         working=working,
         frozen=1.0 if narrow else frozen,
+        frozen_stored=1.0 if narrow else max(frozen, master) if loaded_wide else frozen,
         scales=0.0 if narrow else scales,
         master=master,
         gradient=gradient,
@@ -748,7 +756,8 @@ def frozen_states(parameters: float, sharing: StateSharding) -> States:
 
         ZeRO-0                 e N
         ZeRO-1 and 2           e N, as nothing updates them; where FSDP2 divides them e N/d + e N
-        ZeRO-3                 e N/d, and while a unit works what trained parameters need too
+        FSDP, loaded in fp32   4 N/d + e N, below ZeRO-3
+        ZeRO-3                 e N/d or 4 N/d, and while a unit works what trained ones need too
 
     With parameters on the host the shard is there, and comes as it is.  Scales of 4-bit weights are
     attributes of modules: no rank shares them, and none has them on the host.
@@ -760,15 +769,15 @@ def frozen_states(parameters: float, sharing: StateSharding) -> States:
     2.0
     """
     n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.is_sharded else 1
-    gathered = 0.0
-    if sharing.has_whole_frozen:
+    s, gathered = sharing.types.frozen_stored, 0.0
+    if sharing.has_whole_frozen and s == e:
         held = e * n
     elif sharing.types.unit == "buffer":
         held = e * n / d
     else:
         gathered = e * n if sharing.gathers_again else 0.0
-        held = e * n / d + (0.0 if gathered else e * n)
-    on_host = e * n / d if sharing.offload == "parameters" else 0.0
+        held = s * n / d + (0.0 if gathered else e * n)
+    on_host = s * n / d if sharing.offload == "parameters" else 0.0
     ahead = _gathered_ahead(gathered, sharing)
     return States(
         parameters_bytes=held - on_host + sharing.types.scales * n,

@@ -93,7 +93,7 @@ class _Reader:
         exponent = self._power()
         if not 0 <= exponent < 64:
             raise NoNumberError("**")
-        return _bounded(base**exponent)
+        return _check_range(base**exponent)
 
     def _single(self) -> int:  # noqa: PLR0912 - a case for each sign
         self._depth += 1
@@ -120,7 +120,7 @@ class _Reader:
             case _ if token[0].isdigit():
                 if token[0] == "0" and len(token) > 1:
                     raise NoNumberError("octal")
-                result = _bounded(int(token[:20]))
+                result = _check_range(int(token[:20]))
             case _ if token[0].isalpha() or token[0] == "_":
                 text = self._variable(token).strip()
                 if not re.fullmatch(r"-?(0|[1-9]\d{0,18})?", text):
@@ -132,7 +132,7 @@ class _Reader:
         return result
 
 
-def _bounded(value: int) -> int:
+def _check_range(value: int) -> int:
     if not -_WIDEST <= value < _WIDEST:
         raise NoNumberError("wide")
     return value
@@ -147,8 +147,8 @@ def _result(sign: str, a: int, b: int) -> int:
     if sign in ("<<", ">>"):
         if not 0 <= b < 63:
             raise NoNumberError(sign)
-        return _bounded(a << b if sign == "<<" else a >> b)
-    return _bounded(
+        return _check_range(a << b if sign == "<<" else a >> b)
+    return _check_range(
         {
             "||": lambda: int(bool(a) or bool(b)),
             "&&": lambda: int(bool(a) and bool(b)),

@@ -158,7 +158,7 @@ def unknown_names(word: str) -> list[str]:
     return _UNKNOWN.findall(word)
 
 
-def _shown(word: str) -> str:
+def _bash_text(word: str) -> str:
     """Return a word in which unknown values stand as bash writes them."""
     return _UNKNOWN.sub(lambda match: _by_name(match[1]), word)
 
@@ -236,7 +236,7 @@ class _Run:
 
     def _decide(self, text: str) -> bool:
         """Return how an unknown condition comes out on this way."""
-        text = _shown(text)
+        text = _bash_text(text)
         settled = self.around.values.get(text)
         if settled is not None:
             return settled.lower() in ("yes", "true", "1")
@@ -293,7 +293,7 @@ class _Run:
             case While():
                 return self._while(node)
             case Subshell(body):
-                return self._apart(body)
+                return self._run_subshell(body)
             case FunctionCommand(name, body):
                 self.state.functions[name] = body
                 return True
@@ -314,7 +314,7 @@ class _Run:
     def _text_of(self, node: Node) -> str:
         """Return the text of a test; none of other commands."""
         if isinstance(node, TestCommand):
-            words = [_joined(self._pieces(word)) for word in node.words]
+            words = [_join_pieces(self._pieces(word)) for word in node.words]
             return f"[[ {' '.join(words)} ]]"
         if isinstance(node, Simple) and node.words:
             words = self._fields(node.words)
@@ -324,20 +324,20 @@ class _Run:
 
     def _holds(self, condition: Node) -> bool:
         status = self.run(condition)
-        return self._resolved(condition) if status is None else status
+        return self._outcome(condition) if status is None else status
 
-    def _resolved(self, condition: Node) -> bool:
+    def _outcome(self, condition: Node) -> bool:
         """Return how a condition comes out on this way that nothing known decides."""
         last = condition
         while isinstance(last, CommandList) and last.commands:
             last = last.commands[-1]
         if isinstance(last, Not):
             inner = last.command
-            text = self._text_of(inner) or self._started(inner)
+            text = self._text_of(inner) or self._command_name(inner)
             return not self._decide(text)
-        return self._decide(self._text_of(last) or self._started(last))
+        return self._decide(self._text_of(last) or self._command_name(last))
 
-    def _started(self, node: Node) -> str:
+    def _command_name(self, node: Node) -> str:
         """Return the words of a command as the name of its end."""
         while isinstance(node, AndOr | PipeCommand):
             node = node.first if isinstance(node, AndOr) else node.stages[-1]
@@ -345,7 +345,7 @@ class _Run:
             return " ".join(self._fields(node.words))[:80] or "a command"
         return "(( ))" if isinstance(node, Computed) else "a command"
 
-    def _apart(self, body: Node) -> bool | None:
+    def _run_subshell(self, body: Node) -> bool | None:
         """Follow commands in a shell of their own."""
         before, self.state = self.state, self.state.copy()
         self.budget.spend(len(before.variables) * 4)
@@ -368,9 +368,9 @@ class _Run:
             captured = self._captured
             if stage is not stages[-1]:
                 self._captured = None
-            status = self._apart(stage)
+            status = self._run_subshell(stage)
             if captured is not None and len(stages) > 1:
-                captured.append(_unknown("$(" + self._started(stages[-1]) + ")"))
+                captured.append(_unknown("$(" + self._command_name(stages[-1]) + ")"))
             self._captured = captured
         return status
 
@@ -379,7 +379,7 @@ class _Run:
         return bool(words) and words[0] in _SHELLS and all(w.startswith("-") for w in words[1:])
 
     def _case(self, node: CaseCommand) -> bool | None:
-        text = _joined(self._pieces(node.word))
+        text = _join_pieces(self._pieces(node.word))
         for alternatives, body in node.branches:
             for pattern in alternatives:
                 pieces = self._pieces(pattern)
@@ -388,7 +388,7 @@ class _Run:
         return True
 
     def _matches(self, pieces: list[Piece], text: str) -> bool:
-        plain = _joined(pieces)
+        plain = _join_pieces(pieces)
         if plain == "*" and not any(quoted for _, quoted in pieces):
             return True
         if not unknown_names(text) and not unknown_names(plain):
@@ -420,7 +420,7 @@ class _Run:
             status = self.run(node.condition)
             decided = status is None
             if status is None:
-                status = self._resolved(node.condition)
+                status = self._outcome(node.condition)
             if status == node.until:
                 return True
             try:
@@ -473,9 +473,9 @@ class _Run:
         if assignment.array is not None:
             self._assign_array(assignment, before)
             return
-        text = _joined(self._pieces(assignment.value, tilde=True))
+        text = _join_pieces(self._pieces(assignment.value, tilde=True))
         if assignment.index is not None:
-            key = _joined(self._pieces(assignment.index))
+            key = _join_pieces(self._pieces(assignment.index))
             self._set_element(name, key, text, append=assignment.append)
             return
         if not assignment.append or before is None:
@@ -501,7 +501,7 @@ class _Run:
             for key, word in elements:
                 if key is None:
                     raise self.refuse(f"{name} has elements with and without an index")
-                keyed[_joined(self._pieces(key))] = _joined(self._pieces(word))
+                keyed[_join_pieces(self._pieces(key))] = _join_pieces(self._pieces(word))
             if name not in self.state.keyed:
                 raise self.refuse(f"{name}: an array of stated indices is not followed")
             self._set(name, keyed)
@@ -523,7 +523,9 @@ class _Run:
         )
         at = self._number(key)
         if at is None or not 0 <= at <= len(array):
-            raise self.refuse(f"{name}[{_shown(key):.40}] is set, and which element is not known")
+            raise self.refuse(
+                f"{name}[{_bash_text(key):.40}] is set, and which element is not known"
+            )
         if at == len(array):
             array.append("")
         array[at] = array[at] + text if append else text
@@ -546,7 +548,7 @@ class _Run:
             return None
 
     def _computed(self, word: Word) -> bool | None:
-        text = _joined(self._pieces(word))
+        text = _join_pieces(self._pieces(word))
         change = re.fullmatch(
             r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)([A-Za-z_]\w*)|"
             r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*))\s*",
@@ -556,7 +558,7 @@ class _Run:
         if change is None:
             value = self._number(text)
             if value is None and re.search(r"\+\+|--|[^=!<>]=[^=]", text):
-                raise self.refuse(f"(({_shown(text):.60})) is not followed")
+                raise self.refuse(f"(({_bash_text(text):.60})) is not followed")
             return None if value is None else bool(value)
         name = change[1] or change[4] or change[5]
         if change[5]:
@@ -572,17 +574,17 @@ class _Run:
         result: list[str] = []
         for word in words:
             if isinstance(word, VariableAssignment):
-                text = _joined(self._pieces(word.value, tilde=True))
+                text = _join_pieces(self._pieces(word.value, tilde=True))
                 result.append(f"{word.name}{'+' if word.append else ''}={text}")
             else:
-                result += [_joined(pieces) for pieces in self._split(word)]
+                result += [_join_pieces(pieces) for pieces in self._split(word)]
         return result
 
     def _pieces(self, word: Word, *, tilde: bool = False) -> list[Piece]:
         """Return a word that is not split, as the value of a variable."""
         pieces: list[Piece] = []
         for part in word:
-            for at, more in enumerate(self._expanded(part)):
+            for at, more in enumerate(self._expansion(part)):
                 if at:
                     pieces.append((" ", True))
                 pieces += more
@@ -600,7 +602,7 @@ class _Run:
         fields: list[list[Piece]] = []
         open_field = False
         for part in word:
-            for at, pieces in enumerate(self._expanded(part)):
+            for at, pieces in enumerate(self._expansion(part)):
                 open_field = open_field and not at
                 for text, quoted in pieces:
                     split = not quoted and not isinstance(part, LiteralText)
@@ -611,7 +613,7 @@ class _Run:
                             if not open_field:
                                 fields.append([])
                             open_field = True
-                            fields[-1].append((_opened(piece) if split else piece, quoted))
+                            fields[-1].append((_unquoted_piece(piece) if split else piece, quoted))
         if fields and fields[0] and fields[0][0][0].startswith("~") and not fields[0][0][1]:
             fields[0] = [(_unknown("HOME"), False), (fields[0][0][0][1:], False), *fields[0][1:]]
         self.budget.spend(sum(len(text) + 1 for pieces in fields for text, _ in pieces))
@@ -639,7 +641,7 @@ class _Run:
                 ]
         return [[(_unknown("{,}"), False)]]
 
-    def _expanded(self, part: object) -> list[list[Piece]]:
+    def _expansion(self, part: object) -> list[list[Piece]]:
         """Return what a part of a word expands to: a field each, which may be split still."""
         match part:
             case LiteralText(text, quoted):
@@ -647,10 +649,10 @@ class _Run:
             case Opaque(text):
                 return [[(_unknown(text), True)]]
             case Arithmetic(word, quoted):
-                text = _joined(self._pieces(word))
+                text = _join_pieces(self._pieces(word))
                 value = self._number(text)
                 if value is None and re.search(r"\+\+|--|[^=!<>]=[^=]|,", text):
-                    raise self.refuse(f"$(({_shown(text):.60})) is not followed")
+                    raise self.refuse(f"$(({_bash_text(text):.60})) is not followed")
                 names = unknown_names(text) or self._unset_in(text)
                 name = names[0] if names else f"$(({text}))"
                 return [[(_unknown(name) if value is None else str(value), quoted)]]
@@ -674,21 +676,21 @@ class _Run:
 
     def _parameter(self, part: Expansion) -> list[list[Piece]]:
         value = self._value(part.name)
-        index = None if part.index is None else _joined(self._pieces(part.index))
+        index = None if part.index is None else _join_pieces(self._pieces(part.index))
         listed = index in ("@", "*") or part.name in ("@", "*")
         if part.operator == "!":
             return self._indirect(part, value)
         if listed:
             star = index == "*" or (index is None and part.name == "*")
-            return self._listed(part, value, star=star)
+            return self._list_items(part, value, star=star)
         text: str | None
         if isinstance(value, dict):
-            known = index is not None and not unknown_names(index)
-            text = value.get(index or "") if known else _unknown(f"{part.name}[{index}]")
+            is_known = index is not None and not unknown_names(index)
+            text = value.get(index or "") if is_known else _unknown(f"{part.name}[{index}]")
         elif isinstance(value, list):
             at = 0 if index is None else self._number(index)
             if at is None or _is_open(value[: at + 1] if at >= 0 else value):
-                text = _unknown(f"{part.name}[{_shown(index or '')}]")
+                text = _unknown(f"{part.name}[{_bash_text(index or '')}]")
             else:
                 text = value[at] if -len(value) <= at < len(value) else None
         else:
@@ -703,8 +705,8 @@ class _Run:
     def _scalar(self, part: Expansion, text: str | None) -> list[list[Piece]]:
         quoted, operator = part.quoted, part.operator
         if part.counted:
-            known = text is not None and not unknown_names(text)
-            return [[(str(len(text or "")) if known else _unknown(part.name), quoted)]]
+            is_known = text is not None and not unknown_names(text)
+            return [[(str(len(text or "")) if is_known else _unknown(part.name), quoted)]]
         if not operator:
             shown = _unknown(part.name) if text is None else text
             self.budget.spend(len(shown))
@@ -714,7 +716,7 @@ class _Run:
         if text is None or unknown_names(text):
             return [[(_unknown(part.name if text is None else unknown_names(text)[0]), quoted)]]
         self.budget.spend(len(text))
-        changed = self._changed(part, text)
+        changed = self._operator_value(part, text)
         return [[(_unknown(part.name) if changed is None else changed, quoted)]]
 
     def _default(self, part: Expansion, text: str | None) -> list[list[Piece]]:
@@ -731,7 +733,7 @@ class _Run:
         if operator[-1] == "?":
             raise _Stop("exit", failed=True)
         if operator[-1] == "=":
-            self._set(part.name, _joined(self._pieces(part.word)))
+            self._set(part.name, _join_pieces(self._pieces(part.word)))
         return self._of_word(part)
 
     def _of_word(self, part: Expansion) -> list[list[Piece]]:
@@ -744,17 +746,17 @@ class _Run:
         """Return the fields of a default, whose plain characters are split too."""
         pieces: list[list[Piece]] = [[]]
         for part in word:
-            for at, more in enumerate(self._expanded(part)):
+            for at, more in enumerate(self._expansion(part)):
                 if at:
                     pieces.append([])
                 pieces[-1] += more
         return pieces
 
-    def _changed(self, part: Expansion, text: str) -> str | None:  # noqa: PLR0911 - a case for each form
+    def _operator_value(self, part: Expansion, text: str) -> str | None:  # noqa: PLR0911 - a case for each form
         """Return a known value under an operator; None where that is not followed."""
         operator, word = part.operator, part.word
         pieces = self._pieces(word)
-        plain = _joined(pieces)
+        plain = _join_pieces(pieces)
         if unknown_names(plain):
             return None
         try:
@@ -785,7 +787,7 @@ class _Run:
             return None
         return None
 
-    def _listed(  # noqa: PLR0911, PLR0912 - a case for each form
+    def _list_items(  # noqa: PLR0911, PLR0912 - a case for each form
         self, part: Expansion, value: Value | None, *, star: bool
     ) -> list[list[Piece]]:
         quoted = part.quoted
@@ -805,7 +807,7 @@ class _Run:
         if part.operator and _is_open(items):
             return [[(_unknown(f"{part.name}[@]"), quoted)]]
         if part.operator == ":":
-            begin, sign, length = _joined(self._pieces(part.word)).partition(":")
+            begin, sign, length = _join_pieces(self._pieces(part.word)).partition(":")
             at, count = self._number(begin), self._number(length) if sign else len(items)
             if at is None or count is None or at < 0 or count < 0:
                 return [[(_unknown(f"{part.name}[@]"), quoted)]]
@@ -907,7 +909,7 @@ class _Run:
                         continue
                     variable, sign, value = text.partition("=")
                     if not re.fullmatch(r"[A-Za-z_]\w*", variable):
-                        raise self.refuse(f"{name} {_shown(text):.40} is not followed")
+                        raise self.refuse(f"{name} {_bash_text(text):.40} is not followed")
                     self._localize(name, variable)
                     if sign:
                         self._set(variable, value)
@@ -945,7 +947,7 @@ class _Run:
         if base in _ELSEWHERE:
             return self._elsewhere(base, words, command)
         if base.endswith((".sh", ".bash", ".slurm", ".sbatch")) or base == "sbatch":
-            return self._file(words[1:] if base == "sbatch" else words, own=False)
+            return self._file(words[1:] if base == "sbatch" else words, sourced=False)
         if base in HARMLESS:
             self._prints(None)
             return None
@@ -955,7 +957,7 @@ class _Run:
     def _start(self, words: list[str]) -> None:
         """Note a command that may train."""
         self._prints(None)
-        self.commands.append((*self._prefix, *map(_shown, words)))
+        self.commands.append((*self._prefix, *map(_bash_text, words)))
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         if len(self.state.frames) > MOST_DEPTH // 3:
@@ -987,7 +989,7 @@ class _Run:
     ) -> bool | None:
         """Follow a script inside of this one."""
         self.budget.spend(len(text))
-        text, names = _named(text)
+        text, names = _text_for_rereading(text)
         body = syntax.parse(text, self.of)
         before, self.state = self.state, state
         if arguments is not None:
@@ -1019,10 +1021,10 @@ class _Run:
                     raise self.refuse(f"{words[0]} -c has no command")
                 return self._script(rest[0], self._child(), rest[2:])
             if rest:
-                return self._file(rest, own=False)
+                return self._file(rest, sourced=False)
             texts = [] if command is None else command.stdin
             if texts:
-                return self._script(_joined(self._pieces(texts[-1])), self._child(), [])
+                return self._script(_join_pieces(self._pieces(texts[-1])), self._child(), [])
             return None
         finally:
             self._prefix = before
@@ -1037,7 +1039,7 @@ class _Run:
                 state.exported.add(name)
         return state
 
-    def _file(self, words: list[str], *, own: bool) -> bool | None:
+    def _file(self, words: list[str], *, sourced: bool) -> bool | None:
         """Follow a script that stands beside this one."""
         words = _after_options(words)
         if not words:
@@ -1045,17 +1047,17 @@ class _Run:
         name = words[0]
         text = None if unknown_names(name) else self.around.files(name)
         if text is None:
-            self.unfollowed.append(_shown(name))
-            if not own:
+            self.unfollowed.append(_bash_text(name))
+            if not sourced:
                 self._start(words)
             return None
         self._depth += 6
         try:
             return self._script(
                 text,
-                self.state if own else self._child(),
-                words[1:] if not own or len(words) > 1 else None,
-                sourced=own,
+                self.state if sourced else self._child(),
+                words[1:] if not sourced or len(words) > 1 else None,
+                sourced=sourced,
             )
         finally:
             self._depth -= 6
@@ -1065,7 +1067,7 @@ class _Run:
         for at, word in enumerate(words[1:], start=1):
             name = PurePosixPath(word).name
             if name in _SHELLS and words[at - 1] != "--entrypoint":
-                prefix = (*map(_shown, words[:at]), ";")
+                prefix = (*map(_bash_text, words[:at]), ";")
                 return self._shell(words[at:], command, prefix)
             if name in self.state.functions and base in ("time", "env"):
                 return self._call(name, words[at + 1 :])
@@ -1074,7 +1076,7 @@ class _Run:
             if name.endswith((".sh", ".bash")) and not words[at - 1].startswith("-"):
                 before, self._prefix = self._prefix, (*self._prefix, *words[:at], ";")
                 try:
-                    return self._file(words[at:], own=False)
+                    return self._file(words[at:], sourced=False)
                 finally:
                     self._prefix = before
         if base in ("ssh", "pdsh", "clush"):
@@ -1091,7 +1093,7 @@ class _Run:
             return self._script(" ".join(rest), _ShellVariables(), [])
         texts = [] if command is None else command.stdin
         if texts:
-            return self._script(_joined(self._pieces(texts[-1])), _ShellVariables(), [])
+            return self._script(_join_pieces(self._pieces(texts[-1])), _ShellVariables(), [])
         return None
 
 
@@ -1102,7 +1104,7 @@ _WITH_VALUES = ("-p", "-i", "-l", "-o", "-F", "-J", "-L", "-R", "-D", "-W", "-w"
 _GAPS = re.compile(r"([ \t\n]+)")
 
 
-def _opened(piece: str) -> str:
+def _unquoted_piece(piece: str) -> str:
     """Return a piece outside of quotes, whose unknown values may be no word, or several."""
     if BEGIN not in piece:
         return piece
@@ -1114,7 +1116,7 @@ def _is_open(words: list[str]) -> bool:
     return any(_OPEN in word for word in words)
 
 
-def _joined(pieces: list[Piece]) -> str:
+def _join_pieces(pieces: list[Piece]) -> str:
     return "".join(text for text, _ in pieces)
 
 
@@ -1125,7 +1127,7 @@ def _after_options(words: list[str]) -> list[str]:
     return words[at:]
 
 
-def _named(text: str) -> tuple[str, dict[str, str]]:
+def _text_for_rereading(text: str) -> tuple[str, dict[str, str]]:
     """Return a text that is read again, its unknown values under names of their own."""
     names: dict[str, str] = {}
 
@@ -1148,7 +1150,7 @@ class _Tests:
 
     def __init__(self, run: _Run, words: list[list[Piece]], *, double: bool) -> None:
         self._run, self._words, self._double, self._at = run, words, double, 0
-        self._plain = [_joined(pieces) for pieces in words]
+        self._plain = [_join_pieces(pieces) for pieces in words]
 
     def value(self) -> bool | None:
         """Return the value of the whole test."""
@@ -1163,7 +1165,7 @@ class _Tests:
             return None
         result = self._either()
         if self._at < len(self._words):
-            raise self._run.refuse(f"[ {_shown(' '.join(self._plain)):.60} ] is not followed")
+            raise self._run.refuse(f"[ {_bash_text(' '.join(self._plain)):.60} ] is not followed")
         return result
 
     def _sign(self) -> str:
@@ -1202,14 +1204,14 @@ class _Tests:
         if binary:
             self._at += 3
             pattern = self._words[self._at - 1]
-            return self._compared(self._plain[self._at - 3], following, pattern)
+            return self._comparison(self._plain[self._at - 3], following, pattern)
         if re.fullmatch(r"-[a-zA-Z]", sign) and left_words > 1 and following not in ("&&", "||"):
             self._at += 2
             return self._unary(sign, following)
         self._at += 1
-        return self._filled(sign)
+        return self._fill_unknown(sign)
 
-    def _filled(self, text: str) -> bool | None:
+    def _fill_unknown(self, text: str) -> bool | None:
         plain = _UNKNOWN.sub("", text)
         if plain:
             return True
@@ -1220,14 +1222,14 @@ class _Tests:
             only = _UNKNOWN.fullmatch(text)
             if only and self._run._value(only[1]) is None and re.fullmatch(r"\w+", only[1]):
                 return sign == "-z"  # a variable that nothing sets
-            value = self._filled(text)
+            value = self._fill_unknown(text)
             return value if value is None or sign == "-n" else not value
         if sign == "-v" and re.fullmatch(r"[A-Za-z_]\w*", text):
             return self._run._value(text) is not None
         return None
 
-    def _compared(self, left: str, sign: str, right: list[Piece]) -> bool | None:  # noqa: PLR0911 - a case for each form
-        text = _joined(right)
+    def _comparison(self, left: str, sign: str, right: list[Piece]) -> bool | None:  # noqa: PLR0911 - a case for each form
+        text = _join_pieces(right)
         if sign in _NUMERIC:
             a, b = self._run._number(left), self._run._number(text)
             if a is None or b is None:
@@ -1294,7 +1296,7 @@ def _printf(run: _Run, words: list[str], _: Simple | None) -> bool:
 
 def _cat(run: _Run, words: list[str], command: Simple | None) -> bool | None:
     if len(words) == 1 and command is not None and command.stdin:
-        run._prints(_joined(run._pieces(command.stdin[-1])))
+        run._prints(_join_pieces(run._pieces(command.stdin[-1])))
         return True
     run._prints(None)
     return None
@@ -1305,7 +1307,7 @@ def _eval(run: _Run, words: list[str], _: Simple | None) -> bool | None:
 
 
 def _source(run: _Run, words: list[str], _: Simple | None) -> bool | None:
-    return run._file(words[1:], own=True)
+    return run._file(words[1:], sourced=True)
 
 
 def _exit(run: _Run, words: list[str], _: Simple | None) -> bool:

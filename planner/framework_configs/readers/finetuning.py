@@ -55,7 +55,9 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
         config.options.append("reentrant-recompute")
     settings.expect("stage", "sft", "pt")
     kind = settings.choice("finetuning_type", {"lora": "lora", "full": "full"}, "lora")
-    weights = _packed(settings, "quantization_bit", "quantization_method", "quantization_type")
+    weights = _frozen_weights(
+        settings, "quantization_bit", "quantization_method", "quantization_type"
+    )
     rank = settings.count("lora_rank") or 8
     alpha = settings.amount("lora_alpha") or 2.0 * rank
     targets = [word.strip() for word in settings.words("lora_target")]
@@ -264,7 +266,7 @@ def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> Pa
         config.options.append("ulysses")
     kind = settings.choice(_TUNER[0], _KINDS, "") or settings.choice(_TUNER[1], _KINDS, "")
     kind = kind or settings.choice(_TUNER[2], _KINDS, "lora")
-    weights = _packed(settings, "quant_bits", "quant_method", "bnb_4bit_quant_type")
+    weights = _frozen_weights(settings, "quant_bits", "quant_method", "bnb_4bit_quant_type")
     if kind == "lora":
         rank, alpha = settings.count("lora_rank") or 8, settings.amount("lora_alpha") or 32.0
         targets = [word for text in settings.words("target_modules") for word in text.split()]
@@ -303,7 +305,7 @@ _OF_MS_SWIFT = frozenset(
 )
 
 
-def _packed(settings: Settings, bits: str, method: str, kind: str) -> str:
+def _frozen_weights(settings: Settings, bits: str, method: str, kind: str) -> str:
     """Return how frozen weights are stored; other numbers and methods are not understood."""
     count = settings.number(bits)
     if count is None:

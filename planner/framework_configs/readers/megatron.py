@@ -131,6 +131,7 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
         config.blocks, config.virtual_stages = _of_layout(layout, config.pipeline)
         config.schedule = _schedule(config.virtual_stages)
     config.overlaps_reduction = bool(settings.flag("overlap-grad-reduce"))
+    config.words_of_replicas += ["overlap_grad_reduce"] * ("overlap-grad-reduce" in settings)
     _sharding(settings, config)
 
 

@@ -58,11 +58,11 @@ class Settings:
     @property
     def understood(self) -> int:
         """Number of the keys that are there and that somebody asked for."""
-        own = sum(
+        count = sum(
             name in self._taken and value is not None and not isinstance(value, dict)
             for name, value in self._values.items()
         )
-        return own + sum(part.understood for part in self._parts)
+        return count + sum(part.understood for part in self._parts)
 
     def word(self, key: str, *others: str) -> str | None:
         """Return a word or number as text; DocumentError if it is a list or a section."""
@@ -246,6 +246,8 @@ class ParsedConfig:
     """Samples that a run of a pipeline's schedule takes, of which a plan has one a step."""
     overlaps_reduction: bool = True
     """Gradients are reduced beside the backwards, as plans have it."""
+    words_of_replicas: list[str] = field(default_factory=list)
+    """Words that have no effect where one rank has all samples."""
     recompute_every: int = 1
     """Every n-th block of a rank is recomputed."""
     loss_chunks: int | None = None

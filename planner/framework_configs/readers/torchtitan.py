@@ -134,7 +134,7 @@ class _Module:
             case ast.Attribute(value=ast.Name(), attr=section):
                 self._assign_section(section, value)
             case ast.Attribute(value=ast.Attribute(value=ast.Name(), attr=section), attr=key):
-                self._put(section, key, value)
+                self._record(section, key, value)
             case _:
                 self._unread(limits.source(target))
 
@@ -162,7 +162,7 @@ class _Module:
         plain = "loss_fn" in text or text.startswith("CrossEntropyLoss")
         self.sections["loss"] = {"kind": "full" if plain else text}
 
-    def _put(self, section: str, key: str, node: ast.expr) -> None:
+    def _record(self, section: str, key: str, node: ast.expr) -> None:
         """Put a setting into its section, or among those that are computed."""
         try:
             value = limits.literal(node)
@@ -205,7 +205,7 @@ class _Module:
         """Read the arguments of a section's class."""
         for keyword in node.keywords:
             if keyword.arg:
-                self._put(_CLASSES[name], keyword.arg, keyword.value)
+                self._record(_CLASSES[name], keyword.arg, keyword.value)
             else:
                 self._unread(limits.source(node))
         if name in _MODES:
@@ -221,7 +221,7 @@ class _Module:
                         if not any(part in _CONVERTERS for part in chain):
                             self._unread(limits.source(item.func))
             elif keyword.arg:
-                self._put("model", keyword.arg, keyword.value)
+                self._record("model", keyword.arg, keyword.value)
 
 
 def _policy(value: ast.expr) -> str:

@@ -8,6 +8,7 @@ Source: Young, Comm. ACM 17 (1974) 530; Daly, Future Generation Computer Systems
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 from meshwright.planner.documents.document import Part
 from meshwright.planner.documents.events import Attempt, Event, Incident, PhaseDone, Saved, StepDone
-from meshwright.planner.documents.units import Amount, Rate
+from meshwright.planner.documents.units import Amount, Count, Rate, Text
 from meshwright.planner.whatif.pricing.economics import SECONDS_PER_HOUR
 
 COPIES_SHARE = 0.0075
@@ -113,12 +114,39 @@ class RunSeconds:
         return min(1.0, self.trained_s / self.wall_s) if self.wall_s else 0.0
 
 
+KEPT_STEPS = 5_000
+"""Steps that may be done again: what counts of those before is one sum."""
+
+
+class AccountState(Part):
+    """An account as it is stored."""
+
+    step_s: tuple[tuple[Count, Amount], ...]
+    earlier_s: Amount
+    steps_lost: Count
+    again_s: Amount
+    ended_s: Amount
+    first_s: Amount
+    last_s: Amount
+    begin_s: Amount
+    restart_s: Amount
+    device_s: Amount
+    blocked_s: Amount
+    devices: Count
+    attempts: Count
+    start_s: Amount | None = None
+    from_step: Count | None = None
+    incidents: dict[Text, Count]
+
+
 class Accounting:
     """Adds up where the seconds of a run go, event by event."""
 
     def __init__(self) -> None:
         self.step_s: dict[int, float] = {}
-        """Of the steps that count."""
+        """Of the newest steps that count."""
+        self._earlier_s = 0.0
+        """Of those before."""
         self.steps_lost, self.again_s = 0, 0.0
         self.ended_s = 0.0
         """When the last step, or save, was written down."""
@@ -128,6 +156,45 @@ class Accounting:
         self._start_s: float | None = None
         self._from_step: int | None = None
         self._incidents: Counter[str] = Counter()
+
+    def state(self) -> AccountState:
+        """Return what another account goes on from."""
+        return AccountState(
+            step_s=tuple(self.step_s.items()),
+            earlier_s=self._earlier_s,
+            steps_lost=self.steps_lost,
+            again_s=self.again_s,
+            ended_s=self.ended_s,
+            first_s=self._first_s,
+            last_s=self._last_s,
+            begin_s=self._begin_s,
+            restart_s=self._restart_s,
+            device_s=self._device_s,
+            blocked_s=self._blocked_s,
+            devices=self._devices,
+            attempts=self._attempts,
+            start_s=self._start_s,
+            from_step=self._from_step,
+            incidents=dict(self._incidents),
+        )
+
+    @classmethod
+    def of_state(cls, state: AccountState) -> Accounting:
+        """Return an account that goes on from another."""
+        account = cls()
+        account.step_s, account._earlier_s = dict(state.step_s), state.earlier_s
+        account.steps_lost, account.again_s = state.steps_lost, state.again_s
+        account.ended_s, account._first_s, account._last_s = (
+            state.ended_s,
+            state.first_s,
+            state.last_s,
+        )
+        account._begin_s, account._restart_s = state.begin_s, state.restart_s
+        account._device_s, account._blocked_s = state.device_s, state.blocked_s
+        account._devices, account._attempts = state.devices, state.attempts
+        account._start_s, account._from_step = state.start_s, state.from_step
+        account._incidents = Counter(state.incidents)
+        return account
 
     @property
     def idle_since_s(self) -> float:
@@ -154,6 +221,9 @@ class Accounting:
                     self._restart_s += gap_s if self.ended_s else 0.0
                 self.ended_s = at_s
                 self.step_s[event.record.step] = event.record.step_s
+                if len(self.step_s) > 2 * KEPT_STEPS:
+                    for step in list(itertools.islice(self.step_s, KEPT_STEPS)):
+                        self._earlier_s += self.step_s.pop(step)
             case PhaseDone(phase="start"):
                 self._start_s = event.measured_s
             case Saved():
@@ -178,7 +248,7 @@ class Accounting:
         cut_s = sum(self.step_s[step] for step in cut)
         return RunSeconds(
             wall_s=self._last_s - self._first_s,
-            trained_s=sum(self.step_s.values()) - cut_s,
+            trained_s=self._earlier_s + sum(self.step_s.values()) - cut_s,
             again_s=self.again_s + cut_s,
             blocked_s=self._blocked_s,
             begin_s=self._begin_s,

@@ -150,7 +150,7 @@ class _LossSums:
     values: dict[str, float]
 
     @classmethod
-    def of(cls, returned: Any, samples: int) -> _LossSums:
+    def read(cls, returned: Any, samples: int) -> _LossSums:
         """Read what a loss returned."""
         loss_sum = loss_sum_of(returned, samples)
         values = {"sum": _number(loss_sum.total), "count": _number(loss_sum.count)}
@@ -193,14 +193,19 @@ class _LossTrial:
             return None
         real = self._is_real()
         few = few_samples(self._batch, SAMPLES)
-        made = self._outputs_of(few) if real else _recorded_outputs(self._recorder.first, few)
-        loose = [leaf for leaf in tree_leaves(made) if _is_float(leaf) and not _is_sampled(leaf)]
-        size = self._size(made)
+        few_outputs = (
+            self._outputs_of(few) if real else _recorded_outputs(self._recorder.first, few)
+        )
+        loose = [
+            leaf for leaf in tree_leaves(few_outputs) if _is_float(leaf) and not _is_sampled(leaf)
+        ]
+        size = self._size(few_outputs)
         if real and loose:
-            return self._difference_at(
-                lambda batch, _: self._outputs_of(batch, drawing=False), size
-            )
-        kinds = [*_repeat_outputs(made, 2 * size, real=real), *([lambda *_: made] if real else [])]
+            return self._difference_at(lambda batch, _: self._remade(batch), size)
+        kinds = [
+            *_repeat_outputs(few_outputs, 2 * size, real=real),
+            *([lambda *_: few_outputs] if real else []),
+        ]
         for at, outputs in enumerate(kinds):
             last = real and at == len(kinds) - 1
             try:
@@ -210,7 +215,8 @@ class _LossTrial:
             except _LossError as error:
                 if last:
                     raise BatchError(
-                        f"loss: fails with the module's outputs ({_structure_text(made)}) and the "
+                        f"loss: fails with the module's outputs "
+                        f"({_structure_text(few_outputs)}) and the "
                         f"batch ({_structure_text(self._batch)}): {error}; it is "
                         "loss(outputs, batch), and takes its targets out of the batch"
                     ) from error.__cause__
@@ -323,7 +329,7 @@ class _LossTrial:
                     returned = self._call_loss(tree_map(_fresh, outputs), few)
                 except _LossError:
                     return
-                reasons.append(_LossSums.of(returned, SAMPLES).values)
+                reasons.append(_LossSums.read(returned, SAMPLES).values)
             changed = before.changes()
         if str(reasons[0]) != str(reasons[1]):
             what = f" ('{min(changed)}' changes)" if changed else ""
@@ -389,8 +395,8 @@ class _LossTrial:
         )
         whole = self._plan.micro_batch
         most = max(1, min(MOST_SAMPLES, MOST_ELEMENTS // max(1, 2 * elements)))
-        found = max(size for size in range(1, most + 1) if whole % size == 0)
-        return found if found > 1 or whole * elements * 2 > MOST_ELEMENTS else whole
+        size = max(size for size in range(1, most + 1) if whole % size == 0)
+        return size if size > 1 or whole * elements * 2 > MOST_ELEMENTS else whole
 
     def _outputs_of(self, batch: Any, *, drawing: bool = True) -> Any:
         """Return what a copy of the module makes, in eval mode where samples must not share."""
@@ -409,6 +415,15 @@ class _LossTrial:
         args, kwargs = arguments(self._recorder.inputs(own_tensors(batch)))
         outputs = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
+
+    def _remade(self, batch: Any) -> Any:
+        """Return what the module makes of a batch, which may be one that it does not take."""
+        try:
+            return self._outputs_of(batch, drawing=False)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            raise _LossError(str(error)) from error
 
     def _difference_at(self, outputs: _Outputs, size: int) -> str | None:
         difference = self._difference_of(few_samples(self._batch, 2 * size), outputs, size)
@@ -433,7 +448,7 @@ class _LossTrial:
         half = outputs(batch, samples)
         with restore_side_effects(self._loss):
             returned = self._call_loss(half, batch)
-        return _LossSums.of(returned, len(samples))
+        return _LossSums.read(returned, len(samples))
 
     def _call_loss(self, outputs: Any, batch: Any) -> Any:
         """Call the loss."""
@@ -528,7 +543,7 @@ def _repeat_outputs(outputs: Any, samples: int, *, real: bool) -> list[_Outputs]
 
     def tile(change: Callable[[Tensor], Tensor]) -> _Outputs:
         whole = [_tile_leaf(leaf, samples, change) for leaf in leaves]
-        return lambda _, own: part_of(tree_unflatten([_fresh(x) for x in whole], spec), own)
+        return lambda _, samples: part_of(tree_unflatten([_fresh(x) for x in whole], spec), samples)
 
     if real:
         return [tile(_full), tile(lambda leaf: leaf)]
@@ -545,6 +560,8 @@ def _tile_leaf(leaf: Any, samples: int, change: Callable[[Tensor], Tensor]) -> A
         return leaf
     tile = leaf.detach()[[at % SAMPLES for at in range(samples)]]
     if not _is_float(tile):
+        return tile
+    if tile.any() and bool(((tile == 0) | (tile == 1)).all()):  # a mask
         return tile
     tile = change(tile)
     less = 1 - SHRINK * torch.arange(samples, dtype=tile.dtype) / samples
@@ -588,12 +605,12 @@ def _distance(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
             continue
         if beside != (*first[:dim], *first[dim + 1 :]):
             continue
-        one = whole.double()
+        at_once = whole.double()
         views = [part.double().unflatten(dim, (rows, size)) for part in parts]
         ordered = (torch.cat([view.flatten(dim, dim + 1) for view in views], dim),
                    torch.cat(views, dim + 1).flatten(dim, dim + 1))  # fmt: skip
-        gap = min(float((one - other).abs().nan_to_num(0.0).max()) for other in ordered)
-        return gap / max(float(one.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-12)
+        gap = min(float((at_once - other).abs().nan_to_num(0.0).max()) for other in ordered)
+        return gap / max(float(at_once.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-12)
     return 0.0
 
 

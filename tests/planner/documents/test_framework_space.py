@@ -80,7 +80,7 @@ def test_what_cannot_be_read_is_refused_where_the_framework_is(text: str, messag
         ({"within_node": ["tensor"]}, {"tensor": 16}, "tensor degree 16"),
         ({"expert": 1}, {"expert": 2, "tensor": 2}, "expert degree 2"),
         (
-            {"virtual_stages": 2},
+            {"virtual_stages": 1},
             {"pipeline": 2, "virtual_stages": 4, "schedule": "interleaved"},
             "4 stages on a rank",
         ),

@@ -202,3 +202,19 @@ def test_words_that_are_not_understood_widen_the_answer(tmp_path: Path) -> None:
     assert bounded.prediction.step_time_high_s > sure.prediction.step_time_high_s
     assert 0.1 < (bounded.prediction.fit_probability or 0) < 0.9
     assert "--cpu-things-offload" in " ".join(bounded.prediction.notes)
+
+
+def test_words_that_are_not_understood_stay_in_the_plan(tmp_path: Path) -> None:
+    script, file = tmp_path / "run.sh", str(tmp_path / "mine.yaml")
+    script.write_text(f"{TRAINS} {REST} --cpu-things-offload")
+    imported = commands.import_plan(
+        str(script), of="megatron", cluster="8xh100-sxm-80gb", model="gpt2", output=file
+    )
+
+    predicted, improved = commands.predict(file), commands.compare_best(file)
+
+    assert predicted == imported.prediction
+    for prediction in (predicted, improved.prediction, improved.best.prediction):
+        assert 0.1 < (prediction.fit_probability or 0) < 0.9
+    assert improved.best.plan.not_understood == ("--cpu-things-offload",)
+    assert "no plan is called the best" in " ".join(improved.warnings)

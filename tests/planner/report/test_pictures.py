@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -13,7 +14,7 @@ from meshwright.planner.catalog.expressions import resolve_cluster, resolve_mode
 from meshwright.planner.costs.predict import plan_timeline
 from meshwright.planner.documents.plan import Job, Layout
 from meshwright.planner.documents.units import GIB, seconds_text
-from meshwright.planner.report.html import memory_of_ranks, page, resident_gib
+from meshwright.planner.report.html import distinct_choices, memory_of_ranks, page, resident_gib
 from meshwright.planner.report.mesh_picture import axes_of, coordinates, mesh_picture
 from meshwright.planner.report.text import layers_text, plan_table
 from meshwright.planner.report.timeline_picture import (
@@ -278,3 +279,13 @@ def test_of_many_stages_neighbours_share_a_row_that_names_them_all() -> None:
         names, _, each = str(cell).partition("; ")
         assert names == layers_text([item for stage in stages for item in stage.layers])
         assert not each or {len(stage.layers) for stage in stages} == {int(each.split()[0])}
+
+
+def test_one_plan_is_one_row_of_alternatives(answer: tuple[Request, Answer]) -> None:
+    _, found = answer
+    twice = [*found.choices, *(replace(choice, what="again") for choice in found.choices)]
+    rows = distinct_choices(twice)
+
+    layouts = [row.prediction.layout for row in rows if row.prediction is not None]
+    assert len(layouts) == len(set(layouts))
+    assert any(row.what.endswith(", again") for row in rows)

@@ -172,3 +172,18 @@ def test_twenty_purchases_beside_twenty_rents_are_one_page() -> None:
     page = Console(width=80, file=io.StringIO(), record=True)
     page.print(result_facts(result))
     assert len(page.export_text().splitlines()) <= MOST_LINES
+
+
+def test_what_the_work_uses_is_not_called_assumed() -> None:
+    quote = {"date": "2026-11", "source": "a quote"}
+    offers = [
+        {"name": "bought", "cluster": "4xa10g", "buy": {"usd_per_device": 9e3, **quote}},
+        {"name": "rented", "cluster": "4xa10g", "rent": PRICE},
+    ]
+    for assumptions, word in (
+        ({}, "this work alone uses"),
+        ({"utilisation": 0.7}, "70 % are assumed"),
+    ):
+        result = run(study(offers=offers, assumptions=assumptions), processes=1)
+        said = [text for text in answers(result) if "utilisation" in text]
+        assert any(word in text for text in said), said

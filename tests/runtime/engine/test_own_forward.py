@@ -21,7 +21,7 @@ from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
 from tests.limits import PATIENCE_S
-from tests.runtime.forward_ways import buffers, means, modes, values
+from tests.runtime.forward_ways import buffers, means, modes, published, values
 from tests.runtime.forward_ways.way import LAYOUTS, STEPS, Net, Way, batch_of, squares
 from tests.runtime.ranks import on_ranks
 
@@ -30,6 +30,7 @@ WAYS: dict[str, dict[str, Way]] = {
     "modes": modes.WAYS,
     "buffers": buffers.WAYS,
     "means": means.WAYS,
+    "published": published.WAYS,
 }
 
 
@@ -44,6 +45,10 @@ class Training:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     refusal: str = ""
+
+
+def called(module: nn.Module, given: Any) -> Any:
+    return module(**given) if isinstance(given, dict) else module(*given)
 
 
 def mean_of(returned: Any) -> Any:
@@ -69,13 +74,13 @@ def plainly(kind: str, name: str) -> Training:
     for step in range(STEPS):
         way.before(module, step)
         batch = way.batches(step)
-        loss = mean_of(way.loss(module(*inputs(batch)), batch))
+        loss = mean_of(way.loss(called(module, inputs(batch)), batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         module.eval()
         with torch.no_grad():
-            evaluated = mean_of(way.loss(module(*inputs(way.batches(9))), way.batches(9)))
+            evaluated = mean_of(way.loss(called(module, inputs(way.batches(9))), way.batches(9)))
         train()
         result.losses += [float(loss.detach()), float(evaluated)]
     result.weights = {name: value.clone() for name, value in module.state_dict().items()}

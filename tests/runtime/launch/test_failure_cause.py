@@ -17,6 +17,7 @@ from meshwright.planner.documents.prediction import StagePrediction
 from meshwright.planner.documents.units import GIB
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch import failure_report as bad_ends
+from meshwright.runtime.launch.hardware_errors import hardware_error
 from meshwright.runtime.launch.host_memory_limits import killed_for_memory, most_bytes
 from meshwright.runtime.launch.rank_processes import BadEnd, Exit
 from meshwright.runtime.launch.transient_errors import WAITS_S, folder_problem
@@ -309,3 +310,27 @@ def test_a_folder_that_gives_errors_is_tried_for_a_while(tmp_path: Path) -> None
     said = folder_problem(tmp_path / "none", wait=waits.append)
     assert said is not None
     assert len(waits) == 3 + len(WAITS_S)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        *(
+            (f"NVRM: Xid (PCI:0000:3b:00): {number}, X Fatal", "device")
+            for number in range(144, 151)
+        ),
+        ("NVRM: Xid (PCI:0000:3b:00): 145, RLW_SRC_TRACK Nonfatal XC0", "link"),
+        ("NVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception", None),
+        ("amdgpu 0000:83:00.0: amdgpu: GPU reset begin!", "device"),
+        ("amdgpu 0000:83:00.0: 2 uncorrectable hardware errors detected in umc block", "device"),
+        ("NCCL WARN NET/IB : Got completion from peer 10.0.0.2 with status=12 opcode=0", "link"),
+        ("NCCL WARN NET/OFI Request completed with error. RC: 12", "link"),
+        ("mlx5_core 0000:5e:00.0: Port module event: module 0, Cable unplugged", "link"),
+        ("an engine that fatigues", None),
+        ("the report of an error", None),
+    ],
+)
+def test_errors_of_hardware_are_called_by_their_names(words: str, part: str | None) -> None:
+    error = hardware_error(words)
+    assert (error and error.part) == part
+    assert faults.names_hardware(words) == (part == "device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.training import Optimizer
 from meshwright.planner.errors import LaunchError
+from meshwright.runtime.optim.sharded_optimizer import TorchOptimizers
 from meshwright.runtime.optim.update_rules import Lion, NarrowAdamW
 from tests.parts import some_and_others
 from tests.runtime import cases
@@ -117,3 +119,17 @@ def test_a_missing_part_is_named_with_how_to_get_it() -> None:
 
     with pytest.raises(LaunchError, match="pip install torchao"):
         train_all([("8 bits", plan("adamw-8bit"), model)])
+
+
+def test_a_rate_that_is_a_tensor_is_filled() -> None:
+    """torchao's compiled updates read that tensor, and refuse a number in its place."""
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=rate)
+    stepping = SimpleNamespace(
+        optimizers=[optimizer], _rate=lambda _: 0.5, steps=torch.zeros((), dtype=torch.int64)
+    )
+
+    TorchOptimizers._next_rate(stepping)  # type: ignore[arg-type]
+
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
