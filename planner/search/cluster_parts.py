@@ -47,6 +47,9 @@ SEARCHED_IN_ORDER = 3
 """Parts that are searched before the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
 """What bounds of a part's configurations may take."""
+SOLVED, PROGRAMS = 4, 1
+"""Of the usual effort, what a part gets beside a plan that is known: whether it is faster matters
+more than by how little it is not."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
 
@@ -120,7 +123,8 @@ def search_parts(
         return PartAnswer(part, fastest, with_preference(request, fastest, prefer))
     store = FigureStore()
     least = LeastSteps(request, store)
-    parts = _PartSearch(prefer=prefer, store=store, degrees=DegreeBounds(request, store, least))
+    degrees = DegreeBounds(request, store, least)
+    parts = _PartSearch(prefer=prefer, effort=effort, store=store, degrees=degrees)
     waiting = list(parts_of(request, least))
     while waiting:
         part = waiting[0]
@@ -143,6 +147,7 @@ class _PartSearch:
     """What is known of the parts that were looked at."""
 
     prefer: Prefer
+    effort: Effort
     store: FigureStore
     degrees: DegreeBounds
     best: PartAnswer | None = None
@@ -214,10 +219,14 @@ class _PartSearch:
     def _search(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
         """Search a part; its answer may be the best."""
         self.searched += 1
+        effort = self.effort
+        if self.best is not None and effort is USUAL:
+            effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
         try:
             fastest = searched(
                 part.request,
                 below_s=ANY_S,
+                effort=effort,
                 store=self.store,
                 faster_than=None if self.best is None else _ranked(self.best.answer),
             )

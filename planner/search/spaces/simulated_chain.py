@@ -349,9 +349,12 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
                 alike[key] = bound_s, space, layout
     likely = heapq.nsmallest(goal.effort.likely, alike.values(), key=itemgetter(0))
     _try_in_turn(goal, [(space.estimate_s(layout), space, layout) for _, space, layout in likely])
-    layout = goal.best.plan.layout
-    if layout.pipeline > 1 and goal.effort.programs:
-        owner = next((space for space, plan in goal.found if plan is goal.best), home)
+    # The best that is known may be a plan of another part of the cluster, which is none of here.
+    owner, fastest = min(
+        ((home, best), *goal.found), key=lambda plan: plan[1].prediction.step_time_s
+    )
+    layout, step_s = fastest.plan.layout, fastest.prediction.step_time_s
+    if layout.pipeline > 1 and goal.effort.programs and step_s < goal.step_s * (1 + NEAR):
         owner.polish(layout)
 
 
