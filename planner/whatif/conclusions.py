@@ -309,7 +309,7 @@ def _costs(outcome: CandidateOutcome) -> str:
     if outcome.hours is not None:
         parts.append(days_text(outcome.hours))
     if outcome.hours is not None and outcome.lead_days is not None:
-        parts.append(f"after {days_text(outcome.lead_days.times(24))} until it is there")
+        parts.append(f"{days_text(outcome.lead_days.times(24))} until delivery")
         assert outcome.result_hours is not None  # it has hours
         parts.append(f"the result after {days_text(outcome.result_hours)}")
     if outcome.usd is not None:

@@ -125,11 +125,11 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
         config.virtual_stages = virtual
     if layers is not None:
         config.model["layers"] = layers
-    config.schedule = _schedule(config.virtual_stages)
+    config.schedule = schedule_with(config.virtual_stages)
     layout = settings.pop("pipeline-model-parallel-layout")
     if isinstance(layout, str):
         config.blocks, config.virtual_stages = _of_layout(layout, config.pipeline)
-        config.schedule = _schedule(config.virtual_stages)
+        config.schedule = schedule_with(config.virtual_stages)
     config.overlaps_reduction = bool(settings.flag("overlap-grad-reduce"))
     config.words_of_replicas += ["overlap_grad_reduce"] * ("overlap-grad-reduce" in settings)
     _sharding(settings, config)
@@ -174,7 +174,7 @@ _OF_PIPELINES = (
 """Arguments that say nothing without a pipeline."""
 
 
-def _schedule(virtual_stages: int) -> str:
+def schedule_with(virtual_stages: int) -> str:
     """Return what Megatron runs: Megatron Core, pipeline_parallel/schedules.py."""
     looped = schedule_name("megatron", "forward_backward_pipelining_with_interleaving")
     return looped if virtual_stages > 1 and looped is not None else PLAIN

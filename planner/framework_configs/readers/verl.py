@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.planner.documents import document
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.framework_configs.readers import input_limits as limits
+from meshwright.planner.framework_configs.readers.megatron import schedule_with
 from meshwright.planner.framework_configs.readers.parsed_config import ParsedConfig, Settings
 
 
@@ -185,7 +186,7 @@ def _megatron(degrees: Settings, config: ParsedConfig) -> None:
     virtual = degrees.count("virtual_pipeline_model_parallel_size")
     if virtual and config.pipeline > 1:
         config.virtual_stages = virtual
-        config.schedule = "interleaved"
+        config.schedule = schedule_with(virtual)
     config.sequence_parallel = degrees.flag("sequence_parallel") is not False
     config.zero = 0 if degrees.flag("use_distributed_optimizer") is False else 1
     for key in ("param_offload", "optimizer_offload", "grad_offload"):
