@@ -48,7 +48,7 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
             label="answer",
             text=sentence,
             lines=6 if place < headlines else 3,
-            detail=place >= headlines,
+            detail=place >= headlines and sentence not in result.sizes,
         )
         for place, sentence in enumerate(verdicts(result))
     ]
@@ -108,9 +108,7 @@ def a_day_text(
     outcome: CandidateOutcome, tuning: str = "", today: datetime.date | None = None
 ) -> str:
     """Return tokens a day, the date of the result, and the RAM that a node needs."""
-    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
-    daily = outcome.tokens_per_s.value * outcome.goodput.value * SECONDS_PER_DAY
-    parts = [f"{count_text(daily)} tokens"]
+    parts = [f"{count_text(_daily_tokens(outcome))} tokens"]
     if outcome.result_hours is not None and not outcome.jobs:
         day = (today or datetime.date.today()) + datetime.timedelta(
             hours=min(outcome.result_hours.value, MOST_HOURS)
@@ -118,6 +116,12 @@ def a_day_text(
         parts.append(f"the result on {day.isoformat()}")
     ram = outcome.host_bytes + BYTES_PER_WEIGHT.get(tuning, 2.0) * outcome.parameters
     return f"{'; '.join(parts)}; a node needs {bytes_text(ram)} of RAM or more"
+
+
+def _daily_tokens(outcome: CandidateOutcome) -> float:
+    """Tokens trained in a day of 24 hours, less what failures and saves take."""
+    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
+    return outcome.tokens_per_s.value * outcome.goodput.value * SECONDS_PER_DAY
 
 
 MOST_HOURS = 1e6
@@ -133,7 +137,7 @@ def _brief(result: Result, model: str, rank: Rank) -> str:
         parts.append(days_text(outcome.result_hours))
     if outcome.hours is None and outcome.step_s is not None and outcome.tokens_per_s is not None:
         parts.append(f"step {seconds_text(outcome.step_s.value)}")
-        parts.append(f"{count_text(outcome.tokens_per_s.value * SECONDS_PER_DAY)} tokens a day")
+        parts.append(f"{count_text(_daily_tokens(outcome))} tokens a day")
         if outcome.usd_per_device_hour is not None:
             hourly = outcome.usd_per_device_hour.times(outcome.devices)
             parts.append(f"{short_usd_text(hourly)} an hour")
