@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from meshwright.api.inputs import traced_model
 from meshwright.api.plan_options import PlanOptions
@@ -26,13 +27,14 @@ MOST_TRIED = 2**26
 """Parameters of a layer up to which a model is recorded unasked; a larger one may fill memory."""
 TRIED_BYTES = 60
 """Of a parameter of the largest layer while it is recorded: it is tried in copies, in fp32."""
+Options = TypeVar("Options", bound=PlanOptions)
 UNRECORDED = "as its own class was recorded, no plan is made: "
 """How the note begins that says why a plan is of figures that launch refuses."""
 
 
 def launched_model(
-    graph: ModelGraph, cluster: str, options: PlanOptions
-) -> tuple[ModelGraph, PlanOptions, tuple[str, ...]]:
+    graph: ModelGraph, cluster: str, options: Options
+) -> tuple[ModelGraph, Options, tuple[str, ...]]:
     """Return the model and options that launch can run, or those given with a note of why not.
 
     Another framework than ours trains by its own code, of which the figures are.
