@@ -62,9 +62,11 @@ def launch_need(graph: ModelGraph) -> str | None:
     if a is None:
         return None
     if a.family == "reference" or not a.causal or a.classes or a.patches is not None:
+        decoder = "plan FOLDER:recorded if is_decoder is true in its config.json, or "
         return (
-            "launch trains causal language models alone; train it from your own script with "
-            "meshwright.Engine (docs/how-to/train-your-script.md)"
+            f"launch trains causal language models alone; {decoder * (a.patches is None)}"
+            "train it from your own script with meshwright.Engine "
+            "(docs/how-to/train-your-script.md)"
         )
     if not has_config(Path(source)) and (is_there(source) or not hub.is_hub_name(source)):
         return "to launch it, save its config.json in a FOLDER, and: meshwright plan FOLDER"
