@@ -109,11 +109,17 @@ def _required_cluster(cluster: str | None) -> str:
 
 def _then(answer: Answer, output: str | None) -> str:
     """Return what a user does with a plan."""
+    from meshwright.api.inputs import plan_model
+    from meshwright.api.launched_model import launch_need
     from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 
+    is_studied = any(item.source == CAVEAT_SOURCE for item in answer.prediction.assumptions)
+    need = launch_need(plan_model(answer.plan)) if is_studied else None
+    if need is not None:
+        return need
     if output is None:
         return "add -o plan.yaml to keep the plan"
-    if any(item.source == CAVEAT_SOURCE for item in answer.prediction.assumptions):
+    if is_studied:
         return f"meshwright show {output} --html report.html"
     return _run(answer.plan, output)
 
