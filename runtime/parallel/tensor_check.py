@@ -38,6 +38,15 @@ from meshwright.runtime.parallel.tensor_regions import (
     shards,
     take_parts,
 )
+from meshwright.runtime.parallel.trial_weights import (
+    WeightGradient,
+    deepcopy_unit,
+    is_overlapping,
+    noted_gradients,
+    part_in_place,
+    random_weight,
+    shared_numbers,
+)
 from meshwright.runtime.tracing.tracer import has_data
 
 MOST_CHECKED_FLOPS = 1e11
@@ -196,7 +205,7 @@ class _TrialRun:
     """What a run of a unit left."""
 
     outputs: list[Tensor]
-    grads: dict[str, Tensor | None]
+    grads: dict[str, WeightGradient | None]
     inputs: list[Tensor | None]
     across: Any
 
@@ -250,6 +259,8 @@ class DivisionTrial:
             return self._best(candidates, degree)
 
     def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
+        if not candidates:
+            return DividedUnit(degree=degree, whole=dict(self._whole))
         with contextlib.suppress(Indivisible):  # all at once, as most are
             return replace(self._check(candidates, degree), whole=dict(self._whole))
         whole = dict(self._whole)
@@ -277,12 +288,32 @@ class DivisionTrial:
 
     def _candidates(self) -> list[Region]:
         if self._ready is None:
-            unit = _with_random_numbers(self._user_unit)
             given = self._arguments()
-            self._refuse_large(unit, given)
+            self._refuse_large(self._user_unit, given)
+            unit = _with_random_numbers(self._user_unit)
             self._ready = unit, given, []
-            self._ready = unit, given, self._find_regions(unit, given)
+            regions = self._regions_of_overlapping(unit, given)
+            if regions is None:
+                unit = _with_random_numbers(self._user_unit, dense=True)
+                self._ready = unit, given, []
+                regions = self._find_regions(unit, given)
+            self._ready = unit, given, regions
         return self._ready[2]
+
+    def _regions_of_overlapping(self, unit: nn.Module, given: Any) -> list[Region] | None:
+        """Return the regions of a unit, None where its code wants large weights of their own.
+
+        It changes them, or views them in another shape.
+        """
+        numbers = shared_numbers(unit)
+        before = [values.clone() for values in numbers]
+        try:
+            regions = self._find_regions(unit, given)
+        except Indivisible:
+            if not numbers:
+                raise
+            return None
+        return regions if all(map(torch.equal, before, numbers)) else None
 
     @staticmethod
     def _refuse_large(unit: nn.Module, given: Any) -> None:
@@ -295,6 +326,7 @@ class DivisionTrial:
     def _find_regions(self, unit: nn.Module, given: Any) -> list[Region]:
         """Return the regions that the flow of tensors suggests."""
         flow = flow_of(unit, given)
+        self._whole.clear()
         regions = []
         for path, part in unit.named_modules():
             if type(part) is nn.MultiheadAttention and not self._reason(path, flow):
@@ -384,16 +416,17 @@ class DivisionTrial:
         """
         assert self._ready is not None
         unit, given, _ = self._ready
+        summed = frozenset(name for name, p in unit.named_parameters() if is_overlapping(p))
         mode = (training, drops)
         key = (_key_of(division.regions), mode)
         if mode not in self._plain:
-            self._plain[mode] = _run(unit, given, None, training=training)
+            self._plain[mode] = _run(unit, given, None, summed, training=training)
         plain = self._plain[mode]
         if key not in self._whole_runs:
-            watch, twin = _AxisWatch(), deepcopy_module(unit)
+            watch, twin = _AxisWatch(), deepcopy_unit(unit)
             whole_shapes = _dropped_shapes(twin)
             division.apply(twin, watch)
-            whole = _run(twin, given, watch, training=training)
+            whole = _run(twin, given, watch, summed, training=training)
             _compare(whole.outputs, plain.outputs, "its own code makes something else")
             self._whole_runs[key] = watch, whole_shapes
         watch, whole_shapes = self._whole_runs[key]
@@ -402,11 +435,11 @@ class DivisionTrial:
         try:
             parts = []
             for rank in ranks:
-                twin = deepcopy_module(unit)
-                take_parts(twin, division.regions, rank, division.degree)
+                twin = deepcopy_unit(unit)
+                take_parts(twin, division.regions, rank, division.degree, part_in_place)
                 shapes = _dropped_shapes(twin)
                 division.apply(twin, part := _TrialRank(rank, division.degree, watch))
-                parts.append(_run(twin, given, part, training=training))
+                parts.append(_run(twin, given, part, summed, training=training))
             partial = self._equal(division, plain, watch, parts)
             partial |= frozenset() if equal is None else equal.partial
             dropouts = division.dropouts or _dropouts(whole_shapes, shapes, division.degree)
@@ -442,16 +475,18 @@ class DivisionTrial:
         }
         partial = set()
         # Gradients that are zero but for rounding, such as that of the keys' bias.
-        largest = [float(g.abs().max()) for g in plain.grads.values() if g is not None]
+        largest = [g.largest for g in plain.grads.values() if g is not None]
         noise = NOISE * max(largest, default=0.0)
-        for name, grad in plain.grads.items():
-            grads = [part.grads.get(name) for part in parts]
-            if grad is None or any(part_grad is None for part_grad in grads):
-                if grad is not None or any(part_grad is not None for part_grad in grads):
+        for name, noted in plain.grads.items():
+            of_parts = [part.grads.get(name) for part in parts]
+            if noted is None or any(part_grad is None for part_grad in of_parts):
+                if noted is not None or any(part_grad is not None for part_grad in of_parts):
                     raise Indivisible(f"{name} has no gradient on some ranks")
                 continue
+            dim, pieces = divided.get(name, (0, ()))
+            grad = noted.along(dim)
+            grads = [part_grad.along(dim) for part_grad in of_parts if part_grad is not None]
             if name in divided:
-                dim, pieces = divided[name]
                 ranks = [part.across.rank for part in parts]
                 wanted = [part_of(grad, dim, pieces, rank, division.degree) for rank in ranks]
                 _compare(grads, wanted, f"the gradient of {name} differs", noise)
@@ -539,29 +574,32 @@ def _refuse_indivisible(unit: nn.Module, region: Region, degree: int) -> None:
             raise Indivisible(f"{degree} does not divide its {heads} heads")
 
 
-def _with_random_numbers(unit: nn.Module) -> nn.Module:
+def _with_random_numbers(unit: nn.Module, *, dense: bool = False) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         if not parameter.is_floating_point():
             raise Indivisible("has weights that are no numbers in floating point")
-        values = torch.randn(parameter.shape)
-        if parameter.ndim > 1:
-            values /= math.sqrt(max(1, values.numel() // values.shape[0]))
-        memo[id(parameter)] = nn.Parameter(values)
+        memo[id(parameter)] = nn.Parameter(random_weight(parameter.shape, dense=dense))
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
     return deepcopy_module(unit, memo)
 
 
-def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialRun:
-    """Run a unit, and backward from random gradients that every run has alike."""
-    unit = unit.train(training) if across is not None else deepcopy_module(unit).train(training)
+def _run(
+    unit: nn.Module, given: Any, across: Any, summed: frozenset[str], *, training: bool
+) -> _TrialRun:
+    """Run a unit, and backward from random gradients that every run has alike.
+
+    Of gradients of `summed` only sums are kept.
+    """
+    unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
     try:
-        made = tree_leaves(unit(*args, **kwargs))
-        outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
-        _backward(outputs)
+        with noted_gradients(unit, summed) as gradients:
+            made = tree_leaves(unit(*args, **kwargs))
+            outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
+            _backward(outputs)
     except Indivisible:
         raise
     except (
@@ -577,7 +615,7 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialR
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(
         outputs=[output.detach() for output in outputs],
-        grads={name: p.grad for name, p in unit.named_parameters()},
+        grads=gradients,
         inputs=[x.grad for x in taken],
         across=across,
     )
