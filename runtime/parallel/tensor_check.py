@@ -266,15 +266,19 @@ class DivisionTrial:
         whole = dict(self._whole)
         accepted: list[Region] = []
         undrawn: list[Region] = []
+        alone = DividedUnit(degree=degree)
         for region in candidates:
             try:
-                accepted.append(self._accept(region, degree))
+                alone = self._accept(region, degree)
+                accepted += alone.regions
             except Indivisible as error:
                 whole |= dict.fromkeys(region.paths, str(error))
                 if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
                     self._user_unit, region, partial=error.partial
                 ):
                     undrawn.append(region)
+        if len(accepted) == 1:  # and was tried alone
+            return replace(alone, whole=whole, undrawn=tuple(undrawn))
         division = DividedUnit(degree=degree)
         while accepted:
             try:
@@ -376,17 +380,16 @@ class DivisionTrial:
 
     # --- trials ---
 
-    def _accept(self, region: Region, degree: int) -> Region:
+    def _accept(self, region: Region, degree: int) -> DividedUnit:
+        """Return a unit with a region divided alone, in the first way that is right."""
         first: Indivisible | None = None
         for way in _ways(region):
             try:
-                self._check([way], degree)
+                return self._check([way], degree)
             except _DrawsOtherwise:
                 raise
             except Indivisible as error:
                 first = first or error
-            else:
-                return way
         assert first is not None
         raise first
 
@@ -419,6 +422,8 @@ class DivisionTrial:
         summed = frozenset(name for name, p in unit.named_parameters() if is_overlapping(p))
         mode = (training, drops)
         key = (_key_of(division.regions), mode)
+        if summed and key not in self._whole_runs:
+            self._refuse_code_of_whole(division, training=training)
         if mode not in self._plain:
             self._plain[mode] = _run(unit, given, None, summed, training=training)
         plain = self._plain[mode]
@@ -447,6 +452,24 @@ class DivisionTrial:
             raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
         division = replace(division, partial=division.partial | partial, dropouts=dropouts)
         return self._equal_divisions.setdefault(key, division) if equal is None else division
+
+    def _refuse_code_of_whole(self, division: DividedUnit, *, training: bool) -> None:
+        """Refuse a large unit whose code does not run on the first rank's part, forward alone."""
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        twin = deepcopy_unit(unit)
+        take_parts(twin, division.regions, 0, division.degree, part_in_place)
+        watch = _AxisWatch()
+        watch.degree = division.degree
+        division.apply(twin, watch)
+        twin.train(training)
+        args, kwargs = tree_map(own_leaf, given)
+        torch.manual_seed(0)
+        try:
+            with _errors_as_reasons():
+                twin(*args, **kwargs)
+        except Indivisible as error:
+            raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
 
     def _equal(
         self, division: DividedUnit, plain: _TrialRun, watch: _AxisWatch, parts: list[_TrialRun]
@@ -585,21 +608,11 @@ def _with_random_numbers(unit: nn.Module, *, dense: bool = False) -> nn.Module:
     return deepcopy_module(unit, memo)
 
 
-def _run(
-    unit: nn.Module, given: Any, across: Any, summed: frozenset[str], *, training: bool
-) -> _TrialRun:
-    """Run a unit, and backward from random gradients that every run has alike.
-
-    Of gradients of `summed` only sums are kept.
-    """
-    unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
-    args, kwargs = tree_map(own_leaf, given)
-    torch.manual_seed(0)
+@contextlib.contextmanager
+def _errors_as_reasons() -> Iterator[None]:
+    """Raise what the user's code raises as Indivisible."""
     try:
-        with noted_gradients(unit, summed) as gradients:
-            made = tree_leaves(unit(*args, **kwargs))
-            outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
-            _backward(outputs)
+        yield
     except Indivisible:
         raise
     except (
@@ -612,6 +625,22 @@ def _run(
     ) as error:
         line = (str(error).splitlines() or [""])[0]
         raise Indivisible(f"{type(error).__name__}: {line}") from error
+
+
+def _run(
+    unit: nn.Module, given: Any, across: Any, summed: frozenset[str], *, training: bool
+) -> _TrialRun:
+    """Run a unit, and backward from random gradients that every run has alike.
+
+    Of gradients of `summed` only sums are kept.
+    """
+    unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
+    args, kwargs = tree_map(own_leaf, given)
+    torch.manual_seed(0)
+    with _errors_as_reasons(), noted_gradients(unit, summed) as gradients:
+        made = tree_leaves(unit(*args, **kwargs))
+        outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        _backward(outputs)
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(
         outputs=[output.detach() for output in outputs],

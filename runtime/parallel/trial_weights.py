@@ -23,7 +23,7 @@ LARGE = 1 << 20
 """Numbers of a matrix or table from which on it slides over fewer."""
 STRIDE = 17
 """From a row of a large weight to the next: coprime to the sizes of heads."""
-SUMS = 8
+SUMS = 4
 """Of each row or column of a large gradient."""
 MOST_SIGNS = 1 << 20
 """Of a row; of longer rows there is one sum."""
