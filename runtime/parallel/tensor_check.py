@@ -61,6 +61,8 @@ DROPOUTS = frozenset(
         "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
     )
 )  # fmt: skip
+ALONE = "its output is not read by one product alone, nor its input made by one"
+"""Why a product that has no other to be divided with is whole."""
 TRIED = ("on a part of it", "its code draws")
 """How reasons begin that the user's code between two products gives."""
 ON_A_PART = (
@@ -291,6 +293,9 @@ class DivisionTrial:
     # --- candidates ---
 
     def _candidates(self) -> list[Region]:
+        if isinstance(self._user_unit, PRODUCTS):  # without another, nothing is tried
+            self._whole[""] = self._kept.get("", ALONE)
+            return []
         if self._ready is None:
             given = self._arguments()
             self._refuse_large(self._user_unit, given)
@@ -366,9 +371,7 @@ class DivisionTrial:
             used |= {path, *before}
         for path in flow.order:
             if path not in used:
-                self._whole[path] = self._reason(path, flow) or (
-                    "its output is not read by one product alone, nor its input made by one"
-                )
+                self._whole[path] = self._reason(path, flow) or ALONE
         return regions
 
     def _reason(self, path: str, flow: Flow) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ def noted_gradients(
             parameter.grad = None
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
+        cast(Any, parameter).register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
         for name, parameter in parameters.items()
         if name in summed and parameter.requires_grad
     ]
