@@ -35,6 +35,7 @@ from meshwright.cli.options import (
     with_plan_options,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError
+from meshwright.planner.system.progress import progress_lines
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import Precision as FormatName
@@ -66,7 +67,10 @@ def plan(
         "precision": mine.precision(options.get("precision")),
         "framework": mine.value_of("framework", options.get("framework")) or "native",
     }
-    with bar("searching layouts", quiet=json) as progress:
+    with (
+        progress_lines(print_message),
+        bar("searching layouts", quiet=json) as progress,
+    ):
         answer = commands.plan(
             model,
             where,
