@@ -180,7 +180,8 @@ def search_parts(
         raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
     if parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
-    certificate = of_parts(best.answer.certificate, parts.bounds_s, left=parts.left)
+    groups = len(request.cluster.groups)
+    certificate = of_parts(best.answer.certificate, parts.bounds_s, left=parts.left, groups=groups)
     return replace(best, answer=replace(best.answer, certificate=certificate))
 
 

@@ -40,12 +40,15 @@ def proper_sets(count: int) -> Iterator[tuple[int, ...]]:
 def on_group_set(request: Request, kept: Sequence[int]) -> Request:
     """Return the request on some groups of its cluster, as a cluster of their own."""
     name, cluster = groups_part(request.cluster_name, request.cluster, kept)
-    profiles = request.profiles
-    measured = {
-        group.name: profiles[request.cluster.groups[at].name]
-        for at, group in zip(kept, cluster.groups, strict=True)
-        if request.cluster.groups[at].name in profiles
-    }
+    measured = request.profile
+    if request.cluster.is_mixed:
+        names = [request.cluster.groups[at].name for at in kept]
+        profiles = request.profiles
+        measured = {
+            group.name: profiles[whole_name]
+            for whole_name, group in zip(names, cluster.groups, strict=True)
+            if whole_name in profiles
+        }
     return replace(request, cluster=cluster, called=name, profile=measured or None)
 
 
