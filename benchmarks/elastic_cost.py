@@ -40,6 +40,7 @@ from meshwright.runtime.resilience import replication as partner
 from meshwright.runtime.resilience.heartbeat import Beacon
 from meshwright.runtime.resilience.in_memory_checkpoint import Mirror
 from meshwright.runtime.resilience.step_replay import Replays
+from meshwright.runtime.run.metrics import Metrics
 from meshwright.runtime.run.progress_line import ProgressLine
 from tests.runtime.forked import ForkedLauncher, nursery
 from tests.runtime.rooms import Room
@@ -187,7 +188,14 @@ def note_steps(folder: Path, kind: str) -> None:
     """
     copy, took_s, lines = Loop._copy, 0.0, None
 
-    def noting(loop: Loop, mirror: Mirror, step: int, step_s: Sequence[float]) -> None:
+    def noting(
+        loop: Loop,
+        mirror: Mirror,
+        step: int,
+        step_s: Sequence[float],
+        loss: float,
+        metrics: Metrics | None,
+    ) -> None:
         nonlocal took_s, lines
         if lines is None:
             lines = (folder / f"rank-{loop.rank}-{kind}.jsonl").open("a", buffering=1)
@@ -198,7 +206,7 @@ def note_steps(folder: Path, kind: str) -> None:
         mirror.every = 1
         begin_s = time.thread_time()
         if copies:
-            copy(loop, mirror, step, step_s)
+            copy(loop, mirror, step, step_s, loss, metrics)
         took_s += time.thread_time() - begin_s
 
     Loop._copy = noting  # type: ignore[method-assign]

@@ -25,6 +25,7 @@ from meshwright.api.inputs import (
     plan_model,
     profile_for,
 )
+from meshwright.api.launched_model import launched_model
 from meshwright.api.plan_options import PlanOptions, keyword_options
 from meshwright.planner import catalog as shelves
 from meshwright.planner.catalog import framework as framework_called
@@ -134,6 +135,7 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
     """
     with hub.offline(options.offline):
         graph, script = model_and_script(model, seq_len=options.seq_len)
+        graph, options, unrecorded = launched_model(graph, cluster, options)
     measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
     if script is not None and not options.global_batch:
@@ -148,7 +150,7 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         progress=options.progress,
     )
     notes = tuple(_length_notes(options.lengths_of_job(), answer.plan, graph, machine))
-    answer = replace(answer, prediction=answer.prediction.with_notes(*notes))
+    answer = replace(answer, prediction=answer.prediction.with_notes(*unrecorded, *notes))
     if script is not None:
         answer = _of_samples(answer, script.leaves)
     if options.output is not None:
@@ -783,6 +785,9 @@ def profile(
     from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415 - starts ranks
 
     graph, script = model_and_script(model, seq_len=seq_len)
+    options = PlanOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
+    graph, options, _ = launched_model(graph, cluster, options)
+    seq_len = options.seq_len
     if trust_code and is_factory(graph.source or "") and not is_factory(model):
         graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
     check_code(graph, "")
@@ -841,6 +846,9 @@ def profile_agenda(
     from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415
 
     graph, script = model_and_script(model, seq_len=seq_len)
+    options = PlanOptions(seq_len=seq_len, global_batch=global_batch, precision=precision)
+    graph, options, _ = launched_model(graph, cluster, options)
+    seq_len = options.seq_len
     agenda: ProfileAgenda = profiles.agenda(
         graph,
         cluster,

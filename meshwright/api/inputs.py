@@ -58,7 +58,7 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
         graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
     if is_recorded(text):
-        return _traced_model(text, seq_len)
+        return traced_model(text, seq_len)
     try:
         return resolve_model(text)
     except DocumentError as error:
@@ -68,7 +68,7 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
         try:
             is_path = is_there(text) or not hub.is_hub_name(text)
             folder = text if is_path else str(hub.config_file(text).parent)
-            return _traced_model(f"{folder}{RECORDED}", seq_len)
+            return traced_model(f"{folder}{RECORDED}", seq_len)
         except DocumentError as refused:
             raise error from refused
 
@@ -87,7 +87,7 @@ def script_of(text: str) -> OwnScript | None:
     return OwnScript.of_file(text)
 
 
-def _traced_model(source: str, seq_len: int | None) -> ModelGraph:
+def traced_model(source: str, seq_len: int | None) -> ModelGraph:
     """Return the model of a configuration, as the library's own class was seen to compute."""
     need_torch(f"{source}: recording a model")
     from meshwright.runtime.engine.traced_transformer import graph_of_library  # noqa: PLC0415 - needs torch

@@ -35,6 +35,7 @@ from meshwright.cli.options import (
     with_plan_options,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError
+from meshwright.planner.system.progress import progress_lines
 
 if TYPE_CHECKING:
     from meshwright.planner.documents.cluster import Precision as FormatName
@@ -66,7 +67,10 @@ def plan(
         "precision": mine.precision(options.get("precision")),
         "framework": mine.value_of("framework", options.get("framework")) or "native",
     }
-    with bar("searching layouts", quiet=json) as progress:
+    with (
+        progress_lines(print_message),
+        bar("searching layouts", quiet=json) as progress,
+    ):
         answer = commands.plan(
             model,
             where,
@@ -109,11 +113,17 @@ def _required_cluster(cluster: str | None) -> str:
 
 def _then(answer: Answer, output: str | None) -> str:
     """Return what a user does with a plan."""
+    from meshwright.api.inputs import plan_model
+    from meshwright.api.launched_model import launch_need
     from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 
+    is_studied = any(item.source == CAVEAT_SOURCE for item in answer.prediction.assumptions)
+    need = launch_need(plan_model(answer.plan)) if is_studied else None
+    if need is not None:
+        return need
     if output is None:
         return "add -o plan.yaml to keep the plan"
-    if any(item.source == CAVEAT_SOURCE for item in answer.prediction.assumptions):
+    if is_studied:
         return f"meshwright show {output} --html report.html"
     return _run(answer.plan, output)
 

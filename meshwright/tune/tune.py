@@ -38,6 +38,7 @@ from meshwright.api.inputs import (
     plan_model,
     profile_for,
 )
+from meshwright.api.launched_model import launched_model
 from meshwright.api.plan_options import PlanOptions
 from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
 from meshwright.planner.costs.predict import predict
@@ -248,8 +249,6 @@ def tune(
         profile = str(folder / PROFILE_FILE)
     mine = document.read(Plan, model) if is_plan(model) else None
     if mine is None:
-        graph = model_of(model, seq_len=seq_len)
-        measured = profile_for(graph, profile)
         options = PlanOptions(
             seq_len=seq_len,
             global_batch=global_batch,
@@ -258,6 +257,8 @@ def tune(
             allow=allow,
             framework=framework,
         )
+        graph, options, _ = launched_model(model_of(model, seq_len=seq_len), cluster, options)
+        measured = profile_for(graph, profile)
         request = options.request(graph, machine_of(cluster, measured), measured, called=cluster)
     else:
         _refuse_job(seq_len=seq_len, global_batch=global_batch, precision=precision)

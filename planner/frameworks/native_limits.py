@@ -256,7 +256,20 @@ def limit(
 
 def caveat(model: ModelGraph, cluster: ClusterSpec) -> Assumption | None:
     """Return the warning that a plan of this model can be studied there, not launched, if so."""
-    reason = next(_device_obstacles(cluster), None) or next(_adapter_obstacles(model), None)
+    return device_caveat(cluster) or adapter_caveat(model)
+
+
+def device_caveat(cluster: ClusterSpec) -> Assumption | None:
+    """Return the warning that the runtime does not run on these devices, if so."""
+    return _studied_only(next(_device_obstacles(cluster), None))
+
+
+def adapter_caveat(model: ModelGraph) -> Assumption | None:
+    """Return the warning that the runtime has no adapter that runs these figures, if so."""
+    return _studied_only(next(_adapter_obstacles(model), None))
+
+
+def _studied_only(reason: Obstacle | None) -> Assumption | None:
     if reason is None:
         return None
     return Assumption(

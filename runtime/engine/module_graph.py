@@ -32,6 +32,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.profile import ChunkedLoss
 from meshwright.planner.documents.units import name_of
 from meshwright.planner.errors import BatchError, LaunchError, PlanError, RecordError
+from meshwright.planner.system import progress
 from meshwright.runtime.core import auxiliary_loss as inner_loss
 from meshwright.runtime.core.auxiliary_loss import BatchSums, InnerLosses, running
 from meshwright.runtime.core.batches import samples_in
@@ -95,7 +96,10 @@ def script_model(
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
     """
-    with restore_side_effects(module, inputs, loss, optimizer, groups):
+    with (
+        progress.running(f"records {name} and prices its layers"),
+        restore_side_effects(module, inputs, loss, optimizer, groups),
+    ):
         few = few_samples(batch, SAMPLES)
         return _graph_of(
             module,

@@ -38,6 +38,15 @@ from meshwright.runtime.parallel.tensor_regions import (
     shards,
     take_parts,
 )
+from meshwright.runtime.parallel.trial_weights import (
+    WeightGradient,
+    deepcopy_unit,
+    is_overlapping,
+    noted_gradients,
+    part_in_place,
+    random_weight,
+    shared_numbers,
+)
 from meshwright.runtime.tracing.tracer import has_data
 
 MOST_CHECKED_FLOPS = 1e11
@@ -52,6 +61,8 @@ DROPOUTS = frozenset(
         "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
     )
 )  # fmt: skip
+ALONE = "its output is not read by one product alone, nor its input made by one"
+"""Why a product that has no other to be divided with is whole."""
 TRIED = ("on a part of it", "its code draws")
 """How reasons begin that the user's code between two products gives."""
 ON_A_PART = (
@@ -196,7 +207,7 @@ class _TrialRun:
     """What a run of a unit left."""
 
     outputs: list[Tensor]
-    grads: dict[str, Tensor | None]
+    grads: dict[str, WeightGradient | None]
     inputs: list[Tensor | None]
     across: Any
 
@@ -250,20 +261,26 @@ class DivisionTrial:
             return self._best(candidates, degree)
 
     def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
+        if not candidates:
+            return DividedUnit(degree=degree, whole=dict(self._whole))
         with contextlib.suppress(Indivisible):  # all at once, as most are
             return replace(self._check(candidates, degree), whole=dict(self._whole))
         whole = dict(self._whole)
         accepted: list[Region] = []
         undrawn: list[Region] = []
+        alone = DividedUnit(degree=degree)
         for region in candidates:
             try:
-                accepted.append(self._accept(region, degree))
+                alone = self._accept(region, degree)
+                accepted += alone.regions
             except Indivisible as error:
                 whole |= dict.fromkeys(region.paths, str(error))
                 if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
                     self._user_unit, region, partial=error.partial
                 ):
                     undrawn.append(region)
+        if len(accepted) == 1:  # and was tried alone
+            return replace(alone, whole=whole, undrawn=tuple(undrawn))
         division = DividedUnit(degree=degree)
         while accepted:
             try:
@@ -276,13 +293,36 @@ class DivisionTrial:
     # --- candidates ---
 
     def _candidates(self) -> list[Region]:
+        if isinstance(self._user_unit, PRODUCTS):  # without another, nothing is tried
+            self._whole[""] = self._kept.get("", ALONE)
+            return []
         if self._ready is None:
-            unit = _with_random_numbers(self._user_unit)
             given = self._arguments()
-            self._refuse_large(unit, given)
+            self._refuse_large(self._user_unit, given)
+            unit = _with_random_numbers(self._user_unit)
             self._ready = unit, given, []
-            self._ready = unit, given, self._find_regions(unit, given)
+            regions = self._regions_of_overlapping(unit, given)
+            if regions is None:
+                unit = _with_random_numbers(self._user_unit, dense=True)
+                self._ready = unit, given, []
+                regions = self._find_regions(unit, given)
+            self._ready = unit, given, regions
         return self._ready[2]
+
+    def _regions_of_overlapping(self, unit: nn.Module, given: Any) -> list[Region] | None:
+        """Return the regions of a unit, None where its code wants large weights of their own.
+
+        It changes them, or views them in another shape.
+        """
+        numbers = shared_numbers(unit)
+        before = [values.clone() for values in numbers]
+        try:
+            regions = self._find_regions(unit, given)
+        except Indivisible:
+            if not numbers:
+                raise
+            return None
+        return regions if all(map(torch.equal, before, numbers)) else None
 
     @staticmethod
     def _refuse_large(unit: nn.Module, given: Any) -> None:
@@ -295,6 +335,7 @@ class DivisionTrial:
     def _find_regions(self, unit: nn.Module, given: Any) -> list[Region]:
         """Return the regions that the flow of tensors suggests."""
         flow = flow_of(unit, given)
+        self._whole.clear()
         regions = []
         for path, part in unit.named_modules():
             if type(part) is nn.MultiheadAttention and not self._reason(path, flow):
@@ -330,9 +371,7 @@ class DivisionTrial:
             used |= {path, *before}
         for path in flow.order:
             if path not in used:
-                self._whole[path] = self._reason(path, flow) or (
-                    "its output is not read by one product alone, nor its input made by one"
-                )
+                self._whole[path] = self._reason(path, flow) or ALONE
         return regions
 
     def _reason(self, path: str, flow: Flow) -> str:
@@ -344,17 +383,16 @@ class DivisionTrial:
 
     # --- trials ---
 
-    def _accept(self, region: Region, degree: int) -> Region:
+    def _accept(self, region: Region, degree: int) -> DividedUnit:
+        """Return a unit with a region divided alone, in the first way that is right."""
         first: Indivisible | None = None
         for way in _ways(region):
             try:
-                self._check([way], degree)
+                return self._check([way], degree)
             except _DrawsOtherwise:
                 raise
             except Indivisible as error:
                 first = first or error
-            else:
-                return way
         assert first is not None
         raise first
 
@@ -384,16 +422,19 @@ class DivisionTrial:
         """
         assert self._ready is not None
         unit, given, _ = self._ready
+        summed = frozenset(name for name, p in unit.named_parameters() if is_overlapping(p))
         mode = (training, drops)
         key = (_key_of(division.regions), mode)
+        if summed and key not in self._whole_runs:
+            self._refuse_code_of_whole(division, training=training)
         if mode not in self._plain:
-            self._plain[mode] = _run(unit, given, None, training=training)
+            self._plain[mode] = _run(unit, given, None, summed, training=training)
         plain = self._plain[mode]
         if key not in self._whole_runs:
-            watch, twin = _AxisWatch(), deepcopy_module(unit)
+            watch, twin = _AxisWatch(), deepcopy_unit(unit)
             whole_shapes = _dropped_shapes(twin)
             division.apply(twin, watch)
-            whole = _run(twin, given, watch, training=training)
+            whole = _run(twin, given, watch, summed, training=training)
             _compare(whole.outputs, plain.outputs, "its own code makes something else")
             self._whole_runs[key] = watch, whole_shapes
         watch, whole_shapes = self._whole_runs[key]
@@ -402,11 +443,11 @@ class DivisionTrial:
         try:
             parts = []
             for rank in ranks:
-                twin = deepcopy_module(unit)
-                take_parts(twin, division.regions, rank, division.degree)
+                twin = deepcopy_unit(unit)
+                take_parts(twin, division.regions, rank, division.degree, part_in_place)
                 shapes = _dropped_shapes(twin)
                 division.apply(twin, part := _TrialRank(rank, division.degree, watch))
-                parts.append(_run(twin, given, part, training=training))
+                parts.append(_run(twin, given, part, summed, training=training))
             partial = self._equal(division, plain, watch, parts)
             partial |= frozenset() if equal is None else equal.partial
             dropouts = division.dropouts or _dropouts(whole_shapes, shapes, division.degree)
@@ -414,6 +455,24 @@ class DivisionTrial:
             raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
         division = replace(division, partial=division.partial | partial, dropouts=dropouts)
         return self._equal_divisions.setdefault(key, division) if equal is None else division
+
+    def _refuse_code_of_whole(self, division: DividedUnit, *, training: bool) -> None:
+        """Refuse a large unit whose code does not run on the first rank's part, forward alone."""
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        twin = deepcopy_unit(unit)
+        take_parts(twin, division.regions, 0, division.degree, part_in_place)
+        watch = _AxisWatch()
+        watch.degree = division.degree
+        division.apply(twin, watch)
+        twin.train(training)
+        args, kwargs = tree_map(own_leaf, given)
+        torch.manual_seed(0)
+        try:
+            with _errors_as_reasons():
+                twin(*args, **kwargs)
+        except Indivisible as error:
+            raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
 
     def _equal(
         self, division: DividedUnit, plain: _TrialRun, watch: _AxisWatch, parts: list[_TrialRun]
@@ -442,16 +501,18 @@ class DivisionTrial:
         }
         partial = set()
         # Gradients that are zero but for rounding, such as that of the keys' bias.
-        largest = [float(g.abs().max()) for g in plain.grads.values() if g is not None]
+        largest = [g.largest for g in plain.grads.values() if g is not None]
         noise = NOISE * max(largest, default=0.0)
-        for name, grad in plain.grads.items():
-            grads = [part.grads.get(name) for part in parts]
-            if grad is None or any(part_grad is None for part_grad in grads):
-                if grad is not None or any(part_grad is not None for part_grad in grads):
+        for name, noted in plain.grads.items():
+            of_parts = [part.grads.get(name) for part in parts]
+            if noted is None or any(part_grad is None for part_grad in of_parts):
+                if noted is not None or any(part_grad is not None for part_grad in of_parts):
                     raise Indivisible(f"{name} has no gradient on some ranks")
                 continue
+            dim, pieces = divided.get(name, (0, ()))
+            grad = noted.along(dim)
+            grads = [part_grad.along(dim) for part_grad in of_parts if part_grad is not None]
             if name in divided:
-                dim, pieces = divided[name]
                 ranks = [part.across.rank for part in parts]
                 wanted = [part_of(grad, dim, pieces, rank, division.degree) for rank in ranks]
                 _compare(grads, wanted, f"the gradient of {name} differs", noise)
@@ -539,29 +600,22 @@ def _refuse_indivisible(unit: nn.Module, region: Region, degree: int) -> None:
             raise Indivisible(f"{degree} does not divide its {heads} heads")
 
 
-def _with_random_numbers(unit: nn.Module) -> nn.Module:
+def _with_random_numbers(unit: nn.Module, *, dense: bool = False) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         if not parameter.is_floating_point():
             raise Indivisible("has weights that are no numbers in floating point")
-        values = torch.randn(parameter.shape)
-        if parameter.ndim > 1:
-            values /= math.sqrt(max(1, values.numel() // values.shape[0]))
-        memo[id(parameter)] = nn.Parameter(values)
+        memo[id(parameter)] = nn.Parameter(random_weight(parameter.shape, dense=dense))
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
     return deepcopy_module(unit, memo)
 
 
-def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialRun:
-    """Run a unit, and backward from random gradients that every run has alike."""
-    unit = unit.train(training) if across is not None else deepcopy_module(unit).train(training)
-    args, kwargs = tree_map(own_leaf, given)
-    torch.manual_seed(0)
+@contextlib.contextmanager
+def _errors_as_reasons() -> Iterator[None]:
+    """Raise what the user's code raises as Indivisible."""
     try:
-        made = tree_leaves(unit(*args, **kwargs))
-        outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
-        _backward(outputs)
+        yield
     except Indivisible:
         raise
     except (
@@ -574,10 +628,26 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialR
     ) as error:
         line = (str(error).splitlines() or [""])[0]
         raise Indivisible(f"{type(error).__name__}: {line}") from error
+
+
+def _run(
+    unit: nn.Module, given: Any, across: Any, summed: frozenset[str], *, training: bool
+) -> _TrialRun:
+    """Run a unit, and backward from random gradients that every run has alike.
+
+    Of gradients of `summed` only sums are kept.
+    """
+    unit = unit.train(training) if across is not None else deepcopy_unit(unit).train(training)
+    args, kwargs = tree_map(own_leaf, given)
+    torch.manual_seed(0)
+    with _errors_as_reasons(), noted_gradients(unit, summed) as gradients:
+        made = tree_leaves(unit(*args, **kwargs))
+        outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        _backward(outputs)
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _TrialRun(
         outputs=[output.detach() for output in outputs],
-        grads={name: p.grad for name, p in unit.named_parameters()},
+        grads=gradients,
         inputs=[x.grad for x in taken],
         across=across,
     )

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.planner.errors import RecordError
 from meshwright.runtime.core.local_parts import on_local_parts
-from meshwright.runtime.core.side_effects import deepcopy_module
 from meshwright.runtime.parallel.tensor_collectives import Across, AxisEntry, part_of_dropout
 from meshwright.runtime.parallel.tensor_parallel import table_rows
+from meshwright.runtime.parallel.trial_weights import deepcopy_unit
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.split_backward import linear
 
@@ -106,11 +106,11 @@ def take_parts(
     regions: Sequence[Region],
     rank: int,
     degree: int,
-    cut_part: Callable[[Tensor, int], Tensor] = lambda local, _: local,
+    cut_part: Callable[[Tensor, int], Tensor] = lambda local, _: local.clone(),
 ) -> dict[str, tuple[int, ...]]:
     """Leave a unit a rank's parts of what is divided; return the matrices of each, by name.
 
-    A part along a dim is stored as `cut_part(part, dim)`.
+    A part along a dim is stored as `cut_part(part, dim)`, a copy by default.
     """
     taken = {}
     for region in regions:
@@ -120,7 +120,7 @@ def take_parts(
             whole = holder._parameters.get(attribute)
             if whole is None:
                 continue
-            local = part_of(whole.detach(), dim, pieces, rank, degree).clone()
+            local = part_of(whole.detach(), dim, pieces, rank, degree)
             holder._parameters[attribute] = nn.Parameter(cut_part(local, dim), whole.requires_grad)
             taken[name] = pieces
     return taken
@@ -301,7 +301,7 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
 
     Raises Refused where it cannot be run.
     """
-    twin = deepcopy_module(unit).train()
+    twin = deepcopy_unit(unit).train()
     calls: dict[str, int] = {}
     looked_up: dict[str, int] = {}
     outputs: dict[Any, str] = {}

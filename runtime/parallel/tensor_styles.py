@@ -153,7 +153,9 @@ def divide(
             divided.regions,
             group.rank(),
             group.size(),
-            lambda local, dim: DTensor.from_local(local, mesh, [Shard(dim)], run_check=False),
+            lambda local, dim: DTensor.from_local(
+                local.clone(), mesh, [Shard(dim)], run_check=False
+            ),
         ).items():
             if len(pieces) > 1:
                 sections[f"{prefix}{parameter_name}"] = pieces

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from meshwright.planner.system import progress
 from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_check import DividedUnit, DivisionTrial, with_data
 from meshwright.runtime.parallel.tensor_regions import PRODUCTS, Region
@@ -65,7 +66,8 @@ class DerivedStyles:
             study = self._study(name, node)
             key = (id(study), degree)
             if key not in self._found:
-                self._found[key] = study.division(degree)
+                with progress.running(f"tries {name or 'the module'} over {degree} ranks"):
+                    self._found[key] = study.division(degree)
             result[name] = self._found[key]
         return result
 

@@ -116,9 +116,9 @@ def by_export(answered: Prediction, plan: Plan, file: Path) -> str:
 
 
 def test_answers_return_their_figures(tmp_path: Path) -> None:
-    ends = [check_answer(seed, tmp_path) for seed in range(6)]
+    ends = [check_answer(seed, tmp_path) for seed in range(3)]
 
-    assert ends.count("same") + ends.count("native") >= 3
+    assert ends.count("same") + ends.count("native") >= 2
 
 
 @pytest.mark.matrix

@@ -111,8 +111,9 @@ the tokens that it is to predict (BERT without `is_decoder`) is refused;
 [T5](../how-to/train-t5.md), [Whisper](../how-to/train-whisper.md) and
 [Mamba-2](../how-to/train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
 
-The figures of these can be planned, with tensor and context parallelism too, and are launched only
-as recorded: {planned}.
+The figures of these can be planned, and are launched only as recorded: {planned}.
+`plan` records them by itself for our own runtime where torch and transformers are installed and no
+layer has more than 67 million parameters; else `next` says what launch needs.
 Without figures, with the reason (`unsupported.py`), are models with a recurrent
 state (Mamba, Jamba, Qwen3-Next, Qwen3.5), encoder-decoders (T5, Whisper), sparse attention by an
 indexer (DeepSeek-V3.2), and models with an image encoder, of which the language model alone can be

@@ -209,6 +209,8 @@ SENT = {
     ("peer_restore.py", "send"): HERE,
     ("peer_restore.py", "recv"): HERE,
     ("training_loop.py", "broadcast"): HERE,
+    ("script_keeper.py", "broadcast"): HERE,
+    ("packed_weights.py", "all_reduce"): HERE,
     ("loader.py", "all_reduce"): HERE,
     ("float8.py", "all_reduce"): HERE,
     ("pipeline.py", "isend"): COPIED,

@@ -49,7 +49,7 @@ def test_a_file_has_a_sample_on_each_line(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("nowhere.jsonl", "is no file; name one"),
-        ("600,300,4096", "that rise"),
+        ("600,300,4096", "do not rise"),
         ("100,3000,4096", "the most of a log-normal distribution"),
     ],
 )

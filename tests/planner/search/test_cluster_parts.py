@@ -90,6 +90,7 @@ def check(request: Request, prefer: Prefer, effort: Effort) -> None:
         assert answer.answer.certificate.lower_bound_s <= least_s * (1 + 1e-9)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_no_answer_is_slower_than_that_of_a_part(seed: int) -> None:
     check(*drawn(seed), BRIEF)

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has no workers")
-@pytest.mark.long("SIGKILL")
+@pytest.mark.long("SIGKILL", "SIGINT")
 @pytest.mark.parametrize("ended", ["SIGTERM", "SIGINT", "SIGKILL"])
 def test_processes_end_with_the_one_that_started_them(ended: str, tmp_path: Path) -> None:
     script, begun = tmp_path / "tasks.py", tmp_path / "begun"

@@ -90,6 +90,7 @@ ALONE: dict[str, dict[str, Any]] = {"bf16": {}, "fp16": {"precision": "fp16"}}
 
 
 @pytest.mark.ranks
+@pytest.mark.long("alone")
 @pytest.mark.parametrize(("ranks", "layouts"), [(1, ALONE), (2, LAYOUTS)], ids=["alone", "two"])
 def test_frozen_weights_are_held_once(ranks: int, layouts: dict[str, dict[str, Any]]) -> None:
     model = wide()

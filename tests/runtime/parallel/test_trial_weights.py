@@ -1,0 +1,155 @@
+"""Memory of trials of divided units, and what they tell of large weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.runtime.core.side_effects import deepcopy_module
+from meshwright.runtime.parallel import tensor_check, trial_weights
+from meshwright.runtime.parallel.tensor_styles_search import DerivedStyles
+from meshwright.runtime.tracing.tracer import Recorder
+
+HIDDEN, WIDE = 64, 256
+
+
+class Block(nn.Module):
+    """An MLP beside its input; one that is `crossed` mixes features between its products."""
+
+    def __init__(self, *, crossed: bool = False, viewed: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+        self.crossed, self.viewed = crossed, viewed
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.up(x))
+        if self.crossed:
+            inner = inner / (1 + inner.mean(-1, keepdim=True))
+        if self.viewed:
+            x = x + self.up.weight.view(-1)[:0].sum()
+        return x + self.down(inner)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int, **how: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, HIDDEN)
+        self.blocks = nn.ModuleList(Block(**how) for _ in range(blocks))
+        self.head = nn.Linear(HIDDEN, 512)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class MaterialisedBytes(TorchDispatchMode):
+    """Counts the bytes of new tensors with data, and those of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        taken = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in taken:
+                    self.total += storage.nbytes()
+                    self.largest = max(self.largest, storage.nbytes())
+        return result
+
+
+def styles(blocks: int, **how: bool) -> DerivedStyles:
+    with torch.device("meta"):
+        module, batch = Model(blocks, **how), torch.empty(2, 4, dtype=torch.int64)
+    return DerivedStyles(module, Recorder.of_units(module, batch), batch)
+
+
+def trial_bytes(blocks: int) -> int:
+    derived = styles(blocks)
+    with MaterialisedBytes() as counted:
+        assert derived.units_at(2)[f"blocks.{blocks - 1}"].regions
+    return counted.total
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let weights of this size be large ones."""
+    monkeypatch.setattr(trial_weights, "LARGE", 4096)
+
+
+@pytest.mark.usefixtures("large")
+def test_twice_the_layers_materialise_no_more() -> None:
+    first = trial_bytes(2)
+    assert first
+    assert trial_bytes(4) == first
+
+
+@pytest.mark.usefixtures("large")
+def test_copies_of_a_unit_share_its_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = tensor_check._with_random_numbers(Block())
+    with MaterialisedBytes() as shared:
+        copies = [trial_weights.deepcopy_unit(unit) for _ in range(3)]
+    with MaterialisedBytes() as own:
+        deepcopy_module(unit)
+    weights = 4 * 2 * HIDDEN * WIDE
+    assert shared.total < weights / 4 < weights <= own.total
+    assert all(torch.equal(copy.up.weight, unit.up.weight) for copy in copies)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("how", "divided"), [({}, True), ({"viewed": True}, True), ({"crossed": True}, False)]
+)
+def test_large_weights_are_divided_as_dense_ones_are(
+    how: dict[str, bool], divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = styles(1, **how).units_at(4)
+    assert bool(large["blocks.0"].regions) == divided
+    monkeypatch.setattr(trial_weights, "LARGE", 1 << 40)
+    assert styles(1, **how).units_at(4) == large
+
+
+def test_sums_of_gradients_are_those_of_their_parts() -> None:
+    torch.manual_seed(0)
+    grad = torch.randn(24, 40, 3)
+    whole = trial_weights.WeightGradient.summed(grad)
+    for dim in (0, 1):
+        for at, part in enumerate(grad.chunk(4, dim)):
+            sums = trial_weights.WeightGradient.summed(part).along(dim)
+            torch.testing.assert_close(sums, whole.along(dim).chunk(4, dim)[at])
+    other = grad.clone()
+    other[3, 5, 1] += 0.1
+    changed = trial_weights.WeightGradient.summed(other)
+    assert not torch.allclose(changed.along(0), whole.along(0))
+    assert not torch.allclose(changed.along(1), whole.along(1))
+
+
+def test_gradients_of_the_rows_of_a_table_are_summed_as_the_whole_one() -> None:
+    table = nn.Embedding(64, 32)
+    table.weight = nn.Parameter(torch.randn(63 * 17 + 32).as_strided((64, 32), (17, 1)))
+    tokens = torch.tensor([[1, 5], [5, 63]])
+    scale = torch.randn(2, 2, 32)
+    with trial_weights.noted_gradients(table, frozenset({"weight"})) as noted:
+        (table(tokens) * scale).sum().backward()
+    dense = table.weight.detach().clone().requires_grad_()
+    (nn.functional.embedding(tokens, dense) * scale).sum().backward()
+    assert dense.grad is not None
+    expected = trial_weights.WeightGradient.summed(dense.grad)
+    gradient = noted["weight"]
+    assert gradient is not None
+    for dim in (0, 1):
+        torch.testing.assert_close(gradient.along(dim), expected.along(dim))
