@@ -24,6 +24,7 @@ from itertools import product
 from meshwright.planner.catalog.expressions import part_name
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.documents.cluster import DeviceGroup, LinkTier
+from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
@@ -331,7 +332,8 @@ def _ranked(answer: Answer) -> Ranked:
 def used_text(request: Request, answer: PartAnswer) -> str:
     """Return which devices of the cluster an answer uses; empty where it uses all."""
     if answer.part.whole:
-        return ""
+        left = _unused(answer.answer.plan)
+        return f": the plan uses none of {', '.join(left)}" if left else ""
     groups, kept = request.cluster.groups, answer.part.kept or (0,)
     used = dict(zip(kept, answer.part.request.cluster.groups, strict=True))
     if len(groups) == 1:
@@ -343,6 +345,13 @@ def used_text(request: Request, answer: PartAnswer) -> str:
     ]
     left = [group.name for at, group in enumerate(groups) if at not in used]
     return f": the plan uses {', '.join(texts)}, none of {', '.join(left)}, and is slower on all"
+
+
+def _unused(plan: Plan) -> list[str]:
+    """Return the groups that a plan names and no rank of it is on."""
+    parts = plan.stages if plan.shares is None else plan.shares
+    used = {part.group for part in parts}
+    return [group.name for group in plan.groups or () if group.name not in used]
 
 
 def _where(group: DeviceGroup, used: DeviceGroup) -> str:
