@@ -3,7 +3,8 @@
 MODEL is a name of the catalogue or of the Hugging Face hub, a `config.json` or a folder that has
 one, or a model document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a
 node type (`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a
-cluster document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each.
+cluster document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each;
+`cluster.yaml:GROUP+GROUP` is some groups of a document.
 
 A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
 """
@@ -150,6 +151,8 @@ def resolve_cluster(text: str) -> ClusterSpec:
     whole, _, shape = text.rpartition(":")
     if whole and (part := re.fullmatch(r"(\d{1,9})x(\d{1,9})", shape)):
         return _part_of_cluster(resolve_cluster(whole), int(part[1]), int(part[2]), text)
+    if whole and is_file(_path(whole)) and not is_there(text):
+        return _named_groups(resolve_cluster(whole), shape, text)
     if text == "local" or text.startswith("local:"):
         from meshwright.planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
 
@@ -249,6 +252,52 @@ def _part_of_cluster(whole: ClusterSpec, nodes: int, each: int, text: str) -> Cl
             "each; name 1 to as many",
         )
     return whole.smaller(nodes=nodes, devices_per_node=each)
+
+
+def _named_groups(whole: ClusterSpec, names: str, text: str) -> ClusterSpec:
+    """Return some groups of a document, by their names."""
+    groups = [group.name for group in whole.groups]
+    wanted = names.split("+")
+    for name in wanted:
+        if name not in groups:
+            file = text.removesuffix(f":{names}")
+            raise DocumentError("", f"'{name:.60}' is no group of {file}; {nearest(name, groups)}")
+    return _some_groups(whole, [at for at, name in enumerate(groups) if name in wanted])
+
+
+def _some_groups(whole: ClusterSpec, kept: Sequence[int]) -> ClusterSpec:
+    """Return some groups of a cluster with the links that they can use."""
+    groups = tuple(whole.groups[at] for at in kept)
+    if len(groups) == len(whole.groups):
+        return whole
+    part = whole.part(groups).model_copy(update={"price": whole.price})
+    if len(groups) > 1:
+        return part
+    [group] = groups
+    # Its links are the cluster's now, none wider than it is.
+    alone = part.model_copy(update={"groups": (group.model_copy(update={"tiers": None}),)})
+    smaller = alone.smaller(nodes=group.nodes, devices_per_node=group.devices_per_node)
+    return smaller.model_copy(update={"name": group.name})
+
+
+def groups_part(called: str, cluster: ClusterSpec, kept: Sequence[int]) -> tuple[str, ClusterSpec]:
+    """Return what names some groups of the cluster that is `called` so, and that part.
+
+    Of kinds of nodes that `+` joins the others are left out, with the limits of their networks.
+
+    >>> called = "2xa100-sxm-80gb+8xh100-sxm-80gb+4xl40s"
+    >>> name, part = groups_part(called, resolve_cluster(called), (1,))
+    >>> name, part == resolve_cluster("8xh100-sxm-80gb")
+    ('8xh100-sxm-80gb', True)
+    """
+    terms = called.split("+")
+    if _is_path(called) or len(terms) != len(cluster.groups):
+        names = "+".join(cluster.groups[at].name for at in kept)
+        return f"{called}:{names}", _some_groups(cluster, kept)
+    name = "+".join(terms[at] for at in kept)
+    if _join_groups(called) == cluster:
+        return name, resolve_cluster(name)
+    return name, _some_groups(cluster, kept)  # with figures of its own
 
 
 def part_name(called: str, *, nodes: int, devices_per_node: int) -> str:

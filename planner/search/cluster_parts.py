@@ -6,8 +6,9 @@ are looked at in the order of a bound that depends on their number of devices al
 (planner.search.bounds.device_counts), the whole cluster among them: once a plan is known, most fall
 to that.  What is left falls to the bounds of its configurations, or is searched like the whole.
 
-Devices of a CPU are processes, of which the user says how many there are; of devices that differ
-whole groups may stay idle (planner.search.search).
+Devices of a CPU are processes, of which the user says how many there are.  Of several groups of
+devices every set is a part too, and every part of each group alone (planner.search.group_sets); of
+a set that keeps several groups all devices are used.
 """
 
 from __future__ import annotations
@@ -15,26 +16,34 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 from meshwright.planner.catalog.expressions import part_name
 from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents.cluster import DeviceGroup, LinkTier
+from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.tolerances import EQUAL
 from meshwright.planner.documents.units import count_text, seconds_text
-from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.errors import DocumentError, NoneFaster, NoPlanFits
 from meshwright.planner.requests.request import Request
 from meshwright.planner.search.answer import Answer, Progress
 from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
 from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.goals import SimulatedStepGoal
+from meshwright.planner.search.group_sets import (
+    least_together_s,
+    on_group_set,
+    proper_sets,
+)
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_preference
 from meshwright.planner.search.proof_account import of_parts
 from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort, GapProgress
 from meshwright.planner.search.queue import Queue
-from meshwright.planner.search.search import check_request, search, spaces_of
+from meshwright.planner.search.search import MARGIN, check_request, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 from meshwright.planner.system.gc_pause import pause_collector
@@ -62,6 +71,16 @@ class ClusterPart:
     bound_s: float
     """No plan takes less."""
     whole: bool
+    kept: tuple[int, ...] = ()
+    """The groups that it has, where it leaves some of the cluster's out."""
+    degrees: DegreeBounds | None = None
+    """Bounds of the configurations of devices that are alike; None where they are not, and the
+    part is searched unless its own bound excludes it."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it keeps several groups and leaves others out."""
+        return len(self.kept) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +96,48 @@ class PartAnswer:
 def has_parts(request: Request) -> bool:
     """Whether some of the cluster's devices may stay idle."""
     groups = request.cluster.groups
-    return len(groups) == 1 and groups[0].devices > 1 and groups[0].accelerator.kind != "cpu"
+    return len(groups) > 1 or (groups[0].devices > 1 and groups[0].accelerator.kind != "cpu")
 
 
-def parts_of(request: Request, least: LeastSteps) -> Iterator[ClusterPart]:
-    """Yield the whole cluster and its parts, the lowest bound first, then the most devices."""
+def parts_of(
+    request: Request, least: LeastSteps, degrees: DegreeBounds, kept: tuple[int, ...] = ()
+) -> Iterator[ClusterPart]:
+    """Yield all devices of one group and their parts, of the group that is `kept` of a cluster."""
     [group] = request.cluster.groups
     least_s = least.by_devices()
-    shapes = sorted(
-        (float(least_s[nodes * per_node]), -nodes * per_node, nodes, per_node)
-        for per_node in range(1, group.devices_per_node + 1)
-        for nodes in range(1, group.nodes + 1)
-        if math.isfinite(least_s[nodes * per_node]) or nodes * per_node == group.devices
-    )
-    for bound_s, _, nodes, per_node in shapes:
-        if nodes * per_node == group.devices:
-            yield ClusterPart(request, bound_s, whole=True)
+    for nodes, per_node in product(range(1, group.nodes + 1), range(1, group.devices_per_node + 1)):
+        devices = nodes * per_node
+        bound_s = float(least_s[devices])
+        if devices == group.devices:
+            yield ClusterPart(request, bound_s, whole=not kept, kept=kept, degrees=degrees)
+            continue
+        if group.accelerator.kind == "cpu" or not math.isfinite(bound_s):
             continue
         name = part_name(request.cluster_name, nodes=nodes, devices_per_node=per_node)
         cluster = request.cluster.smaller(nodes=nodes, devices_per_node=per_node)
-        yield ClusterPart(replace(request, cluster=cluster, called=name), bound_s, whole=False)
+        part = replace(request, cluster=cluster, called=name)
+        yield ClusterPart(part, bound_s, whole=False, kept=kept, degrees=degrees)
+
+
+def parts_of_groups(request: Request, store: FigureStore) -> Iterator[ClusterPart]:
+    """Yield all groups, each alone with its parts, and the sets that leave some out."""
+    groups = request.cluster.groups
+    least: list[LeastSteps] = []
+    for at in range(len(groups)):
+        alone = on_group_set(request, (at,))
+        least.append(LeastSteps(alone, store))
+        yield from parts_of(alone, least[-1], DegreeBounds(alone, store, least[-1]), (at,))
+    yield ClusterPart(request, least_together_s(request, groups, least), whole=True)
+    for kept in proper_sets(len(groups)):
+        bound_s = least_together_s(request, [groups[at] for at in kept], [least[at] for at in kept])
+        yield ClusterPart(on_group_set(request, kept), bound_s, whole=False, kept=kept)
+
+
+def _in_order(parts: Iterable[ClusterPart]) -> list[ClusterPart]:
+    """Return the lowest bound first, then the most devices; sets of several groups come last."""
+    return sorted(
+        parts, key=lambda part: (part.is_set, part.bound_s, -part.request.cluster.devices)
+    )
 
 
 @pause_collector()
@@ -122,10 +163,12 @@ def search_parts(
         part = ClusterPart(request, 0.0, whole=True)
         return PartAnswer(part, fastest, with_preference(request, fastest, prefer))
     store = FigureStore()
-    least = LeastSteps(request, store)
-    degrees = DegreeBounds(request, store, least)
-    parts = _PartSearch(prefer=prefer, effort=effort, store=store, degrees=degrees)
-    waiting = list(parts_of(request, least))
+    if len(request.cluster.groups) > 1:
+        waiting = _in_order(parts_of_groups(request, store))
+    else:
+        least = LeastSteps(request, store)
+        waiting = _in_order(parts_of(request, least, DegreeBounds(request, store, least)))
+    parts = _PartSearch(prefer=prefer, effort=effort, store=store, links=request.cluster.tiers)
     while waiting:
         part = waiting[0]
         if parts.searched == SEARCHED_IN_ORDER and parts.best is not None:
@@ -138,7 +181,8 @@ def search_parts(
         raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
     if parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
-    certificate = of_parts(best.answer.certificate, parts.bounds_s, left=parts.left)
+    groups = len(request.cluster.groups)
+    certificate = of_parts(best.answer.certificate, parts.bounds_s, left=parts.left, groups=groups)
     return replace(best, answer=replace(best.answer, certificate=certificate))
 
 
@@ -149,11 +193,14 @@ class _PartSearch:
     prefer: Prefer
     effort: Effort
     store: FigureStore
-    degrees: DegreeBounds
+    links: tuple[LinkTier, ...]
+    """Of the whole cluster."""
     best: PartAnswer | None = None
     whole: PartAnswer | None = None
     bounds_s: list[float] = field(default_factory=list)
     """Of each part, what no plan of it takes less than."""
+    whole_s: float = 0.0
+    """Of all devices."""
     bounded: int = 0
     searched: int = 0
     left: int = 0
@@ -173,7 +220,7 @@ class _PartSearch:
         first: ClusterPart | None = None
         least_s = self.limit_s
         for part in waiting[:MOST_BOUNDED]:
-            if part.bound_s >= least_s:
+            if part.bound_s >= least_s or part.is_set:
                 break
             with contextlib.suppress(NoPlanFits, DocumentError):
                 quick = search(part.request, below_s=least_s, effort=BESIDE, store=self.store)
@@ -196,7 +243,9 @@ class _PartSearch:
     def _bound_s(self, part: ClusterPart, best: Answer) -> float:
         """Return what no plan of a part takes less than, as far as that matters beside the best."""
         goal = SimulatedStepGoal(_ranked(best), BOUNDED)
-        degrees = self.degrees.below(part.request, goal.limit_s)
+        if part.degrees is None:
+            return part.bound_s
+        degrees = part.degrees.below(part.request, goal.limit_s)
         if not degrees:
             return max(part.bound_s, goal.step_s)
         queue, spent = Queue(goal), Spent()
@@ -216,6 +265,19 @@ class _PartSearch:
         bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
         return max(part.bound_s, bound_s)
 
+    def _below_s(self, part: ClusterPart) -> float:
+        """Return what the closed form has to be below to be worth a simulation."""
+        return min(ANY_S, self.limit_s * (1 + MARGIN)) if part.is_set else ANY_S
+
+    def _set_bound_s(self, part: ClusterPart) -> float:
+        """Return what no plan of a set of groups takes less than, none of which is near the best.
+
+        The search of all groups has its layouts too, over the links that join all.
+        """
+        joined, links = part.request.cluster.tiers[-1], self.links[-1]
+        are_same = joined == links.model_copy(update={"devices": joined.devices})
+        return max(part.bound_s, self.whole_s if are_same else 0.0)
+
     def _search(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
         """Search a part; its answer may be the best."""
         self.searched += 1
@@ -225,11 +287,15 @@ class _PartSearch:
         try:
             fastest = searched(
                 part.request,
-                below_s=ANY_S,
+                below_s=self._below_s(part),
                 effort=effort,
                 store=self.store,
                 faster_than=None if self.best is None else _ranked(self.best.answer),
             )
+        except NoneFaster:
+            if part.is_set:
+                self.bounds_s.append(self._set_bound_s(part))
+            return
         except NoPlanFits:
             return
         except DocumentError:
@@ -237,6 +303,8 @@ class _PartSearch:
                 raise
             return
         self.bounds_s.append(fastest.certificate.lower_bound_s)
+        if part.whole:
+            self.whole_s = fastest.certificate.lower_bound_s
         limit_s = self.limit_s
         if fastest.prediction.step_time_s >= limit_s:
             return
@@ -264,20 +332,39 @@ def _ranked(answer: Answer) -> Ranked:
 def used_text(request: Request, answer: PartAnswer) -> str:
     """Return which devices of the cluster an answer uses; empty where it uses all."""
     if answer.part.whole:
-        return ""
-    [group], [used] = request.cluster.groups, answer.part.request.cluster.groups
-    nodes = f"{used.nodes} of {group.nodes} nodes"
+        left = _unused(answer.answer.plan)
+        return f": the plan uses none of {', '.join(left)}" if left else ""
+    groups, kept = request.cluster.groups, answer.part.kept or (0,)
+    used = dict(zip(kept, answer.part.request.cluster.groups, strict=True))
+    if len(groups) == 1:
+        return f": the plan uses {_where(groups[0], used[0])}, and is slower on more"
+    texts = [
+        f"{_where(group, used[at]) or 'all'} of {group.name}"
+        for at, group in enumerate(groups)
+        if at in used
+    ]
+    left = [group.name for at, group in enumerate(groups) if at not in used]
+    return f": the plan uses {', '.join(texts)}, none of {', '.join(left)}, and is slower on all"
+
+
+def _unused(plan: Plan) -> list[str]:
+    """Return the groups that a plan names and no rank of it is on."""
+    parts = plan.stages if plan.shares is None else plan.shares
+    used = {part.group for part in parts}
+    return [group.name for group in plan.groups or () if group.name not in used]
+
+
+def _where(group: DeviceGroup, used: DeviceGroup) -> str:
+    """Return which nodes and devices of a group are used; empty where all are."""
+    nodes = f"{used.nodes} of {group.nodes} nodes" if used.nodes < group.nodes else ""
     devices = f"{used.devices_per_node} of {group.devices_per_node} devices of each node"
     whole_nodes = used.devices_per_node == group.devices_per_node
-    where = nodes if whole_nodes else devices
-    if not whole_nodes and used.nodes < group.nodes:
-        where = f"{nodes}, {devices}"
-    return f": the plan uses {where}, and is slower on more"
+    return ", ".join(filter(None, (nodes, "" if whole_nodes else devices)))
 
 
 def dividing_batch(request: Request, answer: PartAnswer) -> Iterator[str]:
     """Yield what a global batch would bring that all devices divide, where some stay idle."""
-    if answer.part.whole:
+    if answer.part.whole or len(request.cluster.groups) > 1:
         return
     [group] = request.cluster.groups
     below, left = divmod(request.job.global_batch, group.devices)

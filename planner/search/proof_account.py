@@ -155,13 +155,17 @@ def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certi
     return certificate.model_copy(update={"plan": proof, "statement": statement})
 
 
-def of_parts(certificate: Certificate, bounds_s: Sequence[float], *, left: int) -> Certificate:
+def of_parts(
+    certificate: Certificate, bounds_s: Sequence[float], *, left: int, groups: int = 1
+) -> Certificate:
     """Return the certificate of a part with what is proven of the cluster and all of its parts.
 
-    `left` of them were not looked at to the end, and count by their bounds.
+    `left` of them were not looked at to the end, and count by their bounds.  Of several `groups`
+    no part has fewer devices of more than one.
     """
     bound_s = min(certificate.objective_s, *bounds_s)
     claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
+    claim += ", none with some devices of several groups" if groups > 1 else ""
     claim += f"; {left} of them are excluded no further." if left else "."
     update: dict[str, object] = {
         "lower_bound_s": bound_s,

@@ -51,7 +51,8 @@ class LeastSteps:
             counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
         self.layers = np.array(list(counts.values()))
         """[kind] How many there are."""
-        each_s = _device_seconds(request, store)
+        self.device_s = each_s = _device_seconds(request, store)
+        """[kind] Fewest seconds of one device for a sample of a layer, both ways."""
         total_s = float(self.layers @ each_s)
         most = min(len(request.model.chain), request.cluster.devices)
         self._request = request

@@ -1,0 +1,130 @@
+"""No answer is slower than that of a set of a mixed cluster's groups, nor of a part of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+import meshwright
+from meshwright.planner.catalog.expressions import groups_part, resolve_cluster, resolve_model
+from meshwright.planner.costs.cost_cache import FigureStore
+from meshwright.planner.documents import document
+from meshwright.planner.errors import DocumentError, NoPlanFits
+from meshwright.planner.requests.request import Request
+from meshwright.planner.search.bounds.device_counts import LeastSteps
+from meshwright.planner.search.cluster_parts import PartAnswer, search_parts, used_text
+from meshwright.planner.search.group_sets import least_together_s, on_group_set
+from meshwright.planner.search.plan_preference import with_preference
+from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort
+from meshwright.planner.search.search import search
+
+TWO_OF_THREE = "3xh100-sxm-80gb+1xv100-sxm-16gb"
+"""A batch of 4 is for two or four devices, and one of these is slow."""
+
+
+def request_of(cluster: str, batch: int, model: str = "gpt2", seq_len: int = 512) -> Request:
+    return Request.create(
+        resolve_model(model),
+        resolve_cluster(cluster),
+        seq_len=seq_len,
+        global_batch=batch,
+        called=cluster,
+        fit_probability=0.95,
+    )
+
+
+@cache
+def answer_to(cluster: str, batch: int, effort: Effort) -> PartAnswer:
+    return search_parts(request_of(cluster, batch), effort=effort)
+
+
+def parts_of(cluster: str) -> list[str]:
+    """Return every set that leaves groups out of those that `+` joins, and every part of one."""
+    terms = cluster.split("+")
+    sets = ["+".join(kept) for count in range(2, len(terms)) for kept in combinations(terms, count)]
+    for term in terms:
+        [group] = resolve_cluster(term).groups
+        shapes = product(range(1, group.nodes + 1), range(1, group.devices_per_node + 1))
+        sets += [f"{term}:{nodes}x{each}" for nodes, each in shapes]
+    return sets
+
+
+def check(cluster: str, batch: int, effort: Effort) -> None:
+    """Each part is searched for itself, with the same job."""
+    request = request_of(cluster, batch)
+    steps: dict[str, float] = {}
+    for called in parts_of(request.cluster_name):
+        part = replace(request, cluster=resolve_cluster(called), called=called)
+        try:
+            answer = with_preference(part, search(part, below_s=1e9, effort=effort), "simplest")
+        except (NoPlanFits, DocumentError):
+            continue
+        steps[called] = answer.prediction.step_time_s
+    least_s = min(steps.values())
+    found = answer_to(cluster, batch, effort).answer
+    assert found.prediction.step_time_s <= least_s * (1 + 1e-9), steps
+    assert found.certificate.lower_bound_s <= least_s * (1 + 1e-9)
+
+
+def test_no_answer_is_slower_than_that_of_a_set_of_groups() -> None:
+    check(TWO_OF_THREE, 4, BRIEF)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("cluster", "batch"),
+    [
+        ("5xh100-sxm-80gb+1xv100-sxm-16gb", 24),
+        ("5x1xh100-sxm-80gb+1xrtx-4090", 32),
+        ("3xh100-sxm-80gb+2xa100-sxm-80gb+1xrtx-4090", 20),
+        ("2x3xa100-sxm-40gb+3xl40s", 16),
+        ("2xh100-sxm-80gb+2xh100-sxm-80gb", 6),
+    ],
+)
+def test_no_answer_is_slower_than_that_of_a_set_of_many_clusters(cluster: str, batch: int) -> None:
+    check(cluster, batch, USUAL)
+
+
+def test_a_plan_of_a_part_names_it(tmp_path: Path) -> None:
+    """The plan that is written is for two devices of one group, and is priced like the answer."""
+    request, found = request_of(TWO_OF_THREE, 4), answer_to(TWO_OF_THREE, 4, BRIEF)
+    answer = found.answer
+    assert answer.plan.cluster == "3xh100-sxm-80gb:1x2"
+    assert answer.plan.mesh.devices == 2
+    assert used_text(request, found) == (
+        ": the plan uses 2 of 3 devices of each node of h100-sxm-80gb, none of v100-sxm-16gb, "
+        "and is slower on all"
+    )
+    path = tmp_path / "plan.yaml"
+    document.write(answer.plan, path)
+    assert meshwright.predict(str(path)).step_time_s == answer.prediction.step_time_s
+
+
+def test_a_document_names_its_groups(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    whole = resolve_cluster("2x2xh100-sxm-80gb+2xa100-sxm-80gb+1xrtx-4090")
+    document.write(whole, path)
+    for kept in ((0,), (1,), (2,), (0, 2), (1, 2)):
+        name, part = groups_part(str(path), whole, kept)
+        assert resolve_cluster(name) == part
+        assert [group.accelerator for group in part.groups] == [
+            whole.groups[at].accelerator for at in kept
+        ]
+    alone = resolve_cluster(f"{path}:h100-sxm-80gb:2x1")
+    assert [tier.devices for tier in alone.tiers] == [2]
+    with pytest.raises(DocumentError, match="is no group of"):
+        resolve_cluster(f"{path}:h200-sxm")
+
+
+def test_no_set_takes_less_than_what_its_devices_need() -> None:
+    """The answer to a set of groups is not below the seconds of their arithmetic."""
+    request = request_of("1xh100-sxm-80gb+1xrtx-4090", 2, seq_len=128)
+    store = FigureStore()
+    least = [LeastSteps(on_group_set(request, (at,)), store) for at in range(2)]
+    bound_s = least_together_s(request, request.cluster.groups, least)
+    answer = search(request, below_s=1e9, effort=BRIEF)
+    assert 0.1 * answer.prediction.step_time_s < bound_s <= answer.prediction.step_time_s
