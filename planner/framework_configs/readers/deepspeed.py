@@ -106,14 +106,7 @@ def _optimizer(optimizer: Settings, config: ParsedConfig) -> None:
     kinds = {"Adam": "adamw", "AdamW": "adamw", "Lion": "lion", "Muon": "muon", "SGD": "sgd"}
     config.trains(optimizer=optimizer.choice("type", kinds, "adamw"))
     values = optimizer.part("params")
-    first, second = values.pair("betas")
-    config.trains(
-        learning_rate=values.amount("lr"),
-        beta1=first,
-        beta2=second,
-        epsilon=values.amount("eps"),
-        weight_decay=values.amount("weight_decay"),
-    )
+    config.trains_by_adamw(values)
     config.gather(values, "optimizer.params")
     config.gather(optimizer, "optimizer")
 

@@ -104,12 +104,5 @@ def _optimizer(keywords: list[ast.keyword], config: ParsedConfig) -> None:
             arguments[str(keyword.arg)] = limits.source(keyword.value)
     values = Settings(arguments)
     values.expect("fused", True)
-    first, second = values.pair("betas")
-    config.trains(
-        learning_rate=values.amount("lr"),
-        beta1=first,
-        beta2=second,
-        epsilon=values.amount("eps"),
-        weight_decay=values.amount("weight_decay"),
-    )
+    config.trains_by_adamw(values)
     config.gather(values, "AdamW")

@@ -113,13 +113,8 @@ def _optimizer(settings: Settings, train: Settings, config: ParsedConfig) -> Non
         settings.expect("optimizer", "AdamW")
     part.expect("class_path", "torch.optim.AdamW", "AdamW")
     values = part.part("init_args")
-    first, second = values.pair("betas")
+    config.trains_by_adamw(values)
     config.trains(
-        learning_rate=values.amount("lr"),
-        beta1=first,
-        beta2=second,
-        epsilon=values.amount("eps"),
-        weight_decay=values.amount("weight_decay"),
         clip_norm=train.amount("max_norm") or 0.0,
         warmup_steps=train.number("lr_warmup_steps"),
         seed=settings.number("seed"),

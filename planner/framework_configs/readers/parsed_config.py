@@ -292,6 +292,17 @@ class ParsedConfig:
         self.unknown += settings.loose
         self.without_effect += [in_place(key) for key in settings.without_effect]
 
+    def trains_by_adamw(self, values: Settings) -> None:
+        """Note the arguments of torch.optim.AdamW, by torch's names."""
+        beta1, beta2 = values.pair("betas")
+        self.trains(
+            learning_rate=values.amount("lr"),
+            beta1=beta1,
+            beta2=beta2,
+            epsilon=values.amount("eps"),
+            weight_decay=values.amount("weight_decay"),
+        )
+
     def trains(self, **values: Any) -> None:
         """Note settings of the optimizer, as far as they are said."""
         self.training |= {name: value for name, value in values.items() if value is not None}
