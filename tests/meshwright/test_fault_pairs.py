@@ -330,7 +330,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.spread(12)
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(("first", "second", "after_s"), PAIRS)
 def test_two_faults(tmp_path: Path, plan: Path, first: str, second: str, after_s: float) -> None:
     run = PlayedRun(tmp_path, plan, plan.parent / "book")

@@ -123,6 +123,7 @@ def planned(layout: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.long("zero 1", "replicas")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_gradients_that_a_loop_changes_are_those_of_a_plain_loop(layout: dict[str, Any]) -> None:
     for found in on_ranks(2, planned, layout):

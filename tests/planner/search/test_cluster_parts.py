@@ -90,7 +90,7 @@ def check(request: Request, prefer: Prefer, effort: Effort) -> None:
         assert answer.answer.certificate.lower_bound_s <= least_s * (1 + 1e-9)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_no_answer_is_slower_than_that_of_a_part(seed: int) -> None:
     check(*drawn(seed), BRIEF)
@@ -117,6 +117,7 @@ def degrees_of(layout: Layout) -> Degrees:
     )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("model", "cluster", "batch"),
     [("gpt2", "3x5xh100-sxm-80gb", 24), ("mixtral-8x7b", "2x6xh100-sxm-80gb", 12)],
