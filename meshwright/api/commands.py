@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -498,6 +498,20 @@ class ImportedPlan:
     """Its range is wider where words were not understood."""
 
 
+def refuse_beside_plan(
+    job: Mapping[str, object], *, lora: Sequence[str], optimizer: str, masters: str
+) -> None:
+    """Refuse what a plan has already: values of a job that are given, by their options' names."""
+    training = {
+        "lora": lora or None,
+        "optimizer": None if optimizer == "adamw" else optimizer,
+        "masters": None if masters == "fp32" else masters,
+    }
+    for name, value in {**job, **training}.items():
+        if value is not None:
+            raise DocumentError(name, "a plan has its own already; give a model instead")
+
+
 def of_plan(
     wanted: Plan, cluster: str | None, profile: str | None, *, path: str | None = None
 ) -> Prediction:
@@ -586,17 +600,8 @@ def predicted_plan(
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
-        given: dict[str, object] = {
-            "seq-len": seq_len,
-            "global-batch": global_batch,
-            "precision": precision,
-            "lora": lora or None,
-            "optimizer": None if optimizer == "adamw" else optimizer,
-            "masters": None if masters == "fp32" else masters,
-        }
-        for name, value in given.items():
-            if value is not None:
-                raise DocumentError(name, "a plan has its own already; give a model instead")
+        job = {"seq-len": seq_len, "global-batch": global_batch, "precision": precision}
+        refuse_beside_plan(job, lora=lora, optimizer=optimizer, masters=masters)
         if framework != "native":
             raise DocumentError(
                 "framework", "a plan has its framework already; give a model instead"

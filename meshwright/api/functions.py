@@ -208,18 +208,13 @@ def predict(
             profile=profile,
             framework=framework,
         )
-    given: dict[str, object] = {
+    job = {
         "layout": layout,
         "seq_len": seq_len,
         "global_batch": global_batch,
         "precision": precision,
-        "lora": lora or None,
-        "optimizer": None if optimizer == "adamw" else optimizer,
-        "masters": None if masters == "fp32" else masters,
     }
-    for name, value in given.items():
-        if value is not None:
-            raise DocumentError(name, "a plan has its own already; give a model instead")
+    commands.refuse_beside_plan(job, lora=lora, optimizer=optimizer, masters=masters)
     return commands.of_plan(model_or_plan, cluster, profile)
 
 

@@ -307,9 +307,9 @@ class ResidentStates:
             self._known[key] = held_states
         return held_states
 
-    def _reference(self, layer: Layer, layout: Layout, sharing: StateSharding) -> States:
-        """Return a rank's bytes of the reference model's layer, which is frozen."""
-        dense, routed = arithmetic.local_parameters(
+    def _local_parameters(self, layer: Layer, layout: Layout) -> tuple[float, float]:
+        """Parameters of a layer on a rank: those of all, and those of its experts."""
+        return arithmetic.local_parameters(
             self._model,
             layer,
             tensor=layout.tensor,
@@ -317,6 +317,10 @@ class ResidentStates:
             expert_tensor=layout.expert_tensor,
             shared_whole=self._framework.experts.shared == "whole",
         )
+
+    def _reference(self, layer: Layer, layout: Layout, sharing: StateSharding) -> States:
+        """Return a rank's bytes of the reference model's layer, which is frozen."""
+        dense, routed = self._local_parameters(layer, layout)
         frozen = fsdp1_frozen_states if self._flat(sharing) else memory.frozen_states
         apart = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
         return frozen(dense, sharing) + frozen(routed, apart)
@@ -325,14 +329,7 @@ class ResidentStates:
         self, layer: Layer, layout: Layout, sharing: StateSharding
     ) -> ResidentParameters:
         sharing = self._of_kind(layer.kind, sharing)
-        dense, routed = arithmetic.local_parameters(
-            self._model,
-            layer,
-            tensor=layout.tensor,
-            expert=layout.expert,
-            expert_tensor=layout.expert_tensor,
-            shared_whole=self._framework.experts.shared == "whole",
-        )
+        dense, routed = self._local_parameters(layer, layout)
         if sharing.pipelined:
             dense += self.tied_copy(layer) / layout.tensor
         if self._job.lora is not None:
