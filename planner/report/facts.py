@@ -104,7 +104,9 @@ def _wrap_text(
     rows = rows[:most]
     end = width - len(CUT)
     whole_part = left.rfind(", ", 0, end + 2)
-    rows[-1] = Text(left[: whole_part if 2 * whole_part > width else end], style=style)
+    whole_word = left.rfind(" ", 0, end + 1)
+    at = whole_part if 2 * whole_part > width else whole_word if 2 * whole_word > width else end
+    rows[-1] = Text(left[:at], style=style)
     rows[-1].append(CUT)
     return rows
 

@@ -196,7 +196,8 @@ function chanceOfRun(name, outcome, limit) {
     return share(outcome.drawn.energy, 1e6 * limit / outcome.assumed.grams_per_kwh);
   }
   if (name === "budget" && outcome.capitalUsd === null) return share(outcome.drawn.cost, limit);
-  return within(outcome.outlayUsd, limit);
+  const { outlay } = outcome.drawn;
+  return outlay === null ? within(outcome.outlayUsd, limit) : share(outlay, limit);
 }
 
 /** Tokens for which budget and deadline both suffice; null without a budget or a price. */

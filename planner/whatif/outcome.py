@@ -80,6 +80,8 @@ class CandidateOutcome:
     where other work shares what is fixed."""
     term_renews: bool = False
     """A run that takes longer begins another such term, as of a contract; else it just goes on."""
+    contract_hours: float | None = None
+    """Of a term of the contract that it is had on: each that the run begins leaves a budget."""
     day_usd: float | None = None
     """What the result is worth more, a day sooner, where the goal says it."""
     price: str = ""

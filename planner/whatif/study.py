@@ -612,7 +612,7 @@ class Study(Document):
         if self.models or any(figure is not None for figure in one_run):
             raise ValueError(
                 "jobs name models and tokens; models, tokens, deadline_days, budget_usd and "
-                "day_usd are of one training"
+                "day_usd are of one training; leave them out"
             )
         changed = any(offer.solve or offer.tuning for offer in self.offers)
         if changed or self.marginal or self.curves:
