@@ -319,6 +319,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         grams_per_kwh=None if watts is None else grams,
         lead_days=None if outcome.jobs else candidate.lead_days,
         day_usd=goal.day_usd,
+        share_used=_share_used(candidate, outcome),
         **_prices(candidate),
         **_data(candidate, outcome),
     )
@@ -371,7 +372,8 @@ def _rent_usd(
     fixed, used = outcome.fixed_usd_per_device_hour, outcome.used_usd_per_device_hour
     if outcome.fixed_hours is None or fixed is None or used is None:
         paid_hours = economics.at_least(run_hours, outcome.minimum_hours)
-        return economics.rent_usd(outcome.devices, paid_hours, usd_per_device_hour)
+        rent = economics.rent_usd(outcome.devices, paid_hours, usd_per_device_hour)
+        return product([rent, outcome.unused_factor])
     hourly = Hourly(fixed=fixed, used=used)
     return economics.whole_usd(outcome.devices, hourly, outcome.fixed_hours, run_hours)
 
@@ -425,6 +427,17 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
     }
+
+
+def _share_used(candidate: Candidate, outcome: CandidateOutcome) -> UncertainValue | None:
+    """Return the share of a commitment's hours that all work uses; None if this run alone does."""
+    hourly, assumed = candidate.priced.hourly, candidate.assumed
+    if outcome.hours is None or outcome.fixed_hours is not None:
+        return None
+    if hourly is None or hourly.fixed.value == 0:
+        return None
+    share, factor = assumed.utilisation, assumed.utilisation_factor
+    return UncertainValue(value=share, low=share / factor, high=min(1.0, share * factor))
 
 
 def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: CandidateOutcome) -> float | None:

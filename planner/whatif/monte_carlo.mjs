@@ -73,6 +73,10 @@ function costs(outcome, duration) {
   for (let k = 0; k < DRAWS; k++) {
     found[k] = hourly.value * price[k] * devices * Math.max(duration[k], least);
   }
+  if (outcome.shareUsed !== null) {
+    const used = multipliers(outcome.shareUsed, "utilisation");
+    for (let k = 0; k < DRAWS; k++) found[k] *= 1 + outcome.waitingShare * (1 / used[k] - 1);
+  }
   if (hours !== null) addData(outcome, duration, found);
   return found;
 }

@@ -88,6 +88,9 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
     if outcome.term_hours is None or fixed is None or used is None:
         paid = np.maximum(duration, outcome.minimum_hours)
         cost = outcomes_of(hourly, deviations) * outcome.devices * paid
+        if outcome.share_used is not None:
+            fewer = outcome.share_used.value / _draws_of(outcome.share_used, "utilisation")
+            cost = cost * (1 + outcome.waiting_share * (fewer - 1))
     else:
         fixed_usd = outcomes_of(fixed, deviations) * _fixed_hours(outcome, duration)
         cost = (fixed_usd + outcomes_of(used, deviations) * duration) * outcome.devices
