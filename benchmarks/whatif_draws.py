@@ -13,8 +13,8 @@ cheapest, fastest, first by both together, and who fits and keeps deadline, budg
 has the first candidate's probability there and here, and the largest difference of any probability
 of the study.
 
-`--forms` states each study of one run as a year of one such job too (terms of at most a year,
-without goals), and says whether both forms cost the same within 5 % and name the same first.
+`--forms` states each study of one run as a year of one such job too (contracts of a year, nothing
+stored, no goals), and says whether both forms cost the same within 5 % and name the same first.
 """
 
 from __future__ import annotations
@@ -241,17 +241,18 @@ def studies_of(paths: Sequence[Path], folder: Path) -> list[Path]:
 def as_a_year(study: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the study as a year of one such job a model; None where the forms ask two things.
 
-    A run of several terms, of days against money or of a size to be found is no year of a job.
+    A year of jobs has its contracts and its stored data all year, and no size to be found.
     """
     goal, offers = study.get("goal", {}), study["offers"]
     if study.get("jobs") or not goal.get("tokens") or len(study["models"]) != 1:
         return None
     if any("solve" in offer or "tuning" in offer for offer in offers):
         return None
-    if any((offer.get("rent") or {}).get("term_months", 0) > 12 for offer in offers):
-        return None
+    terms = {(offer.get("rent") or {}).get("term_months", 12) for offer in offers}
     given = study.get("assumptions", {})
-    if "utilisation" in given or study.get("marginal") or study.get("curves"):
+    if terms != {12} or "data" in given or "utilisation" in given:
+        return None
+    if study.get("marginal") or study.get("curves"):
         return None
     job = {"model": study["models"][0], "tokens": goal["tokens"], "runs_a_year": 1.0}
     plain = {name: value for name, value in study.items() if name != "question"}
