@@ -725,7 +725,7 @@ def most_affordable(
         raise DocumentError(
             "solve",
             "afford needs goal.tokens (--tokens), of the run that the budget pays for, or "
-            "goal.deadline_days (--deadline-days), of the days that devices are rented",
+            "goal.deadline_days (--deadline-days), of the days of rent; give one of them",
         )
 
     def too_dear(n: int) -> bool:
