@@ -96,10 +96,10 @@ def _two_markets(result: Result) -> Iterator[str]:
     for best in filter(None, map(result.best_of, result.ranks)):
         for name, usd_hour, usd in _cheaper_elsewhere(result, best):
             cheaper.setdefault((name, usd_hour), []).append((best.model, usd))
-    for (name, usd_hour), each in cheaper.items():
-        usd_texts = [f"{usd:,.0f} USD in all" for _, usd in each]
+    for (name, usd_hour), costs in cheaper.items():
+        usd_texts = [f"{usd:,.0f} USD in all" for _, usd in costs]
         if len(result.ranks) > 1:
-            usd_texts = [f"{usd:,.0f} USD in all for {model}" for model, usd in each]
+            usd_texts = [f"{usd:,.0f} USD in all for {model}" for model, usd in costs]
         yield (
             f"Who is asked decides: candidates are priced at {next(iter(names), '')}s, which rent "
             f"them all; elsewhere {name} costs {usd_hour:.2f} USD per device-hour, "
