@@ -87,9 +87,12 @@ def _two_markets(result: Result) -> Iterator[str]:
             names.setdefault(market, []).append(candidate.name)
     if len(names) > 1:
         each = [f"{names_text(of)} at {market}s" for market, of in sorted(names.items())]
+        asked = any(offer.rent is not None and offer.rent.market for offer in result.study.offers)
+        why = "the study names both" if asked else "no market rents them all"
+        why += "" if asked else "; --market compares in one"
         yield (
             f"Prices are of two markets, {' and '.join(each)}, and part of the difference is who "
-            "was asked: no market rents them all; --market compares in one."
+            f"was asked: {why}."
         )
         return
     cheaper: dict[tuple[str, float], list[tuple[str, float]]] = {}
