@@ -42,9 +42,9 @@ MAX_DEPTH = 40
 MAX_COLUMNS = 1000
 MAX_ROWS = 500_000
 MAX_VALUES = 200_000
-"""Keys and values of a document; each takes up to 400 bytes while it is read."""
+"""Largest number of keys and values of a document; reading takes up to 400 bytes for each."""
 MAX_CELLS = 2_000_000
-"""Of a table, each of its rows as long as its header."""
+"""Largest number of cells of a table, each of whose rows is as long as its header."""
 
 D = TypeVar("D", bound="Document")
 
@@ -94,7 +94,7 @@ class Document(Part):
 
     kind_of_document: ClassVar[str]
     not_digested: ClassVar[frozenset[str]] = frozenset()
-    """Fields that the digest leaves out."""
+    """Names of fields that the digest leaves out."""
     format: Literal[1] = 1
 
     @property

@@ -22,7 +22,7 @@ from meshwright.planner.errors import DocumentError
 
 GROUPS = ("frameworks", "accelerators", "exporters", "loggers")
 OFF = "MESHWRIGHT_PLUGINS"
-"""Set to 0, this environment variable leaves out all plugins."""
+"""Environment variable that disables all plugins when it is 0."""
 
 
 class _Entry(Protocol):
@@ -37,12 +37,12 @@ class Plugin(NamedTuple):
     """One entry point of an installed package."""
 
     kind: str
-    """Of GROUPS."""
+    """Kind of the plugin, a member of GROUPS."""
     name: str
     package: str
     version: str
     value: str
-    """Where it is, `module:object`."""
+    """Location of the object, `module:object`."""
 
 
 @cache

@@ -29,8 +29,8 @@ from meshwright.planner.documents.units import (
 Recompute = Literal["none", "selective", "full"]
 LossGradients = Literal["precomputed", "recomputed"]
 CHUNK_ROWS = 1024
-"""Where nobody says: sums of a weight's gradient run over chunks in the weight's type, so that few
-large ones are best, and rows of 128 thousand outputs take a gigabyte."""
+"""Default rows of a chunk.  Sums of a weight's gradient run over chunks in the weight's type, which
+favours few large ones, and rows with 128 thousand outputs take a gigabyte."""
 
 
 class ChunkedLoss(Part):
@@ -39,18 +39,19 @@ class ChunkedLoss(Part):
     rows: Positive = CHUNK_ROWS
     """Positions whose logits exist at once."""
     gradients: LossGradients = "precomputed"
-    """Made in forward, where they wait for backward; or in backward, from logits made anew."""
+    """Time at which gradients are computed: in forward, which stores them for backward; or in
+    backward, from recomputed logits."""
 
 
 LOSS_WORDS: dict[LossGradients, str] = {
     "precomputed": "chunked",
     "recomputed": "chunked-recompute",
 }
-"""How a layout's text and `--fix` call a loss in chunks; one of all logits is `full`."""
+"""Name of a chunked loss in a layout's text and in `--fix`; a loss of all logits is `full`."""
 
 
 class Birth(Part):
-    """Where, when and by which command the measurements were made."""
+    """Place, time and command of the measurements."""
 
     command: Text
     date: Text
@@ -60,7 +61,7 @@ class Birth(Part):
     threads_per_rank: Positive
     software: dict[str, Text]
     load: Amount | None = None
-    """Processes that ran or waited in the minute before: above 0, others used the machine."""
+    """Mean number of running processes in the minute before; above 0, others used the machine."""
 
 
 class LayerMeasurement(Part):
@@ -75,36 +76,38 @@ class LayerMeasurement(Part):
     tensor: Positive
     context: Positive = 1
     expert: Positive = 1
-    """Ranks that share a sequence, and ranks that divide a block's experts."""
+    """Number of ranks that divide a block's experts."""
     sequence_parallel: Flag
     micro_batch: Positive
     seq_len: Positive
     precision: Precision
     recompute: Recompute
     compiled: Flag = False
-    """Run as one graph; of the ends, which are not compiled, beside blocks that are."""
+    """Layer ran as one graph; for embedding and head, which are not compiled, the blocks did."""
     loss: ChunkedLoss | None = None
-    """Of a head: its loss in chunks; None: of all logits."""
+    """Chunked loss of a head; None: the loss is computed from all logits."""
     forward_s: Amount
     backward_s: Amount
-    """Includes the recomputed forward."""
+    """Seconds of backward, including the recomputed forward."""
     recompute_s: Amount | None = None
-    """Of backward_s, what computes forward again; None: not measured apart."""
+    """Seconds of backward_s that recompute forward; None: not measured separately."""
     resident_bytes: Count | None = None
-    """A rank's parts of its parameters and buffers; None: not measured."""
+    """Bytes of a rank's share of parameters and buffers; None: not measured."""
     stored_bytes: Count
-    """Saved between forward and backward, the layer's input included, parameters not."""
+    """Bytes saved between forward and backward, including the layer's input and without
+    parameters."""
     forward_transient_bytes: Count
-    """Peak inside forward above what is stored at its end, beyond the layer's output."""
+    """Peak bytes inside forward above the stored bytes at its end, without the layer's output."""
     backward_transient_bytes: Count
-    """Peak inside backward above what was stored at its begin; parameter gradients not counted."""
+    """Peak bytes inside backward above the stored bytes at its begin, without parameter
+    gradients."""
     spread: Amount
     """Interquartile range over median of forward + backward."""
     samples: Positive
 
 
 class StageMeasurement(Part):
-    """Layers one behind the other under one setting, the model's first on, run as a whole."""
+    """Consecutive layers from the model's first one under one setting, run as a whole."""
 
     layers: tuple[Name, ...] = Field(min_length=1)
     tensor: Positive = 1
@@ -114,17 +117,18 @@ class StageMeasurement(Part):
     seq_len: Positive
     precision: Precision
     recompute: Recompute
-    """Of every layer."""
+    """Recomputation of every layer."""
     forward_s: Amount
     backward_s: Amount
     resident_bytes: Count
-    """A rank's parts of parameters and buffers."""
+    """Bytes of a rank's share of parameters and buffers."""
     stored_bytes: Count
-    """Saved between forward and backward, what several layers keep once; parameters, and what the
-    last layer returns, not."""
+    """Bytes saved between forward and backward, without parameters and without the last layer's
+    output.  Tensors that several layers share count once."""
     forward_transient_bytes: Count
     backward_transient_bytes: Count
-    """Peaks above what is alive between forward and backward; parameter gradients not counted."""
+    """Peak bytes above the bytes that are alive between forward and backward, without parameter
+    gradients."""
     spread: Amount
     samples: Positive
 
@@ -141,11 +145,11 @@ class LinkPiece(Part):
     """A line through neighbouring points: seconds = latency_s + bytes / bytes_per_s."""
 
     from_bytes: Positive
-    """The smallest and the largest measured size that it goes through."""
+    """Smallest measured size in bytes on the line."""
     to_bytes: Positive
     latency_s: Amount
     bytes_per_s: Rate | None = None
-    """None: seconds do not depend on the size."""
+    """Bytes per second; None: seconds do not depend on the size."""
 
 
 class LinkFit(Part):
@@ -153,7 +157,7 @@ class LinkFit(Part):
 
     pieces: tuple[LinkPiece, ...] = Field(min_length=1)
     residual: Amount
-    """Of the point that is farthest from its line, over its seconds."""
+    """Largest relative distance of a point from its line, in seconds over the point's seconds."""
 
 
 class CollectiveCurve(Part):
@@ -167,11 +171,11 @@ class CollectiveCurve(Part):
     operation: Collective
     ranks: Positive
     inner: Positive = 1
-    """Of `ranks`, how many neighbours reach each other over faster tiers; 1: all are apart, and as
-    many groups as those neighbours are work at the same time."""
+    """Number of neighbours among `ranks` that reach each other over faster tiers; 1: none do.  As
+    many groups as there are such neighbours work at the same time."""
     points: tuple[LinkPoint, ...]
     fit: LinkFit | None = None
-    """By which seconds at other sizes are computed; None: straight between points in logarithms."""
+    """Lines that give seconds at other sizes; None: log-log interpolation between points."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -182,26 +186,27 @@ class CollectiveCurve(Part):
 
 
 class Overheads(Part):
-    """What the runtime itself costs, beside layers and links."""
+    """Cost of the runtime itself, beside layers and links."""
 
     step_s: Amount
     """Fixed seconds of a step: data, loss read-out, clipping, optimizer launch."""
     optimizer_s_per_parameter: Amount
-    """AdamW seconds per parameter of a rank."""
+    """Seconds of AdamW per parameter of a rank."""
     pipeline_action_s: Amount
-    """Per forward or backward action of the pipeline schedule."""
+    """Seconds per forward or backward action of the pipeline schedule."""
     shard_unit_s: Amount
-    """Per sharded unit (FSDP group) and pass, beside the collective itself."""
+    """Seconds per sharded unit (FSDP group) and pass, beside the collective itself."""
     overlap: Amount
     """Share of sharding and gradient collectives that hides behind compute."""
     gather_copy_s_per_byte: Amount | None = None
-    """Copies beside a gather of parameters, per byte gathered; None: not measured."""
+    """Seconds of copies beside a gather of parameters, per gathered byte; None: not measured."""
     reduce_copy_s_per_byte: Amount | None = None
-    """Copies beside a reduction of gradients, per byte reduced on each rank; None: not measured."""
+    """Seconds of copies beside a reduction of gradients, per byte reduced on each rank; None: not
+    measured."""
 
 
 class NumaNode(Part):
-    """Cores and the memory that is near to them."""
+    """Cores and the memory that is close to them."""
 
     cores: Count
     memory_bytes: Count
@@ -213,30 +218,30 @@ class Interface(Part):
     name: Text
     address: Text | None = None
     bits_per_s: Rate | None = None
-    """What the driver says; virtual interfaces say nothing, or anything."""
+    """Bits per second that the driver reports; virtual interfaces report nothing, or any number."""
 
 
 class MeasuredDevice(Part):
-    """One rank's device: what it is, and what it reaches while all others work too."""
+    """One rank's device, and the rates that it reaches while all others work too."""
 
     name: Text
     rank: Count
     memory_bytes: Count | None = None
-    """As the driver says."""
+    """Memory in bytes that the driver reports."""
     reached_bytes: Count | None = None
-    """What could be taken in large pieces; None: not tried, as memory of a host is not."""
+    """Bytes that could be allocated in large pieces; None: not tried, as for host memory."""
     bus: Text | None = None
     pcie: Text | None = None
     numa: Count | None = None
     flops: Rate | None = None
-    """Of a matrix product in fp32 (bf16 on accelerators)."""
+    """FLOP per second of a matrix product in fp32 (bf16 on accelerators)."""
     spread: Amount = 0.0
     host_to_device_bytes_per_s: Rate | None = None
     device_to_host_bytes_per_s: Rate | None = None
 
 
 class DeviceLink(Part):
-    """How two devices of a node are joined: NV18, PIX, PHB, SYS, as `nvidia-smi topo` says."""
+    """Link between two devices of a node, as `nvidia-smi topo` names it: NV18, PIX, PHB, SYS."""
 
     first: Count
     second: Count
@@ -244,7 +249,7 @@ class DeviceLink(Part):
 
 
 class MeasuredNode(Part):
-    """One machine: what is in it."""
+    """One machine and its parts."""
 
     name: Text
     processor: Text
@@ -255,13 +260,13 @@ class MeasuredNode(Part):
     devices: tuple[MeasuredDevice, ...] = ()
     device_links: tuple[DeviceLink, ...] = ()
     disk_write_bytes_per_s: Rate | None = None
-    """To where a checkpoint would go, until it is on the disk."""
+    """Bytes per second of writing to the place of checkpoints until the data is on the disk."""
     disk_read_bytes_per_s: Rate | None = None
-    """Back again; from the system's cache where it still has it."""
+    """Bytes per second of reading back, from the system's cache where it still holds the data."""
 
 
 class NodePair(Part):
-    """Messages from one node to another, one pair of nodes at a time for each of the two."""
+    """Messages from one node to another; each node takes part in one pair at a time."""
 
     source: Count
     target: Count
@@ -271,17 +276,17 @@ class NodePair(Part):
 
 
 class Finding(Part):
-    """Something of the machine that a person should know."""
+    """A property of the machine that its user should know."""
 
     what: Literal["link", "device", "noise", "clock", "spread", "layers"]
     subject: Text
     share: Amount | None = None
-    """Of what its peers reach."""
+    """Share of the rate that its peers reach."""
     text: Text
 
 
 class TierCalibration(Part):
-    """What runs tell of a tier's links; None: not fitted."""
+    """Constants of a tier's links fitted to runs; None: not fitted."""
 
     bytes_per_s: Rate | None = None
     latency_s: Amount | None = None
@@ -292,21 +297,22 @@ class Calibration(Part):
 
     accelerator: Line
     pace: Rate | None = None
-    """Seconds of everything over what they are with the other constants; None: not known."""
+    """Factor on all seconds over those with the other constants; None: not known."""
     matmul: Fraction | None = None
-    """Of the peak."""
+    """Share of the peak that matrix products reach."""
     memory: Fraction | None = None
-    """Of the memory bandwidth."""
+    """Share of the memory bandwidth that kernels reach."""
     tiers: dict[str, TierCalibration] = Field(default_factory=dict)
     step_s: Amount | None = None
     """Fixed seconds of a step."""
     action_s: Amount | None = None
-    """Of the host for each action of a pipeline's schedule."""
+    """Seconds of the host for each action of a pipeline's schedule."""
     slack: Amount | None = None
-    """Reserved over allocated memory."""
+    """Reserved memory over allocated memory."""
     runs: Positive
     spread: Amount
-    """80 of 100 runs left out of the fit lie within a factor exp(spread) of the prediction."""
+    """Logarithmic spread: 80 of 100 runs left out of the fit are within a factor exp(spread) of the
+    prediction."""
     source: Text
 
 
@@ -329,4 +335,4 @@ class Profile(Document):
 
 
 Profiles = Profile | Mapping[str, Profile] | None
-"""One for a cluster of one kind of devices, or those of some of its groups by name."""
+"""Profile of a cluster with one kind of devices, or profiles of some of its groups by name."""
