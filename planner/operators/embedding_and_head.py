@@ -243,7 +243,7 @@ LOSS_BYTES, LOSS_BACKWARD_BYTES = 16, 12
 
 
 def _logits_operators(a: Architecture, size: float) -> list[Operator]:
-    """What a family does to `size` bytes of logits before the loss."""
+    """Return a family's operators on `size` bytes of logits before the loss."""
     if a.family == "gemma2":  # divided by the cap, tanh, times the cap
         return [
             Operator(

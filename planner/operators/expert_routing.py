@@ -31,8 +31,8 @@ class Routing:
     groups: int = 1
     groups_per_token: int = 1
     spread: float = 0.0
-    """How uneven the loads of a layer's experts are: 0 of balanced routers, 1 of such as send all
-    tokens to the same experts."""
+    """Imbalance of the loads of a layer's experts: 0 for balanced routers, 1 for routers that send
+    all tokens to the same experts."""
 
     def busiest_load(self, ranks: int, layers: int = 1) -> float:
         """Return the tokens of the busiest rank of experts over the mean of all ranks.

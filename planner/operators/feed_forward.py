@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.planner.operators.kernels import KernelSettings
 
 INDEX_BYTES = 8
-"""Of the number of an expert that a token chose."""
+"""Bytes of the index of an expert that a token chose."""
 
 
 def mlp(
@@ -244,7 +244,7 @@ def _of_gathered_tokens(
 
 
 def _goes_beside_shared(a: Architecture) -> bool:
-    """Whether tokens can be on the way while the experts that all share compute.
+    """Return True if tokens can be in transit while the shared experts compute.
 
     Qwen2's shared expert comes before the routed ones.
     """

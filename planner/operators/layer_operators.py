@@ -272,13 +272,13 @@ def _kept_narrow(block: OperatorTable, element_bytes: int) -> tuple[Operator, ..
 
 
 def _is_linear(operator: Operator) -> bool:
-    """Whether a product is one of those that may be in 8 bits."""
+    """Return True if a product may be in 8 bits."""
     kind, name = operator.kind, operator.name
     return kind == "matmul" and not operator.in_core and not name.startswith(("expert", "router"))
 
 
 NORMS_BEHIND = ("olmo2", "olmo3")
-"""Families whose blocks norm what attention and MLP give, and not what they take."""
+"""Families whose blocks norm the outputs of attention and MLP, and not their inputs."""
 
 
 def _block(a: Architecture, kind: str, setting: Setting) -> OperatorTable:

@@ -177,7 +177,7 @@ def matmul(
 
 
 def _is_aligned(sides: tuple[float, ...]) -> bool:
-    """Whether 8-bit kernels take a matrix of these sides; an array where they are arrays."""
+    """Return True if 8-bit kernels take a matrix of these sides; an array for arrays."""
     return reduce(and_, (side % NARROW_MULTIPLE == 0 for side in sides), True)
 
 
@@ -270,7 +270,7 @@ def _restored_bytes(setting: Setting, product: Operator) -> float:
 def _dropout_of_input(
     setting: Setting, product: Operator, source: str, whole_bytes: float
 ) -> Operator:
-    """What adapters keep of their inputs where these are dropped at random: a copy and a mask each.
+    """Return the copy and the mask that each adapter keeps of an input with dropout.
 
     Its traffic counts as the adapter's.  Source: peft, tuners/lora/layer.py (Linear.forward).
     """

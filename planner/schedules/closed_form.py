@@ -48,7 +48,7 @@ def pace(
 
 @dataclass(frozen=True, slots=True)
 class InFlightCounts:
-    """How many micro-batches the stages of a rank hold at most, each stage's counted.
+    """Largest number of micro-batches that a rank holds, counted for each of its stages.
 
     `alive` counts from F to the end of I, `waiting` from the start of I to W.  Early stages hold
     the most: at any moment, of the last j of the V stages no more than j / V · `alive` are alive.

@@ -32,11 +32,12 @@ __all__ = [
 ]
 
 MOST_ACTIONS = 2_000_000
-"""Forwards and backwards of all ranks in one step: some seconds and 0.4 GB to simulate."""
+"""Largest number of forwards and backwards of all ranks in one step: simulating them takes some
+seconds and 0.4 GB."""
 
 
 def splits_backward(name: str) -> bool:
-    """Whether a schedule does gradients of inputs and of weights apart."""
+    """Return True if a schedule computes gradients of inputs and of weights separately."""
     return schedule_of(name).splits_backward
 
 

@@ -138,21 +138,21 @@ def timeline(
 
 
 class _Step(NamedTuple):
-    """What every action of one kind of one stage has in common.
+    """Figures that all actions of one kind and one stage share.
 
-    What is made lies in rows of one entry per micro-batch: outputs by stage, then gradients of
-    inputs, then those of weights.  Rows are named by their first entry.
+    Results are in rows of one entry per micro-batch: outputs by stage, then gradients of inputs,
+    then those of weights.  Rows are named by their first entry.
     """
 
     seconds: float
     row: int
-    """What the action makes."""
+    """Row of the action's results."""
     source: int
-    """What it takes from another stage, -1 if nothing."""
+    """Row that the action reads from another stage, -1 if none."""
     delay_s: float
-    """Until `source` arrives."""
+    """Seconds until `source` arrives."""
     local: int
-    """What the same rank must have made before, -1 if nothing."""
+    """Row that the same rank must have computed before, -1 if none."""
 
 
 def _steps(
@@ -187,7 +187,7 @@ def _steps(
 
 
 def _rank_of_stage(orders: Sequence[Order], stages: int) -> list[int]:
-    """Return where each stage's actions stand; -1 for a stage that has none."""
+    """Return the rank of each stage's actions; -1 for a stage without actions."""
     rank_of = [-1] * stages
     for rank, order in enumerate(orders):
         for stage in set(map(_STAGE, order)):

@@ -51,17 +51,17 @@ from meshwright.planner.schedules.schedule_record import Action, Kind, Order
 from meshwright.planner.schedules.simulate import timeline
 
 WORTH = 20_000
-"""Actions of a step from which it is looked at for its pattern."""
+"""Number of actions from which a step is searched for its pattern."""
 LAYERS = 6
 """A step with fewer layers than this is simulated as a whole."""
 _BITS = 60
-"""Of the largest time there may be."""
+"""Bits of the largest possible time."""
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """[rank] When a rank has done its last action, and how long it computes and sends."""
+    """[rank] Time at which a rank has finished, and the seconds in which it computes and sends."""
 
     finish_s: tuple[float, ...]
     busy_s: tuple[float, ...]
@@ -164,7 +164,7 @@ class _ActionNode(NamedTuple):
     source: int
     lag: int
     boundary: int
-    """Whose transfer delays the source; -1 on one rank."""
+    """Boundary between stages whose transfer delays the source; -1 on one rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -444,7 +444,7 @@ class _Layers:
         self._furthest = len(cut.last_done) if cut.period == 1 else 1
         self._kept = 2 * self._furthest + self._deepest + 1
         self._own = 0
-        """How many of the rows are layers that were simulated one after the other."""
+        """Number of rows of layers that were simulated one after the other."""
         self._repeats = [0] * (self._furthest + 1)
         """[g] For how many layers the first action is as much later than g layers before."""
         layer, none = cut.layer, np.zeros(len(cut.layer), dtype=np.int64)
