@@ -10,7 +10,7 @@ from meshwright.planner.errors import DocumentError
 
 Config = Mapping[str, Any]
 AS_RECORDED = "plan FOLDER:recorded, the model as its own class runs"
-"""What to do with a configuration that has no figures here."""
+"""Advice for a configuration that has no figures here."""
 
 
 def without_figures(key: str, why: str) -> DocumentError:

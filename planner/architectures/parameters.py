@@ -62,12 +62,12 @@ def block_kinds(architecture: Architecture) -> tuple[str, ...]:
 
 
 def routes(kind: str) -> bool:
-    """Whether layers of a kind route tokens to experts."""
+    """Return True if layers of a kind route tokens to experts."""
     return kind.endswith("moe_block")
 
 
 def slides(kind: str) -> bool:
-    """Whether attention of layers of a kind sees a sliding window alone."""
+    """Return True if attention of layers of a kind is limited to a sliding window."""
     return kind.startswith("local_")
 
 

@@ -50,13 +50,13 @@ from meshwright.planner.documents.units import MOST_DEVICES, name_of
 from meshwright.planner.errors import DocumentError
 
 ROUND_S = 3e-6
-"""Of a ring's round inside nodes while it goes over a network: what NCCL counts for a send of its
-simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
+"""Seconds of a ring's round inside nodes while the ring crosses a network: NCCL's figure for a send
+of its simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
 ALONE = "-language-model-alone"
-"""What a model is called of which the towers for images or sound are left out."""
+"""Suffix of the name of a model without its towers for images or sound."""
 CLUSTER_FORMS = (
     "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
     "of them joined by +"

@@ -25,7 +25,7 @@ from meshwright.planner.errors import DocumentError
 CONFIG = "config.json"
 HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 VARIANT = re.compile(r"[-_](?:instruct|chat|base|it|pt|hf)(?=[-_]|$)", re.IGNORECASE)
-"""What tells apart models of one shape: how they were trained after the first time."""
+"""Part of a name that tells apart models of one shape by their training after the first."""
 CONNECTION_S = 5.0
 YES = ("1", "on", "yes", "true")
 

@@ -30,13 +30,13 @@ NAMES: dict[str, str] = {
     "rtxpro6000": "rtx-pro-6000",
     "rtx6000ada": "rtx-6000-ada",
 }
-"""What the lists call accelerators that the catalogue calls otherwise."""
+"""Catalogue names of accelerators by their names in the lists, where these differ."""
 
 
 _Rent = dict[str, object]
-"""A rent as plain data, not yet validated."""
+"""Rent as plain data, not yet validated."""
 MOST = float(MOST_DEVICES)
-"""Devices, gigabytes or dollars an hour; a cell beyond is none of them."""
+"""Largest number of devices, gigabytes or dollars an hour in a cell; a larger one is invalid."""
 
 
 class Rents(Document):

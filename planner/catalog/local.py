@@ -30,7 +30,7 @@ from meshwright.planner.errors import DocumentError
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 Links = Mapping[tuple[int, int], str]
-"""What joins two devices, by their numbers: `NV18` (18 NVLinks), or what of the host lies between
+"""Link between two devices, by their numbers: `NV18` (18 NVLinks), or the part of the host between
 them: `PIX`, `PXB`, `PHB`, `NODE`, `SYS`."""
 
 
@@ -81,14 +81,16 @@ def joined_by_nvlink(links: Links, devices: Sequence[int]) -> int | None:
 
 MIB = 2**20
 CUDA_SHARE, LEAST_CUDA_SHARE = 0.993, 0.98
-"""Of the memory that the driver shows, what CUDA reports as total: the median of nine boards
-(`CUDA_SHARE` in sources.yaml), and below the least of them."""
+"""Share of the driver's memory that CUDA reports as total: the median of nine boards (`CUDA_SHARE`
+in sources.yaml), and a value below the least of them."""
 MOST_CORES = 8
-"""Processor ranks that are taken unless a number is asked for."""
+"""Number of processor ranks that are used by default."""
 ATTENTION_FRACTION = 0.5
-"""Of the measured matrix product; attention on a processor is not measured here."""
+"""Rate of attention over that of the measured matrix product; attention on a processor is not
+measured here."""
 SPREAD = 0.3
-"""A tenth of a second on a machine that does other things too."""
+"""Relative spread of measurements of a tenth of a second on a machine that runs other programs
+too."""
 
 
 class LocalDevice(NamedTuple):
@@ -97,13 +99,13 @@ class LocalDevice(NamedTuple):
     name: str
     memory_bytes: int
     identifier: str = ""
-    """By which CUDA_VISIBLE_DEVICES may name it."""
+    """Identifier by which CUDA_VISIBLE_DEVICES may name the device."""
     number: int | None = None
-    """In the listings of `nvidia-smi`; None for a part of a device."""
+    """Number in the listings of `nvidia-smi`; None for a part of a device."""
 
     @property
     def kind(self) -> tuple[str, int]:
-        """What is equal of devices that are alike."""
+        """Name and memory in bytes, which are equal for devices that are alike."""
         return self.name, self.memory_bytes
 
 

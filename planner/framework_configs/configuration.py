@@ -33,15 +33,15 @@ from meshwright.planner.requests.request import Request
 
 
 class Written(NamedTuple):
-    """How plans are written for a framework."""
+    """Functions that write plans for a framework."""
 
     obstacles: Callable[[FrameworkPlan], Iterator[str]]
-    """What stands against a plan."""
+    """Function that yields the obstacles to writing a plan."""
     text: Callable[[FrameworkPlan], str]
     outside: Callable[[FrameworkPlan], Iterator[str]]
-    """What is set elsewhere."""
+    """Function that yields settings that are made elsewhere."""
     says: frozenset[str] = frozenset()
-    """Fields of a plan that it says and most others do not."""
+    """Fields of a plan that this configuration contains and most others do not."""
 
 
 def configuration(

@@ -21,11 +21,12 @@ class FrameworkPlan:
     model: ModelGraph
     cluster: ClusterSpec | None
     recipe: bool = True
-    """Optimizer, learning rates and clipping are written too, in place of the other's own."""
+    """True if optimizer, learning rates and clipping are written too, in place of the other
+    framework's own."""
 
     @property
     def recomputes(self) -> Counter[str]:
-        """How many blocks have each recompute choice; the ends count as nothing."""
+        """Number of blocks by recomputation; embedding and head do not count."""
         kinds = {name: layer.kind for name, layer in self.model.chain}
         return Counter(
             item.recompute
@@ -36,7 +37,7 @@ class FrameworkPlan:
 
     @property
     def blocks(self) -> list[int]:
-        """How many blocks each stage has."""
+        """Number of blocks of each stage."""
         kinds = {name: layer.kind for name, layer in self.model.chain}
         return [
             sum(kinds[item.layer] not in ("embedding", "head") for item in stage.layers)
@@ -45,12 +46,12 @@ class FrameworkPlan:
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.plan.mesh.data_replicate * self.plan.mesh.data_shard
 
     @property
     def ranks_of_nodes(self) -> list[int]:
-        """How many ranks each node has that has any; ranks fill node after node."""
+        """Number of ranks on each node that has any; ranks fill node after node."""
         assert self.cluster is not None, "frameworks of NEED_NODES are given a cluster"
         left, counts = self.plan.mesh.devices, []
         for group in self.cluster.groups:
@@ -61,7 +62,7 @@ class FrameworkPlan:
 
     @property
     def changes_rate(self) -> bool:
-        """The learning rate is not one number."""
+        """True if the learning rate is not constant."""
         return bool(self.plan.training.warmup_steps) or self.falls
 
     @property
@@ -113,13 +114,13 @@ _WRITTEN = {
     *("read_from", "not_understood"),
     *(axis.name for axis in LAYOUT_AXES if axis.exported is None),
 }
-"""Fields of a plan that configurations say, or that are refused by name."""
+"""Fields of a plan that configurations contain, or that are refused by name."""
 _UNSUPPORTED = {
     **{axis.name: axis.exported for axis in LAYOUT_AXES if axis.exported is not None},
     "document_len": "attention stays within documents of {} tokens, which the data says there",
     "batch": "its batches are a script's own",
 }
-"""How the others are refused, where a plan uses them."""
+"""Refusals of the other fields, where a plan uses them."""
 
 
 def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from meshwright.planner.framework_configs.exportable_plan import (
 )
 
 SAYS = frozenset({"lora", "optimizer", "master_weights"})
-"""What of a plan's training these files say."""
+"""Fields of a plan's training that these files contain."""
 EVERY_LINEAR = "all-linear"
 TRANSFORMERS_OPTIMIZERS: Mapping[Optimizer, str] = {
     "adamw": "adamw_torch_fused",
@@ -35,7 +35,7 @@ TRANSFORMERS_OPTIMIZERS: Mapping[Optimizer, str] = {
     "lion": "lion_32bit",
     "sgd": "sgd",
 }
-"""TrainingArguments' words (transformers, training_args.py, OptimizerNames)."""
+"""Names of optimizers in TrainingArguments (transformers, training_args.py, OptimizerNames)."""
 TORCHTUNE_OPTIMIZERS: Mapping[Optimizer, str] = {
     "adamw": "torch.optim.AdamW",
     "adamw-8bit": "torchao.optim.AdamW8bit",

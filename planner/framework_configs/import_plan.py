@@ -144,12 +144,12 @@ def _reader_of_file(
 
 
 def _is_trl(words: Sequence[str]) -> bool:
-    """Whether a command runs one of TRL's scripts, which have these names."""
+    """Return True if a command runs one of TRL's scripts, by their names."""
     return any("trl" in PurePosixPath(word).parts for word in words if word.endswith(".py"))
 
 
 def _of_file(read: Callable[..., ParsedConfig], program: str) -> Callable[..., ParsedConfig]:
-    """Return what reads the file that a program is given, and no flags beside it."""
+    """Return a parser of the file that a program is given, without flags beside it."""
 
     def parse(
         words: list[str],
@@ -299,15 +299,15 @@ _FRAMEWORKS = {"megatron-bridge": "megatron"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A plan, and how far it is what the configuration says."""
+    """A plan, and its differences from the configuration."""
 
     plan: Plan
     assumed: tuple[str, ...]
-    """What the configuration does not say, or says of what plans do not have."""
+    """Choices that the configuration does not contain, or that plans do not have."""
     unknown: tuple[str, ...]
-    """Keys that were not understood, or that say nothing of how the model is trained."""
+    """Keys that were not understood, or that do not concern training of the model."""
     without_effect: tuple[str, ...] = ()
-    """Keys that decide nothing beside the others."""
+    """Keys without effect beside the others."""
 
     @property
     def not_understood(self) -> tuple[str, ...]:
@@ -498,7 +498,7 @@ _PARTS = {
 
 
 def _differs(a: Architecture, name: str, value: Any) -> bool:
-    """Whether a figure is another model's; vocabularies are padded, experts have their own MLP."""
+    """Return True if a figure is another model's; vocabularies may be padded."""
     have = _figure(a, name)
     if name == "vocab_size":
         return not have <= value <= 1.02 * have + 1024

@@ -33,17 +33,17 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a line of a log tells."""
+    """Figures in a line of a log."""
 
     step_s: float | None = None
     steps: int = 1
-    """Of how many steps `step_s` is the mean."""
+    """Number of steps whose mean `step_s` is."""
     peak_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedWork:
-    """What a step trains, which rates are turned into seconds by."""
+    """Work of a step, by which rates are converted into seconds."""
 
     job: Job
     devices: int
@@ -189,7 +189,7 @@ READERS: dict[str, Reader] = {
 
 
 def out_of_memory(text: str) -> bool:
-    """Whether a log says that a device's memory was not enough.
+    """Return True if a log reports that device memory was not enough.
 
     >>> out_of_memory("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     True

@@ -217,13 +217,13 @@ def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def dispatches_by_kernels(wanted: FrameworkPlan) -> bool:
-    """Whether tokens are sent by DeepEP, whose kernels send one once to a node."""
+    """Return True if DeepEP sends the tokens; its kernels send each once to a node."""
     named = "deepep" in wanted.plan.framework.split("+") and wanted.plan.mesh.expert > 1
     return named or wanted.plan.hierarchical_all_to_all is not None
 
 
 def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield optimizer and learning rates; weight decay leaves out vectors there too."""
+    """Yield optimizer and learning rates; Megatron also exempts vectors from weight decay."""
     t = wanted.plan.training
     yield "--optimizer adam"
     yield f"--lr {t.learning_rate!r}"

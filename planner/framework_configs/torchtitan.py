@@ -90,7 +90,7 @@ def options_of(wanted: FrameworkPlan) -> list[str]:
 
 
 def own_operators(wanted: FrameworkPlan) -> bool:
-    """Whether a plan speaks of torchtitan's own operators: its float8, its selective recompute."""
+    """Return True if a plan means torchtitan's own float8 and selective recompute."""
     return base_of(wanted.plan.framework) == "torchtitan"
 
 

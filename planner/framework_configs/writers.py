@@ -53,7 +53,7 @@ _LAYOUT_KEYS = (
     "gradient_checkpointing",
     "torch_compile",
 )
-"""What is no recipe of an optimizer."""
+"""Keys that are no part of an optimizer's recipe."""
 
 
 def transformers_text(wanted: FrameworkPlan) -> str:

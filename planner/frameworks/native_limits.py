@@ -41,12 +41,12 @@ from meshwright.planner.schedules import SCHEDULES, schedule, schedule_of
 
 
 class Claim(NamedTuple):
-    """What of a field is executed."""
+    """Values of a field that are executed."""
 
     executes: Callable[[Layout], bool]
-    """Whether a layout's value is; the default always is."""
+    """Function that returns True if a layout's value is executed; the default always is."""
     otherwise: str = ""
-    """What is said of the others, behind the value: why not, and the way out."""
+    """Message on other values, after the value: the reason, and the way out."""
 
 
 def _any(_: Layout) -> bool:
@@ -175,9 +175,9 @@ FAMILIES = (
 DEVICES = ("cuda", "rocm", "cpu")
 """Kinds of devices that the runtime runs on."""
 CAVEAT_SOURCE = "planner/frameworks/native_limits.py"
-"""Where an assumption comes from that says that a plan cannot be launched."""
+"""Source of an assumption that a plan cannot be launched."""
 GROUPED_BYTES = 16
-"""Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
+"""Divisor of the row bytes of matrices in torch's grouped product (torch._grouped_mm)."""
 
 BLOCKS_MULTIPLIED = ("blackwell", "blackwell-rtx")
 """Architectures whose products take a scale for each block of 32 (mxfp8)."""
@@ -688,7 +688,7 @@ def _tensor_limits(model: ModelGraph, job: Job, layout: Layout, space: Space) ->
 
 
 def _shares_heads(a: Architecture, layout: Layout, space: Space) -> bool:
-    """Whether several tensor ranks have each head of keys whole."""
+    """Return True if several tensor ranks share each whole head of keys."""
     return space.shares_heads and a.latent is None and layout.tensor % a.kv_heads == 0
 
 

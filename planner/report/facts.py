@@ -30,12 +30,12 @@ class Fact:
     label: str
     text: str
     detail: bool = False
-    """Whether it is left out where lines are short."""
+    """True if the fact is left out where lines are short."""
     style: str = ""
     copied: bool = False
-    """Whether readers copy it: no word of it is broken, however long."""
+    """True if readers copy the text: no word of it is broken, however long."""
     lines: int = 2
-    """The most lines, unless all of it is asked for."""
+    """Largest number of lines, unless the whole text is asked for."""
 
 
 class Summary:

@@ -13,7 +13,7 @@ from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
 from meshwright.planner.documents.plan import Layout
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
-"""Of pipeline ranks; readable on light and on dark."""
+"""Colours of pipeline ranks, readable on light and on dark."""
 SHORT = {
     "tensor": "tp",
     "context": "cp",
@@ -23,7 +23,7 @@ SHORT = {
 }
 ACROSS, CELL, HIGH, LEFT = 8, 82, 38, 62
 MOST_ROWS = 9
-"""Rows of devices that are drawn; of more nodes the last is drawn after the first ones."""
+"""Rows of devices in the picture; of more nodes, the last follows the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

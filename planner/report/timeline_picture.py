@@ -44,7 +44,7 @@ class _TimelineSpan:
     end_s: float
     action: Action
     turn: int
-    """Which of its rank's stages it is of, from the model's first on."""
+    """Place of the action's stage among its rank's stages, from the model's first on."""
 
 
 def phases(timeline: Timeline) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from meshwright.planner.report import svg
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 
 MEASURED = {"step time": "time", "peak memory": "memory"}
-"""What a fit is of, as labels."""
+"""Labels of the quantities that are fitted."""
 
 
 def calibration_text(

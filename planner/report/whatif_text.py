@@ -94,7 +94,7 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
 
 
 BYTES_PER_WEIGHT = {"qlora": 0.5}
-"""Of weights as a node reads them once, where they are not of 16 bits."""
+"""Bytes per weight that a node reads once, where weights are not in 16 bits."""
 
 
 def _why_none(outcome: CandidateOutcome) -> str:

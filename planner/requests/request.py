@@ -30,39 +30,40 @@ from meshwright.planner.requests.pins import Pins
 from meshwright.planner.schedules import PLAIN, schedule_of
 
 SEQ_LEN = 4096
-"""Tokens of a sample, unless the model takes fewer."""
+"""Default tokens of a sample; fewer if the model takes fewer."""
 TOKENS_PER_STEP = 2**22
 """Tokens of a global batch."""
 TUNING_SAMPLES = 8
 FEWEST_TUNING_SAMPLES, MOST_TUNING_SAMPLES = 16, 128
-"""Of a fine-tuning: samples of each rank in a step; bounds of those of all ranks."""
+"""Bounds of the global batch of a fine-tuning in samples; TUNING_SAMPLES are those of each rank."""
 CPU_SEQ_LEN = 256
 CPU_SAMPLES = 8
-"""On CPUs: tokens of a sample; samples of each rank in a step."""
+"""Samples of each rank in a step on CPUs; CPU_SEQ_LEN are the tokens of a sample."""
 AS_PREDICTED = 0.5
-"""With which plans fit that memory is predicted to hold."""
+"""Fit probability of plans whose predicted memory equals the capacity."""
 SURE_TO_FIT = 0.95
-"""With which the plans that a user is given fit, unless another probability is asked for."""
+"""Default fit probability of the plans that a user is given."""
 FACTORY_SEQ_LEN = 256
 """Tokens of a sample of a model that does not say how many it takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Plan, or predict, steps of `job` on a model and a cluster."""
+    """Request to plan or predict steps of `job` for a model on a cluster."""
 
     model: ModelGraph
     cluster: ClusterSpec
     job: Job
     pins: Pins = field(default_factory=Pins)
     profile: Profiles = None
-    """What was measured of the model there, of each device group where devices differ."""
+    """Measurements of the model on the cluster, of each device group where devices differ."""
     framework: Framework = field(default_factory=native)
-    """How the framework trains that the plan is for."""
+    """Framework that trains the plan."""
     called: str | None = None
-    """The cluster as a plan names it: an expression or a file; its own name if None."""
+    """Name of the cluster in a plan, an expression or a file; None: its own name."""
     fit_probability: float = AS_PREDICTED
-    """With which plans have to fit at least, since needs of memory differ from their prediction."""
+    """Smallest probability with which plans have to fit, since memory use differs from its
+    prediction."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fit_probability < 1:
@@ -194,7 +195,7 @@ class Request:
 
     @property
     def space(self) -> Space:
-        """What the framework executes; DocumentError if its layouts are priced and not searched."""
+        """Layouts that the framework executes; DocumentError if it is priced and not searched."""
         if self.framework.space is None:
             raise DocumentError(
                 "framework",

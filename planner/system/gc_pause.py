@@ -39,15 +39,15 @@ def pause_collector() -> Iterator[None]:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_BYTES = 2**31 - 1
-"""Of the top that stay, as many as mallopt takes."""
+"""Largest size of the free top of the heap that stays, the limit of mallopt."""
 LARGE_BYTES = 2**25
-"""Of a block that goes back at once; glibc takes no more."""
+"""Size of a block that is returned at once; glibc accepts no larger one."""
 
 
 def keep_freed() -> bool:
-    """Keep what is freed from here on, after what is free now was given back.
+    """Return free memory to the system now, and keep all that is freed from here on.
 
-    Says whether the C library can do so: glibc alone does.
+    Return True if the C library can do so; only glibc can.
 
     >>> keep_freed() == (sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"))
     True

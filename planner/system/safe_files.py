@@ -21,7 +21,7 @@ from meshwright.planner.errors import DocumentError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _SYSTEM = ("/dev/", "/proc/")
-"""Where links lead to what a process has open: `/dev/stdout`."""
+"""Folders whose links lead to open files of a process: `/dev/stdout`."""
 
 
 def open_below(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
@@ -136,7 +136,7 @@ def _check(status: os.stat_result, path: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether a pipe or device is named: itself, or as the system's name for one."""
+    """Return True if a path names a pipe or device, itself or by the system's name for one."""
     system = str(path.absolute()).startswith(_SYSTEM)
     try:
         mode = path.stat(follow_symlinks=system).st_mode

@@ -27,15 +27,15 @@ from meshwright.planner.tuning.trial_options import TrialOption
 
 CHANCE = 0.025
 MESHES = 16
-"""Of which the best plans are looked at."""
+"""Number of meshes whose best plans are candidates."""
 VARIED = 4
-"""The fastest of them, which are searched again with other choices."""
+"""Number of the fastest plans that are searched again with other choices."""
 MOST = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialCandidate:
-    """A plan that may be tried, and what it should do."""
+    """A plan that may be tried, and its prediction."""
 
     plan: Plan
     prediction: Prediction

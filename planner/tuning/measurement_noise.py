@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEDIAN_NOISE = 1.25
-"""Standard error of a median over that of a mean, of normal errors."""
+"""Standard error of a median over that of a mean, for normal errors."""
 USUAL_SPREAD, USUAL_STEPS = 0.01, 3
-"""Of steps on a machine that trains nothing else."""
+"""Relative spread, and number, of steps on a machine that trains nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steadiness:
-    """How alike the steps of a machine's trials were."""
+    """Variation of the steps of a machine's trials."""
 
     squares: float = (USUAL_STEPS - 1) * USUAL_SPREAD**2
     degrees: int = USUAL_STEPS - 1

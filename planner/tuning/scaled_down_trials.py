@@ -36,12 +36,13 @@ LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers")
 """Names of the number of blocks in configurations."""
 AXES = ("tensor", "context", "data", "pipeline")
 MOST_MICRO_BATCHES = 32
-"""Of a stand-in's rank: more make its steps longer and tell no more."""
+"""Largest number of micro-batches of a stand-in's rank: more of them make its steps longer and show
+nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallTrial:
-    """A plan that is tried on the smaller cluster, and what it is of."""
+    """A plan that is tried on the smaller cluster, and the request that it answers."""
 
     candidate: TrialCandidate
     request: Request

@@ -36,7 +36,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """What a profile gets, and how it came to be."""
+    """Calibration of a profile, with the fits that it comes from."""
 
     calibration: Calibration
     fits: tuple[Fitted, ...]

@@ -23,12 +23,13 @@ from meshwright.planner.documents.tolerances import NOTHING, ROUNDING
 
 Floats = NDArray[np.float64]
 Predict = Callable[[int, Mapping[str, float]], float]
-"""What a run takes with some constants: (which run, constants) -> seconds or bytes."""
+"""Prediction of a run with some constants: (run, constants) -> seconds or bytes."""
 
 LEAST_RUNS = 3
-"""Runs that must feel a constant for each one fitted."""
+"""Number of runs that must be sensitive to a constant for each one fitted."""
 FELT = 0.02
-"""Relative change of a prediction per relative change of a constant from which a run feels it."""
+"""Relative change of a prediction per relative change of a constant from which a run is sensitive
+to it."""
 HUBER = 0.15
 """Relative error above which a run's pull stops growing."""
 KEEP = 0.02
@@ -63,9 +64,9 @@ class FittedConstants:
     before: tuple[float, ...]
     """Relative errors of the predictions with usual constants  [run]."""
     after: tuple[float, ...]
-    """With the fitted ones  [run]."""
+    """Relative errors of the predictions with fitted constants  [run]."""
     left_out: tuple[float, ...]
-    """Of each run, with constants fitted to the others  [run]."""
+    """Relative error of each run, with constants fitted to the others  [run]."""
 
 
 def fit(
@@ -195,7 +196,7 @@ def _extend_below_zero(predict: Predict) -> Predict:
 
 
 def _beyond(constant: Constant, value: float) -> float:
-    """How far a value is outside the bounds, as a ratio of at least 1."""
+    """Return the distance of a value outside of the bounds, as a ratio of at least 1."""
     if value > constant.most:
         return value / constant.most
     return constant.least / value if value > 0 else math.inf

@@ -50,7 +50,7 @@ class Observed:
     cluster: ClusterSpec
     step_s: float | None
     memory_bytes: float | None
-    """Where what was seen is reserved memory or the whole device's."""
+    """Measured bytes, where the measurement is of reserved memory or of the whole device."""
     seconds: Callable[[Constants], float]
     bytes: Callable[[Constants], float]
     usual: tuple[float, float, float]

@@ -64,13 +64,13 @@ class ScoredRow:
     setup: Setup | None
     prediction: Prediction | None
     reason: str = ""
-    """Why nothing was predicted, or why the run's framework refuses its layout."""
+    """Reason why nothing was predicted, or why the run's framework refuses its layout."""
 
     @property
     def outcome(self) -> Outcome | None:
-        """What is predicted: it runs, memory does not hold it, or its framework refuses it.
+        """Predicted outcome: the run trains, memory is too small, or its framework refuses it.
 
-        None where nothing is predicted.
+        It is None where nothing is predicted.
         """
         if self.prediction is None:
             return None
@@ -80,7 +80,7 @@ class ScoredRow:
 
     @property
     def step_time_s(self) -> float | None:
-        """Predicted."""
+        """Predicted seconds of a step."""
         return self.prediction.step_time_s if self.prediction else None
 
     @property
@@ -111,7 +111,7 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a source's predictions are worth."""
+    """Scores of a source's predictions."""
 
     step_time: ErrorScore | None
     peak_memory: ErrorScore | None
@@ -136,8 +136,8 @@ class Validation:
     fallbacks: dict[str, int]
     """Rows of frameworks that have no rules of their own, by framework."""
     outcomes: dict[Outcome, tuple[int, int]]
-    """Of what is predicted to run, not to fit, or to be refused: rows that ran, and that ran out of
-    memory."""
+    """Rows that ran and rows that ran out of memory, by predicted outcome: to run, not to fit, or
+    to be refused."""
 
     @property
     def worst(self) -> list[ScoredRow]:
@@ -375,7 +375,7 @@ def rows_csv(validation: Validation) -> str:
 
 
 def _time_miss(row: ScoredRow) -> float:
-    """How far a predicted time is off, as a ratio of at least 1."""
+    """Return the error of a predicted time, as a ratio of at least 1."""
     if row.times is None:
         return 0.0
     predicted, measured = row.times

@@ -19,7 +19,7 @@ from meshwright.planner.errors import DocumentError
 DEFAULT_HEAD_DIM = 128
 DEFAULT_VOCABULARY = 32000
 OTHER_ATTENTION = ("linear", "mamba", "ssm", "rwkv", "retnet", "hybrid", "gated-delta")
-"""What mixes tokens otherwise than by attention to all of them."""
+"""Token mixers other than attention to all tokens."""
 
 
 def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:

@@ -16,11 +16,11 @@ SAME_MEMORY = 0.15
 """A label and the catalogue's bytes mean the same memory within this: a label counts 1e9 or 2^30,
 and the driver keeps some."""
 USABLE = 0.99
-"""Of 2^30 times a label, what the driver shows."""
+"""Share of 2^30 times a label that the driver shows."""
 
 USUAL_NETWORK_BYTES_PER_S = {"a100-sxm-40gb": 12.5e9, "a100-sxm-80gb": 12.5e9}
-"""Of one device where a row does not say and published clusters differ: those of A100 have 25 GB/s
-(DGX, Azure), 12.5 GB/s, or 6.25 GB/s (AWS P4d, Jean Zay); the middle."""
+"""Bytes per second of one device where a row does not say and published clusters differ: those of
+A100 have 25 GB/s (DGX, Azure), 12.5 GB/s, or 6.25 GB/s (AWS P4d, Jean Zay); this is the middle."""
 
 _MAKERS = r"^(nvidia|amd|intel|google|aws|huawei|geforce|tesla|quadro|instinct|cloud)-"
 _LINKS = {"nvswitch": "nvlink", "nvl": "nvlink", "infinity-fabric": "xgmi", "pcie-4": "pcie"}

@@ -54,12 +54,12 @@ NO_KIN: Mapping[str, Collection[str]] = {}
 PARAMETERS_DIFFER = 0.1
 """Relative difference of a stated number of parameters from that of figures that is named."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""What has adapters where a framework gives them to attention alone."""
+"""Modules with adapters where a framework adapts attention alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What was seen of a run, and on which of it a prediction may be judged."""
+    """Measurements of a run, and the ones by which a prediction may be judged."""
 
     id: str
     source: str

@@ -54,7 +54,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What no reader follows, such as `<(...)`."""
+    """Text that no reader follows, such as `<(...)`."""
 
     text: str
 
@@ -847,7 +847,7 @@ class _Parser:
 
 
 def _is_list(part: Part) -> bool:
-    """Whether a part is `"${NAME[@]}"` or `"$@"`."""
+    """Return True if a part is `"${NAME[@]}"` or `"$@"`."""
     if not isinstance(part, Expansion) or part.counted:
         return False
     return part.name == "@" or part.index == (LiteralText("@", quoted=True),)

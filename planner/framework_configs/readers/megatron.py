@@ -471,7 +471,7 @@ _MIXED = re.compile(
     r"(bf16|fp16)(_mixed|_with_(mx)?fp8(_(delayed|current|subchannel)_scaling)?_mixed)(_aggressive)?"
 )
 _RECIPES = (("mxfp8", "mxfp8"), ("current", "tensorwise"), ("subchannel", "blockwise"))
-"""What names of mixed precision say of scales; others are delayed."""
+"""Scales by parts of the names of mixed precisions; other names mean delayed scales."""
 
 
 def read_bridge(text: str) -> ParsedConfig:

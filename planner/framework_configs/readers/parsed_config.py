@@ -192,7 +192,7 @@ class Settings:
 
 
 def _is_alike(value: object, usual: object) -> bool:
-    """Whether a value is the usual one, however it is written."""
+    """Return True if a value is the usual one, however it is written."""
     if isinstance(usual, bool):
         return WORDS_OF_TRUTH.get(str(value).lower()) is usual
     try:
@@ -219,7 +219,7 @@ def _number(value: Any, key: str, *, whole: bool) -> float | None:
 
 @dataclass(kw_only=True)
 class ParsedConfig:
-    """What a configuration says; None where it says nothing."""
+    """Settings of a configuration; None for those that it does not contain."""
 
     framework: str
     devices: int | None = None
@@ -230,7 +230,7 @@ class ParsedConfig:
     expert_tensor: int = 1
     data_replicate: int | None = None
     data_shard: int | None = None
-    """-1: all that is left."""
+    """Number of ranks that divide states; -1: all remaining ranks."""
     zero: int = 0
     sequence_parallel: bool = True
     schedule: str | None = None
@@ -257,15 +257,15 @@ class ParsedConfig:
     blocks: list[int] | None = None
     """Blocks of each stage in the model's order, where they are listed."""
     ends: tuple[int | None, int | None] = (None, None)
-    """Blocks of the first and of the last stage."""
+    """Number of blocks of the first and of the last stage."""
     lighter: tuple[int, int] = (0, 0)
-    """Blocks that the first and the last stage have less than the others."""
+    """Number of blocks by which the first and the last stage have fewer than the others."""
     compile: str = "none"
     scales: str = "tensorwise"
     axes: dict[str, Any] = field(default_factory=dict)
-    """Of other axes of a layout, by name, the values that are no usual ones."""
+    """Unusual values of other axes of a layout, by name."""
     options: list[str] = field(default_factory=list)
-    """Of the framework: `deepep`."""
+    """Options of the framework, such as `deepep`."""
     training: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     """Figures of the model: layers, hidden_size, heads, ffn_size; or its name."""

@@ -154,7 +154,7 @@ def _without_rank(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _trains(command: tuple[str, ...]) -> bool:
-    """Whether a command names what trains: a script, a module or a program."""
+    """Return True if a command names a script, a module or a program that trains."""
     for at, word in enumerate(command):
         if word.startswith("-"):
             continue

@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "muon": "muon",
     "sgd": "sgd",
 }
-"""What plans call optimizers (training_args.py, OptimizerNames; axolotl's muon)."""
+"""Optimizers of plans by their names there (training_args.py, OptimizerNames; axolotl's muon)."""
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
