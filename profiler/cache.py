@@ -64,7 +64,7 @@ def save(data: Any, file: Path) -> bool:
 
 
 class Parts:
-    """What one rank has measured so far, by name; a run that was cut short finds it again."""
+    """Measurements of one rank so far, by name; a run that was interrupted reuses them."""
 
     def __init__(self, folder: str | None, rank: int, agree: Callable[[float], float]) -> None:
         self._file = Path(folder) / f"rank-{rank:05}.json" if folder else None

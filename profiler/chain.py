@@ -54,12 +54,12 @@ from meshwright.runtime.tracing.unused_parameters import Participation
 SAME_KIND = 2
 """Layers of one kind in the chain: the second one finds the caches as in a deep model."""
 MOST_SAMPLES = 2**20
-"""Of a micro-batch: seeds of different ranks lie so far apart."""
+"""Largest number of samples of a micro-batch: the distance between the seeds of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Division:
-    """Over how many ranks each kind of parallelism divides layers."""
+    """Number of ranks over which each kind of parallelism divides layers."""
 
     tensor: int = 1
     context: int = 1
@@ -78,7 +78,7 @@ class Division:
 
     @property
     def ranks(self) -> int:
-        """Of one group.
+        """Number of ranks of one group.
 
         >>> Division(tensor=2, expert=4).ranks, Division(context=2, expert=2).ranks
         (4, 2)
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def division(self) -> Division:
-        """How its layers are divided."""
+        """Division of its layers."""
         return Division(tensor=self.tensor, context=self.context, expert=self.expert)
 
 
@@ -168,7 +168,7 @@ class Chain:
             weights=None,
             context=self.place.context,
         )
-        """What made the layers."""
+        """Adapter of the model family that builds the layers."""
         self._recorded: OwnModel | None = None
         stage = whole_stage(plan, self.adapter, self.place, self.device)
         self.parts: dict[str, nn.Module] = stage.layers
@@ -245,7 +245,7 @@ class Chain:
 
     @property
     def participation(self) -> Participation | None:
-        """What an optimizer of the script's own waits for; None where it decides on the device."""
+        """Participation for a script's own optimizer; None where it decides on the device."""
         return self._recorded.participation if self.script and self._recorded else None
 
     def anew(self, plan: Plan, place: Place) -> Staged:

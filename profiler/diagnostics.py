@@ -19,11 +19,11 @@ from meshwright.planner.documents.profile import (
 )
 
 DEGRADED = 0.8
-"""Of what its peers reach: below it, something is wrong with it."""
+"""Share of its peers' rate below which something is wrong with a part."""
 BUSY = 0.15
 """Share of a device's time that others took, above which measurements are doubtful."""
 DRIFT = 0.1
-"""Of a fixed product from the first rounds to the last."""
+"""Relative drift of a fixed product from the first rounds to the last."""
 TARGET_SPREAD = 0.15
 """Interquartile range over median that repetitions aim at."""
 

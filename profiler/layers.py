@@ -54,9 +54,9 @@ TARGET_SPREAD = 0.1
 SHORT = 0.03
 """Share of a pass below which a layer that reads tokens is run some more times."""
 MORE_LOOKS = 4
-"""How often."""
+"""Number of such additional runs."""
 OTHER_BYTES = 8 * 2**20
-"""What passes through the caches before each."""
+"""Bytes that pass through the caches before each run."""
 HEAD_WARM_UP, HEAD_ROUNDS = 1, 6
 """Passes of a head whose loss is in chunks: not counted, counted."""
 

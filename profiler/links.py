@@ -40,14 +40,14 @@ OPERATIONS: tuple[Collective, ...] = (
     "send_recv",
 )
 ROUNDS = 3
-"""Each point is visited this often, so that a busy second of the machine spoils no point whole."""
+"""Number of visits to each point, so that a busy second of the machine spoils no point entirely."""
 LEAST_REPETITIONS = 2
-"""Of a point in a round."""
+"""Smallest number of repetitions of a point in a round."""
 MOST_IN_A_ROW = 16
 LONGEST_S = 1.0
-"""Messages above 1 MiB that would take longer are left out."""
+"""Seconds above which messages of more than 1 MiB are left out."""
 AGAIN = 4
-"""Messages before one is believed to be so slow that the next size would take too long."""
+"""Number of messages that must be slow before the next size is skipped."""
 PAIR_S = 0.04
 PAIR_BYTES = 16 * MIB
 """Messages between two nodes grow until one takes so long, or is so large."""

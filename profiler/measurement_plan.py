@@ -23,20 +23,20 @@ from meshwright.planner.search.search import search
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 CANDIDATES = 6
-"""Plans of different kinds that the planner is asked for."""
+"""Number of plans of different kinds that the planner returns."""
 SHARPNESS = 4.0
 """A plan that is slower by a quarter is worth 1 / e of the best one."""
 LINKS_SHARE, PAIRS_SHARE, LAYERS_SHARE, STAGES_SHARE = 0.2, 0.05, 0.52, 0.08
-"""Of the budget; the runtime's own costs take what is left, which does not grow with it."""
+"""Shares of the budget; the runtime's own costs take the rest, which does not grow with it."""
 MOST_LINKS_S = 12.0
-"""For one size of group."""
+"""Largest number of seconds for one size of group."""
 MOST_HEADS = 4
-"""With losses in chunks: some passes of one layer each."""
+"""Largest number of heads with chunked losses, each measured in some passes of one layer."""
 MOST_STAGES, MOST_LAYERS = 3, 12
-"""Whole stages, and layers in each."""
+"""Largest number of whole stages, and of layers in each."""
 
 Degrees = tuple[int, int, int]
-"""Of tensor, context and expert parallelism."""
+"""Degrees of tensor, context and expert parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,20 +49,21 @@ from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.replicas import Replicas
 
 SEQ_LEN = 8
-"""Of the tiny model."""
+"""Sequence length of the tiny model."""
 WARM_UP = 2
 ROUNDS = 12
 OWN_LAYER_ROUNDS = 6
 LEAST_ROUNDS = 2
 MOST_S = 12.0
-"""Of one comparison; a lap that has begun is ended, and the least are done all the same."""
+"""Seconds of one comparison.  A lap that has begun is finished, and the minimum number is done in
+any case."""
 REDUCED_BYTES = 4
-"""Of an element of a gradient between ranks."""
+"""Bytes of an element of a gradient between ranks."""
 MICRO_BATCHES = 16
 """In the tiny pipeline: enough that filling it is a small part."""
 
 Seconds = tuple[float, float]
-"""Forward and backward of one micro-batch."""
+"""Seconds of forward and of backward of one micro-batch."""
 
 
 def tiny_model(blocks: int) -> ModelGraph:
@@ -112,7 +113,7 @@ def overheads(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOverhead:
-    """What data parallelism costs beside its collectives, and how much of those is not seen."""
+    """Cost of data parallelism beside its collectives, and the hidden share of these."""
 
     overlap: float
     gather_copy_s_per_byte: float

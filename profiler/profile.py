@@ -65,39 +65,39 @@ from meshwright.runtime.run.rendezvous import Rendezvous
 from meshwright.runtime.run.run_folder import Device
 
 MOST_MEASURED = 64
-"""Samples of a micro-batch that is measured."""
+"""Largest number of samples of a measured micro-batch."""
 JobOf = Job | Callable[[ClusterSpec], Job]
-"""The work of a step, or what makes it once the machine is known."""
+"""Work of a step, or a function that returns it once the machine is known."""
 ScriptFile = tuple[str, Mapping[str, str]]
 """`script.py:build`, and the digests of its files, as runtime.engine.script_module has them."""
 BUDGET_S = 75.0
-"""Of a whole profile, unless another is given; a busy machine takes longer, not less care."""
+"""Default seconds of a whole profile; a busy machine takes longer, not less care."""
 LEAST_CASES = 6
-"""Settings of the layers that are measured whatever they take."""
+"""Number of layer settings that are measured whatever time they take."""
 MEMORY_SHARE = 0.5
-"""Of a device's memory, what the pieces of the model that are measured may take."""
+"""Share of a device's memory that the measured pieces of the model may take."""
 SAME_KIND = 2
 """Layers of one kind in such a piece, as meshwright.profiler.chain has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCluster:
-    """A profile, and the cluster that it was measured on, with its links as they were found."""
+    """A profile and its cluster, with the links that were measured."""
 
     profile: Profile
     cluster: ClusterSpec
     cached: bool = False
-    """Nothing was measured: all of it was known."""
+    """True if nothing was measured since all of it was known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileAgenda:
-    """What a profile will measure, in this order."""
+    """Measurements of a profile, in this order."""
 
     machine: ClusterSpec
     job: Job
     counts: tuple[int, ...]
-    """Ranks of each node."""
+    """Number of ranks of each node."""
     groups: tuple[Groups, ...]
     wishes: tuple[LayerRequest, ...]
     heads: tuple[HeadWish, ...]

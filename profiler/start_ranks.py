@@ -39,25 +39,26 @@ from meshwright.runtime.run.rendezvous import Rendezvous
 from meshwright.runtime.run.run_folder import Device
 
 Tell = Callable[[str, float], None]
-"""Gets what is being done, and the share of all work that is done."""
+"""Function that receives the current activity and the finished share of all work."""
 
 
 class MeasurementOrders(Document):
-    """What every rank gets beside its rank."""
+    """Orders that every rank gets beside its rank."""
 
     kind_of_document: ClassVar[str] = "orders of ranks"
 
     folder: Text
     work: Text
-    """`module:function`; called with (arguments, tell), its result is rank 0's answer."""
+    """Function, as `module:function`, that is called with (arguments, tell); its result is rank 0's
+    answer."""
     arguments: dict[str, Any]
     device: Device
     ranks: Positive
-    """Of all nodes."""
+    """Number of ranks of all nodes."""
     first_rank: Count = 0
-    """Of this node."""
+    """First rank of this node."""
     timeout_s: Amount
-    """A collective that waits longer ends the work."""
+    """Seconds after which a waiting collective ends the work."""
 
 
 def result_of(

@@ -493,7 +493,7 @@ class ImportedPlan:
     without_effect: tuple[str, ...]
     """Keys that decide nothing beside the others."""
     not_understood: tuple[str, ...]
-    """Those that may change seconds or bytes, the most decisive first."""
+    """Unknown keys that may change seconds or bytes, the most decisive first."""
     prediction: Prediction
     """Its range is wider where words were not understood."""
 
@@ -677,9 +677,9 @@ class FrameworkConfiguration:
     in_the_script: list[str]
     file: str | None
     environment: dict[str, str] = field(default_factory=dict)
-    """What its ranks are started with, or they may run out of memory."""
+    """Environment variables of its ranks, without which they may run out of memory."""
     warnings: tuple[str, ...] = ()
-    """What its prediction notes."""
+    """Notes of its prediction."""
 
 
 def export(

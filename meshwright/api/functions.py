@@ -44,12 +44,12 @@ MODULE_FIELDS = ("batch", "loss", "inputs", "optimizer", "groups", "units")
 DOCUMENTS: tuple[type[Document], ...] = (
     Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Framework,
 )  # fmt: skip
-"""What `load` reads."""
+"""Types of documents that `load` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlanOptions(PlanOptions):
-    """Options of a plan, and what a module of the caller's own trains on."""
+    """Options of a plan, and the training inputs of a caller's own module."""
 
     batch: Any = None
     loss: Callable[[Any, Any], Any] | None = None

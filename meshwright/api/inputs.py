@@ -216,7 +216,7 @@ def check_devices(wanted: Plan, machine: ClusterSpec) -> None:
 
 
 def is_plan(text: str) -> bool:
-    """Whether a path names a plan rather than a model."""
+    """Return True if a path names a plan rather than a model."""
     if not text.endswith((".yaml", ".yml", ".json")) or not document.is_file(text):
         return False
     try:

@@ -84,9 +84,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "whatif": hardware.whatif,
     "catalog": hardware.catalog,
 }
-"""In the order of the help."""
+"""Commands in the order of the help."""
 INTERRUPTED = Interrupted.status
-"""What a command returns that Ctrl-C ended."""
+"""Exit status of a command that Ctrl-C ended."""
 LOST = (errno.EPIPE, errno.ENOSPC)
 """Errors of an output that nobody reads, or that has no room."""
 WRONG_USAGE: Any = typer.BadParameter.__mro__[1]

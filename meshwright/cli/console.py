@@ -25,9 +25,9 @@ VERBS = (
     *("return", "save", "say", "see", "seed", "set", "shorten", "start", "submit", "train"),
     *("uninstall", "use", "wait", "write", "it would fit"),
 )
-"""What a remedy begins with."""
+"""Verbs with which a remedy begins."""
 BACK = r"(?:it|them|either|both|each|so|one out|one of them)\b"
-"""What speaks of the words before it, so that they stay before it."""
+"""Words that refer to the words before them, which a line break must not separate."""
 REMEDY = re.compile(
     rf"(?P<why>.+?)(?:;|[.]) (?P<do>(?:{'|'.join(VERBS)})\b(?! {BACK}).+)", re.IGNORECASE
 )

@@ -13,7 +13,7 @@ from meshwright.planner.errors import DocumentError
 
 
 class WhatIfOrder(StrEnum):
-    """What candidates are ranked by."""
+    """Criterion by which candidates are ranked."""
 
     COST = "cost"
     TIME = "time"
@@ -23,7 +23,7 @@ class WhatIfOrder(StrEnum):
 
 
 class WhatIfSizing(StrEnum):
-    """What the number of nodes is found for."""
+    """Purpose for which the number of nodes is computed."""
 
     NEED = "need"
     POWER = "power"

@@ -35,7 +35,7 @@ class Precision(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """What updates weights."""
+    """Optimizers."""
 
     ADAMW = "adamw"
     ADAMW_BF16 = "adamw-bf16"
@@ -48,7 +48,7 @@ class OptimizerName(StrEnum):
 
 
 class BatchingName(StrEnum):
-    """What batches make of samples of several lengths."""
+    """Forms of batches of samples with several lengths."""
 
     PACKED = "packed"
     LONGEST = "longest"
@@ -56,7 +56,7 @@ class BatchingName(StrEnum):
 
 
 class ObjectiveName(StrEnum):
-    """What is learned."""
+    """Training objectives."""
 
     SFT = "sft"
     DPO = "dpo"
@@ -65,21 +65,21 @@ class ObjectiveName(StrEnum):
 
 
 class MasterCopies(StrEnum):
-    """Copies of 16-bit weights that are trained in their place."""
+    """Types of the weights that are trained in place of 16-bit weights."""
 
     FP32 = "fp32"
     NONE = "none"
 
 
 class Solver(StrEnum):
-    """How the partition problem of each layout is solved."""
+    """Methods of solving the partition problem of each layout."""
 
     EXACT = "exact"
     ILP = "ilp"
 
 
 class Preferred(StrEnum):
-    """Which of the plans near the fastest is taken."""
+    """Preferences among the plans near the fastest one."""
 
     SIMPLEST = "simplest"
     FASTEST = "fastest"

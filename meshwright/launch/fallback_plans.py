@@ -33,18 +33,18 @@ from meshwright.planner.system.safe_files import folder_within, open_below, repl
 from meshwright.runtime.run.launch_options import LaunchRun
 
 FEWER = (1, 2, 4, 8)
-"""How many are lost, for which plans are solved ahead."""
+"""Numbers of lost nodes or devices for which plans are solved ahead."""
 NICE = 19
-"""The lowest priority there is: training does not wait for the book."""
+"""Lowest priority of a process, so that training does not wait for the book."""
 
 
 class FallbackPlan(Part):
     """A plan for what may be left of a run's nodes or devices."""
 
     wanted: Text
-    """Digest of the plan that it stands in for."""
+    """Digest of the plan that it replaces."""
     left: Positive
-    """Nodes, or devices of one node."""
+    """Number of remaining nodes, or devices of one node."""
     each: Positive | None = None
     """Devices of each of several nodes, where one of them has lost some."""
     path: Text

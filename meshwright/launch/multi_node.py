@@ -107,7 +107,7 @@ def on_nodes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """What a node has for as long as a run lives."""
+    """Resources of a node for the lifetime of a run."""
 
     agent: NodeAgent
     copies: KeptCopies
@@ -426,18 +426,18 @@ class Epochs:
 
 
 class ScaleUp:
-    """Whether an epoch of a run ends so that more nodes come in, as its lead sees it."""
+    """Decision of an epoch's lead to end the epoch so that more nodes can join."""
 
     def __init__(
         self, planned: LaunchablePlan, fit: LaunchablePlan, run: LaunchRun, agent: NodeAgent
     ) -> None:
-        """`fit` is what the epoch trains by, and `planned` what the run was started with."""
+        """The epoch trains by the plan `fit`; the run was started with `planned`."""
         self._planned, self._fit, self._run, self._agent = planned, fit, run, agent
         self._next_s, self._begin_s = 0.0, time.monotonic()
         self.asked = False
-        """Whether ranks were asked to end after their next save."""
+        """True if ranks were asked to end after their next save."""
         self.nodes = len(agent.epoch.members)
-        """That the run is to have."""
+        """Number of nodes that the run is to have."""
         self.why = ""
 
     def look(self) -> None:

@@ -34,9 +34,9 @@ from meshwright.runtime.run.preemption import SIGNALS
 
 SSH = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
 REMOTE = "-P -m meshwright.launch.ssh_remote"
-"""What Python runs on a host."""
+"""Arguments of Python on a host."""
 ANSWER_S = 60.0
-"""How long hosts have to answer."""
+"""Seconds within which hosts must answer."""
 MOST_HOSTS = 16_384
 MOST_NAMED = 8
 LAST_LINES = 12
@@ -88,20 +88,20 @@ def _numbers(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCommand:
-    """What is started on hosts."""
+    """Command that is started on hosts."""
 
     arguments: tuple[str, ...]
-    """Of `meshwright`, without which node it is."""
+    """Arguments of `meshwright`, without the number of the node."""
     files: tuple[str, ...]
-    """That each host must have."""
+    """Files that each host must have."""
     devices: int
-    """That each needs."""
+    """Number of devices that each host needs."""
     nodes: int
-    """Hosts that have to answer."""
+    """Number of hosts that must answer."""
     spares: bool
-    """Whether more of them are of use, and the command goes on where we are gone."""
+    """True if further hosts are useful, and the command goes on without this client."""
     rendezvous: str | None = None
-    """HOST:PORT, where the first host's own name does not do."""
+    """HOST:PORT of the rendezvous, where the first host's own name is not reachable."""
 
     @classmethod
     def of(
@@ -139,7 +139,7 @@ class _SshHost:
     has_results: bool = False
     code: int | None = None
     follows: bool = False
-    """Whether it was asked to end since another had failed."""
+    """True if it was asked to end since another had failed."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -150,7 +150,7 @@ class _SshHost:
 
     @property
     def why(self) -> str:
-        """What it said last, in one line; of ours where it was."""
+        """Last line of its output, preferably one of meshwright's own."""
         ours = [line for line in self.last if line.startswith("meshwright: ")]
         return next(reversed(ours or self.last), f"ended with status {self.code}")
 

@@ -28,11 +28,11 @@ from meshwright.runtime.run.authenticated_channel import SECRET
 from meshwright.runtime.run.rank_exit import end_with_parent
 
 MARK = "meshwright-host "
-"""Begins the one line that is ours: a shell's own greeting may come before it."""
+"""Prefix of the one line that is ours; a shell's greeting may come before it."""
 SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL")
 CHUNK_BYTES = 65536
 COMMAND = (sys.executable, "-P", "-m", "meshwright")
-"""What is run, before the arguments of the order."""
+"""Command before the arguments of the order."""
 
 
 def version() -> str:

@@ -37,11 +37,11 @@ from meshwright.runtime.run.run_folder import (
 SILENT_STEPS, SILENT_S = 5, 30.0
 """A run that says nothing for this number of steps, and seconds, is said to be silent."""
 MOST_SHOWN = 12
-"""Incidents in a terminal, the newest."""
+"""Largest number of incidents in a terminal, the newest first."""
 EVERY_S = 2.0
-"""Between two looks at a run that lives."""
+"""Seconds between two looks at a running run."""
 MOST_FILES = 64
-"""Of what ranks left behind."""
+"""Largest number of files left by ranks that are read."""
 PATH, HOST, USER = "<path>", "<host>", "<user>"
 _CODE = re.compile(r"(?:/[^\s/'\"():,;]+)+/([\w.-]+\.py)\b")
 _PATH = re.compile(r"(?<![\w<])(?:~|\.{1,2})?(?:/[^\s/'\"(),;:]+)+/?|[A-Za-z]:\\[^\s'\"]+")
@@ -57,25 +57,25 @@ _DOMAIN = re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|internal|lan|com|net|org|
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun:
-    """A run as its folder tells it."""
+    """State of a run, read from its folder."""
 
     folder: Path
     view: RunView
     plan: Plan | None
     steps: int | None
-    """That were asked for."""
+    """Number of steps that were requested."""
     prediction: Prediction | None
     at_unix_s: float
-    """When it was read."""
+    """Time of reading in Unix seconds."""
 
     @property
     def is_over(self) -> bool:
-        """Whether its last attempt ended as it should."""
+        """True if its last attempt ended as it should."""
         return self.view.ended is not None
 
     @property
     def state(self) -> str:
-        """What it does, in words."""
+        """Current activity in words."""
         view, ago_s = self.view, max(0.0, self.at_unix_s - self.view.at_unix_s)
         if view.ended is not None:
             return f"ended after step {view.ended.after_step} ({view.ended.stopped})"

@@ -23,13 +23,14 @@ from meshwright.planner.system.safe_files import replace_file
 
 LISTS = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8"
 PROVIDERS = ("lambda", "nebius", "runpod", "verda", "vast", "hyperstack", "oci")
-"""Whose lists are fetched: those that rent accelerators for training, and are small."""
+"""Providers whose lists are fetched: they rent accelerators for training, and their lists are
+small."""
 MOST_BYTES = 32_000_000
 TIMEOUT_S = 30.0
 MOST_MOVES = 12
-"""Prices that moved most and are named."""
+"""Largest number of prices with large changes that are named."""
 MOVED = 0.01
-"""Share from which a price has moved."""
+"""Relative change from which a price has moved."""
 
 
 def cache_folder() -> Path:

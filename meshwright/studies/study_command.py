@@ -92,7 +92,7 @@ FLAGS = {
     "assumptions.years": "years",
     "assumptions.quota_devices": "quota",
 }
-"""What places of a study in few words are called on the command line."""
+"""Names on the command line of fields of a study."""
 
 
 def whatif(
@@ -279,7 +279,7 @@ def study_of(
 
 
 def _is_given(value: object) -> bool:
-    """Whether a word of the command has a value; 0 is one.
+    """Return True if an option of the command has a value; 0 is one.
 
     >>> [_is_given(value) for value in (None, False, [], 0, 0.0)]
     [False, False, False, True, True]
@@ -292,7 +292,8 @@ def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 AS_RUN = ("tp=1", "pp=1", "zero=3")
-"""Weights, gradients and optimizer cut over all devices, as most scripts that people start from."""
+"""Weights, gradients and optimizer sharded over all devices, as in most scripts that people start
+from."""
 
 
 def with_name(offer: dict[str, Any], words: str, **more: Any) -> dict[str, Any]:

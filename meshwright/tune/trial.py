@@ -51,7 +51,7 @@ STEADY = Steadiness()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a trial saw."""
+    """Measurements of a trial."""
 
     ended: Ended
     step_s: float | None = None
@@ -64,14 +64,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialProcess:
-    """What a trial runs, and how its steps are read."""
+    """Command of a trial, and the reader of its steps."""
 
     words: tuple[str, ...]
     folder: Path
     ranks: int
     work: LoggedWork
     reader: Reader | None = None
-    """Of what it prints; None: it writes our own metrics."""
+    """Reader of its output; None: it writes our own metrics."""
 
     def records(self) -> Iterator[Said]:
         """Yield what it has said so far."""

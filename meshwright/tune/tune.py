@@ -81,7 +81,7 @@ from meshwright.tune.trial import USUAL, Measured, TrialProcess, launch_words, t
 DEFAULT_TRIALS = 8
 CONSTANTS_FILE, CLUSTER_FILE, PROFILE_FILE = "constants.yaml", "cluster.yaml", "profile.yaml"
 LONGEST_START_S = 600.0
-"""Of a trial, before its first step, after which it is given up."""
+"""Seconds before its first step after which a trial is given up."""
 SUFFIXES = {
     "accelerate": ".yaml",
     "deepspeed": ".json",
@@ -89,16 +89,16 @@ SUFFIXES = {
     "megatron": ".args",
     "torchtitan": ".py",
 }
-"""Of configurations, as their frameworks read them."""
+"""Suffixes of configuration files, by framework."""
 INTERRUPTED = "interrupted; the same command goes on from here"
 PATIENCE = 5.0
-"""Times its believed seconds after which a trial is ended."""
+"""Factor on its predicted seconds after which a trial is ended."""
 ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialBudget:
-    """What trials may take."""
+    """Largest number, or seconds, of trials."""
 
     trials: int | None = None
     seconds: float | None = None
@@ -119,7 +119,7 @@ class TrialBudget:
         return cls(seconds=duration_s(text))
 
     def allows(self, trials: Sequence[Trial], next_s: float) -> bool:
-        """Whether another trial of these seconds is within it; the first one always is."""
+        """Return True if the budget has room for another trial; the first one always fits."""
         if not trials:
             return True
         if self.trials is not None:
@@ -129,28 +129,28 @@ class TrialBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewedProof:
-    """What a search proves with the constants of its trials."""
+    """Proof of a search with the constants of its trials."""
 
     chosen_s: float
-    """What the answer is predicted to take with them."""
+    """Predicted seconds of the answer's step with these constants."""
     lower_bound_s: float
-    """No plan of the space takes less."""
+    """Lower bound in seconds on the step of every plan of the space."""
     layout: str
-    """The plan that is predicted fastest with them,"""
+    """Layout of the plan that is predicted fastest with these constants."""
     step_s: float
-    """what it takes,"""
+    """Predicted seconds of that plan's step."""
     known: bool
-    """and whether it was among those that could be tried."""
+    """True if that plan was among the candidates of trials."""
 
     @property
     def gap(self) -> float:
-        """By which share of the answer's step a plan may be faster at most."""
+        """Largest share of the answer's step by which another plan may be faster."""
         return max(0.0, 1 - self.lower_bound_s / self.chosen_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What trials came to."""
+    """Results of trials."""
 
     candidates: tuple[TrialCandidate, ...]
     trials: tuple[Trial, ...]
@@ -159,20 +159,20 @@ class TuningResult:
     planned_s: float
     """CPU seconds of the search."""
     stopped: str
-    """Why there are no more trials."""
+    """Reason for which there are no more trials."""
     plan_file: str | None = None
     folder: Path | None = None
     queue: tuple[int, ...] = field(default=())
-    """What a dry run would try, as far as that is known before the first trial."""
+    """Trials of a dry run, as far as they are known before the first trial."""
     small: InSmall | None = None
-    """What is tried instead of the candidates."""
+    """Stand-ins that are tried instead of the candidates."""
     trial_cluster: str | None = None
-    """The smaller cluster on which it is."""
+    """Smaller cluster on which the stand-ins are tried."""
     proof: RenewedProof | None = None
 
     @property
     def options(self) -> tuple[TrialCandidate, ...]:
-        """What an option of the tuner is."""
+        """Plans of the tuner's options."""
         return (*self.candidates, *_stood_in(self.small))
 
     @property
@@ -182,23 +182,23 @@ class TuningResult:
 
     @property
     def step_s(self) -> float | None:
-        """The answer's measured step."""
+        """Measured seconds of the answer's step."""
         answer = self.tuner.answer
         return self.tuner.measured_step(answer).step_s if answer in self.tuner.ran else None
 
     @property
     def first_s(self) -> float | None:
-        """The measured step of the plan that was predicted fastest."""
+        """Measured seconds of a step of the plan that was predicted fastest."""
         return self.tuner.measured_step(0).step_s if 0 in self.tuner.ran else None
 
     @property
     def device_seconds(self) -> float:
-        """What all trials took of all devices."""
+        """Device-seconds of all trials."""
         return self.devices * sum(trial.seconds for trial in self.trials)
 
 
 def _stood_in(small: InSmall | None) -> tuple[TrialCandidate, ...]:
-    """Return what is tried in small."""
+    """Return the candidates that stand in on the smaller cluster."""
     return tuple(stand_in.candidate for stand_in in small.stand_ins) if small else ()
 
 
@@ -386,7 +386,7 @@ def _folder(output: str) -> Path:
 
 
 def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tuple[str, ...]:
-    """Return options of `launch`, the paths as they are from anywhere."""
+    """Return options of `launch`, with paths that are valid from any folder."""
     named = {"--data": data, "--tokenizer": tokenizer}
     candidates = [
         word
@@ -458,7 +458,7 @@ class Tuning:
 
     @property
     def _options(self) -> tuple[TrialCandidate, ...]:
-        """What options are of: plans, then what is tried in small."""
+        """Plans of the options: candidates, then stand-ins on the smaller cluster."""
         return (*self.candidates, *_stood_in(self.small))
 
     def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
@@ -483,7 +483,7 @@ class Tuning:
         )
 
     def profile_pays(self) -> bool:
-        """Whether a profile tells more for each second than any trial, and none was made."""
+        """Return True if no trial was made and a profile gains more per second than any."""
         from meshwright.profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
 
         return not read_trials(self.folder) and self._start().profile_pays(BUDGET_S)
