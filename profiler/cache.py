@@ -47,7 +47,7 @@ def _sources() -> str:
 
 
 def load(file: Path) -> Any:
-    """Return what a file says, or None if it is not there or not whole."""
+    """Return a file's data, or None if it is missing or incomplete."""
     try:
         return json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):

@@ -255,7 +255,7 @@ class Chain:
         return whole_stage(plan, self.adapter, place, self.device)
 
     def layers(self, case: Case) -> dict[str, nn.Module]:
-        """Return the layers in order, each recomputing itself, and compiled, as a case asks."""
+        """Return the layers in order, each with the case's recomputation and compilation."""
         key = case.recompute, case.micro_batch
         if key in self._compiled and case.compiled:
             return self._compiled[key]

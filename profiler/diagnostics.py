@@ -78,7 +78,7 @@ def slow_links(pairs: Sequence[NodePair], names: Sequence[str]) -> Iterator[Find
 def below_quote(
     pairs: Sequence[NodePair], names: Sequence[str], *, quoted_bytes_per_s: float
 ) -> Iterator[Finding]:
-    """Yield pairs that are slower than the cluster's own document says."""
+    """Yield pairs that are slower than in the cluster's own document."""
     for pair in pairs:
         share = pair.bytes_per_s / quoted_bytes_per_s
         if share < DEGRADED:

@@ -8,7 +8,7 @@ earlier ones, as in all micro-batches of a step but the first.  The last layer h
 What a layer computes again is a forward within the backward, and timed as such.
 
 A table of tokens takes so little beside blocks that one look at it per trial, right after all ranks
-met, tells more of the meeting: such layers run some more times by themselves, each time with caches
+met, shows more of the meeting: such layers run some more times by themselves, each time with caches
 that hold other things, and a trial's median counts.
 
 A head whose loss is computed in chunks runs by itself: in a chain the head returns all logits.

@@ -1,7 +1,7 @@
 """Measurements of a profile, in the order of their value to the decision.
 
-The planner is asked first, with its arithmetic alone: the settings that its best plans use come
-first, each worth as much as its plans come near to the best one.  Then the ends of the range of
+The planner runs first, with its arithmetic alone: the settings that its best plans use come first,
+each worth as much as its plans come near to the best one.  Then the ends of the range of
 micro-batches, between which the planner interpolates, then what halves the widest gap.  Measuring
 ends where the budget does.  Nothing here imports torch.
 """

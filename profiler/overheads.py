@@ -269,7 +269,7 @@ def _micro_batch(
     sync: bool | None = None,
     replicas: Replicas | None = None,
 ) -> Seconds:
-    """Run one micro-batch of one sample; `sync` says whether it is the last of a step."""
+    """Run one micro-batch of one sample; `sync` is True for the last one of a step."""
     tokens, targets = chain.batch(1)
     if replicas is not None:
         modules.zero_grad()

@@ -230,7 +230,7 @@ def agenda(
 def _agreement(
     model: ModelGraph, cluster: str, job: JobOf, budget_s: float, rendezvous: Rendezvous
 ) -> tuple[ProfileAgenda, list[dict[str, Any]]]:
-    """Meet the other nodes; return what all will measure, and what each said of itself."""
+    """Meet the other nodes; return what all will measure, and each rank's own description."""
     local_cluster = resolve_cluster(cluster)
     descriptions = rendezvous.all_gather(
         {
@@ -243,7 +243,7 @@ def _agreement(
     if {of_node["model"] for of_node in descriptions} != {model.digest}:
         raise LaunchError("nodes: measure different models; give all the same command")
     counts = tuple(int(of_node["ranks"]) for of_node in descriptions)
-    # From what all said, so that all nodes come to the same.
+    # From all answers, so that all nodes come to the same result.
     machine = _machine(
         ClusterSpec.of(descriptions[0]["cluster"]),
         [ClusterSpec.of(of_node["cluster"]) for of_node in descriptions],
@@ -351,7 +351,7 @@ def _findings(result: Profile, wanted: ProfileAgenda) -> list[Finding]:
 
 
 def _machine(local_cluster: ClusterSpec, every: Sequence[ClusterSpec], text: str) -> ClusterSpec:
-    """Return the cluster that all nodes are: as its document says, or as they find themselves."""
+    """Return the cluster that all nodes are: from its document, or as the nodes detect it."""
     if len(every) == 1 or _nodes(local_cluster) == len(every):
         return local_cluster
     if _nodes(local_cluster) != 1:
@@ -387,7 +387,7 @@ def _ranks_here(local_cluster: ClusterSpec, text: str, node_rank: NodeRank) -> i
 def _with_devices(
     nodes: Sequence[MeasuredNode], by_rank: dict[str, Any], counts: Sequence[int]
 ) -> list[MeasuredNode]:
-    """Return nodes with what their ranks measured beside what their system says of the devices."""
+    """Return nodes with their ranks' measurements beside the system's description."""
     measured = [MeasuredDevice.model_validate(device) for device in by_rank["devices"]]
     result = []
     for index, node in enumerate(nodes):

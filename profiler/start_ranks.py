@@ -74,9 +74,9 @@ def result_of(
 ) -> Any:
     """Return what rank 0 returned; plain data both ways.
 
-    `ranks` processes run here, and as many as the others say on the other nodes; their ranks
-    follow the order of the nodes.  Every node gets the answer of its own first rank, so work that
-    several nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
+    `ranks` processes run here, and the other nodes run as many as they announce; their ranks follow
+    the order of the nodes.  Every node gets the answer of its own first rank, so work that several
+    nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
     """
     rendezvous = rendezvous or Rendezvous(ALONE)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
@@ -112,7 +112,7 @@ def result_of(
             )
             if bad is not None:
                 raise _error(bad, folder)
-            # No node goes before all are done: what one rank lacks is told by another node.
+            # No node goes before all are done: another node reports what one rank lacks.
             rendezvous.all_gather("done")
         return json.loads((folder / "result.json").read_text("utf-8"))
 
@@ -137,7 +137,7 @@ def _environment(rank: int, port: str, *, first_rank: int, ranks: int) -> dict[s
 
 
 def _error(bad: BadEnd, folder: Path) -> Exception:
-    """Return the error that says which rank ended the work, and how."""
+    """Return the error that names the rank that ended the work, and its end."""
     ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "DocumentError":
         return DocumentError("", failure.message)

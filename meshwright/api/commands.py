@@ -102,7 +102,7 @@ class PlanCommand(PlanOptions):
     output: str | None = None
     """File of the plan."""
     html: str | None = None
-    """Page that says why, with the alternatives and the pipeline's timeline."""
+    """Page with the reasons, the alternatives and the pipeline's timeline."""
     offline: bool = False
     """Fetch no model's config.json from the Hugging Face hub."""
     progress: Progress | None = None
@@ -193,7 +193,7 @@ def _length_notes(
 
 
 def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
-    """Return an answer whose plans say what a sample is, in place of a length in tokens."""
+    """Return an answer whose plans describe a sample in place of a length in tokens."""
     return replace(
         answer,
         plan=answer.plan.with_batch(batch),
@@ -273,7 +273,7 @@ def _with_packed_weights(request: Request) -> Iterator[Request]:
 
 
 def _open_gap(certificate: Certificate, asked: float | None) -> Iterator[str]:
-    """Yield what a proof could not exclude, where its gap is above the one that is asked for."""
+    """Yield what a proof could not exclude, where its gap exceeds the requested one."""
     if asked is None or certificate.gap <= asked:
         return
     lowest = next(iter(certificate.runners_up), None)
@@ -289,7 +289,7 @@ def _with_less_surety(request: Request) -> str:
     if request.fit_probability <= AS_PREDICTED:
         return ""
     try:
-        # Below some limit, however high, since nobody asks here why nothing fits.
+        # Below some limit, however high, since no reason is needed here why nothing fits.
         looser = replace(request, fit_probability=AS_PREDICTED)
         prediction = search(looser, below_s=sys.float_info.max).prediction
     except NoPlanFits:
@@ -353,7 +353,7 @@ def compare_best(
     output: str | None = None,
     progress: Progress | None = None,
 ) -> PlanImprovement:
-    """Search for the best plan of a plan's job, cluster and framework, and say what is different.
+    """Return the best plan of a plan's job, cluster and framework, and the differences.
 
     Both are priced as the framework trains; what each difference is worth is listed one at a time.
     """
@@ -478,13 +478,13 @@ def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
 
 
 def _words_notes(prediction: Prediction) -> set[str]:
-    """Return the notes that name words which were not understood: they are said once."""
+    """Return the notes that name words which were not understood: they appear once."""
     return {note for note in prediction.notes if note.startswith(NOT_UNDERSTOOD)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedPlan:
-    """The plan of a configuration, what it takes, and how far it is what the configuration says."""
+    """The plan of a configuration, its prediction, and its differences from the configuration."""
 
     plan: Plan
     assumed: tuple[str, ...]
@@ -526,7 +526,7 @@ def of_plan(
 def _with_caveats(
     wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profiles = None
 ) -> Prediction:
-    """Predict a plan, and say why its framework does not run it, if it does not."""
+    """Return the prediction of a plan, with the reason if its framework does not run it."""
     from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
 
     prediction = predict_plan(wanted, graph, machine, measured)
@@ -595,7 +595,7 @@ def predicted_plan(
     framework: str = "native",
     offline: bool = False,
 ) -> PredictedPlan:
-    """Predict as `predict` does, and say for which model, cluster and job."""
+    """Return the answer of `predict` with its model, cluster and job."""
     if is_plan(model_or_plan):
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
@@ -924,7 +924,7 @@ def _searched_again(
 ) -> tuple[Certificate | None, tuple[Alternative, ...], str]:
     """Return proof, alternatives and reason of a search for a plan's job.
 
-    Where there is none, the reason says why.
+    Where there is none, the reason is returned.
     """
     from meshwright.planner.report.text import why_shown  # noqa: PLC0415 - loads rich
 

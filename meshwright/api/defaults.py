@@ -2,7 +2,7 @@
 
 The command line decides; else an environment variable (`MESHWRIGHT_CLUSTER`, ...), else the file
 that `MESHWRIGHT_DEFAULTS` names (empty: none), else `~/.config/meshwright/defaults.yaml`.  Commands
-say which of these they took.  Calls of the Python functions read none of them.
+report the defaults that they used.  Calls of the Python functions read none of them.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
 
 
 def remedy_first(message: str) -> tuple[str, str]:
-    """Return what a refusal says to do, and why; the message and nothing where it says neither.
+    """Return the action that a refusal proposes, and the reason; the message and nothing where it
+    has neither.
 
     >>> remedy_first("layout: tp=3 leaves 2 of 8 devices idle; add idle=2, or name other degrees")
     ('add idle=2, or name other degrees', 'layout: tp=3 leaves 2 of 8 devices idle')
@@ -77,7 +78,7 @@ def remedy_first(message: str) -> tuple[str, str]:
 
 
 def refuse(message: str) -> None:
-    """Print why a command ends; where that takes several lines the first says what to do."""
+    """Print why a command ends; where it takes several lines, the first one is the action."""
     short = len(f"meshwright: {message}") <= talk.width
     if short or not talk.is_terminal or "\n" in message:  # the end of a log, say
         print_message(message)

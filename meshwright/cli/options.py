@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, with what their help says.
+"""Arguments and options that several commands share, with their help.
 
 A command that takes a record (`runtime.run.launch_options.LaunchRun`) has an option for each of its
 fields, named and described there: `with_records` makes them, and `meshwright.api.option_words` is

@@ -202,7 +202,7 @@ class FallbackSolver:
 def solve_fallbacks(
     fit: LaunchablePlan, saved: Path, lefts: Iterable[tuple[int, int | None]]
 ) -> list[FallbackPlan]:
-    """Solve for each of what may be left; what has no plan is said and passed over."""
+    """Solve for each of what may be left; losses without a plan are reported and skipped."""
     plans = []
     for left, each in lefts:
         with contextlib.suppress(MeshwrightError):

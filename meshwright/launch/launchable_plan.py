@@ -120,7 +120,7 @@ class LaunchablePlan:
         return self.plan.model_copy(update={"model": model})
 
     def replanned_at(self, path: Path, *, source: PlanSource, quiet: bool) -> LaunchablePlan:
-        """Return the same training under a plan for fewer devices or less memory, and say it."""
+        """Return and report the same training under a plan for fewer devices or less memory."""
         fit = replace(self.with_plan(str(path)), source=source)
         if not quiet:
             print(

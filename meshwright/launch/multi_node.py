@@ -68,7 +68,8 @@ from meshwright.runtime.run.run_folder import (
 LOOK_S = 1.0
 """Seconds between two looks for nodes that came back."""
 MOST_SAID = 500
-"""Characters of what a launcher says of an end, which go to all agents twice a second."""
+"""Largest number of characters of a launcher's report on an end, which all agents get twice a
+second."""
 
 
 def on_nodes(

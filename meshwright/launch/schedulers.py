@@ -137,7 +137,7 @@ def _slurm(
     *,
     logs: Path,
 ) -> str:
-    """Return a batch script.  What the user tells sbatch replaces what is usual."""
+    """Return a batch script.  The user's options of sbatch replace the defaults."""
     (group,) = machine.groups
     each = group.devices_per_node
     asked = {

@@ -1,8 +1,8 @@
 """`--hosts a,b[0-63]`: one launcher on each host over ssh, after all hosts were looked at together.
 
-Each host has the same folder, files and installation, at the same paths; what is wrong where is
-said before anything starts.  Hosts beyond the plan's nodes are spares under `--elastic`, also in
-the place of hosts that do not answer.  What hosts say on stderr has their name before it; the
+Each host has the same folder, files and installation, at the same paths; errors are reported with
+their host before anything starts.  Hosts beyond the plan's nodes are spares under `--elastic`, also
+in the place of hosts that do not answer.  Output of hosts on stderr has their name before it; the
 results come from the one that leads.  `meshwright.launch.ssh_remote` is the other side.
 """
 
@@ -128,7 +128,7 @@ class HostCommand:
 
 @dataclass(slots=True, eq=False)
 class _SshHost:
-    """One host, and what it says."""
+    """One host and its output."""
 
     name: str
     process: asyncio.subprocess.Process
@@ -278,7 +278,7 @@ class _SshHosts:
         return ready
 
     async def _complaints(self, host: _SshHost) -> None:
-        """Hand on what a host says on stderr, by lines."""
+        """Pass on a host's stderr, line by line."""
         assert host.process.stderr is not None
         rest = b""
         while chunk := await host.process.stderr.read(CHUNK_BYTES):
@@ -295,7 +295,7 @@ class _SshHosts:
                 print(f"{host.name}: {text}", file=sys.stderr, flush=True)
 
     async def _results(self, host: _SshHost) -> None:
-        """Hand on what a host says on stdout, until it has ended."""
+        """Pass on a host's stdout until the host has ended."""
         assert host.process.stdout is not None
         while chunk := await host.process.stdout.read(CHUNK_BYTES):
             host.has_results = True
@@ -311,7 +311,7 @@ class _SshHosts:
     def _judge(self, hosts: Sequence[_SshHost]) -> None:
         """Raise how the command ended, unless well: the host that leads has results.
 
-        How hosts ended that were asked to does not count: it says nothing of why.
+        The end of hosts that were asked to end does not count, since it has another cause.
         """
         if any(host.code == 0 and host.has_results for host in hosts):
             return

@@ -36,7 +36,7 @@ COMMAND = (sys.executable, "-P", "-m", "meshwright")
 
 
 def version() -> str:
-    """Return which meshwright this is."""
+    """Return the version of this meshwright."""
     try:
         return metadata.version("meshwright")
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def version() -> str:
 
 
 def wrong_here(asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not as it has to be.
+    """Yield the differences from what is needed.
 
     >>> list(wrong_here({"version": version(), "files": {}, "devices": 0}))
     []
@@ -105,7 +105,7 @@ def _run(command: Mapping[str, Any]) -> int:
 
 
 def _hand_on(source: IO[bytes], descriptor: int) -> None:
-    """Copy what the command says; once nobody listens drop it, so that the command goes on."""
+    """Copy the command's output; once nobody listens drop it, so that the command goes on."""
     listens = True
     while chunk := os.read(source.fileno(), CHUNK_BYTES):
         while listens and chunk:
@@ -116,7 +116,7 @@ def _hand_on(source: IO[bytes], descriptor: int) -> None:
 
 
 def _heed(process: subprocess.Popen[bytes], stays: bool) -> None:
-    """Send the command the signals that are asked for."""
+    """Send the requested signals to the command."""
     for line in sys.stdin:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             name = json.loads(line)["signal"]

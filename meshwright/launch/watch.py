@@ -35,7 +35,7 @@ from meshwright.runtime.run.run_folder import (
 )
 
 SILENT_STEPS, SILENT_S = 5, 30.0
-"""A run that says nothing for this number of steps, and seconds, is said to be silent."""
+"""Number of steps, and seconds, without any record after which a run counts as silent."""
 MOST_SHOWN = 12
 """Largest number of incidents in a terminal, the newest first."""
 EVERY_S = 2.0
@@ -117,12 +117,12 @@ def _read(kind: type[Any], path: Path) -> Any:
 
 
 def reading_of(run: WatchedRun, incident: int | None) -> RunReading:
-    """Return what is said of a run, or of one of its incidents by its number."""
+    """Return the reading of a run, or of one of its incidents by its number."""
     return run_reading(run) if incident is None else incident_reading(run, incident)
 
 
 def run_reading(run: WatchedRun) -> RunReading:
-    """Return what a terminal or a page says of a run."""
+    """Return the content of a terminal or page on a run."""
     view = run.view
     incidents = RunTable(
         title="Incidents",

@@ -1,4 +1,4 @@
-"""Answers of commands for people: facts in ten lines first, tables where all is asked for."""
+"""Answers of commands for people: facts in ten lines first, tables on request."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plan_text(
 
 
 def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator[RenderableType]:
-    """Yield plans beside the fastest of them, in ten lines unless all are asked for."""
+    """Yield plans beside the fastest of them, in ten lines unless all are requested."""
     then = next_fact(f"meshwright compare {choices[0].what} --best", explain=explain)
     if explain:
         yield choices_table(choices)
@@ -122,7 +122,7 @@ def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator
 
 
 def notes_of(prediction: Prediction | None) -> tuple[str, ...]:
-    """Return what must be said beside the figures of a plan that is one of several."""
+    """Return the notes beside the figures of a plan that is one of several."""
     if prediction is None:
         return ()
     misfit = () if prediction.fits else (prediction.misfit,)
@@ -439,7 +439,7 @@ def profile_parts(
     *,
     explain: bool,
 ) -> Iterator[RenderableType]:
-    """Yield what a profile says: how much was measured, findings; with `explain` every figure.
+    """Yield the facts of a profile: how much was measured, findings; with `explain` every figure.
 
     `model` is how it was named.
     """

@@ -1,4 +1,4 @@
-"""Rents of today from the lists that SkyPilot's catalogue publishes, fetched when it is asked for.
+"""Rents of today from the lists that SkyPilot's catalogue publishes, fetched on request.
 
 Nothing else of Meshwright reads prices from the network.  Each list is kept for its day, so that
 asking again the same day fetches nothing; without a network, `catalog prices --import` reads a
@@ -49,7 +49,7 @@ def update_prices(
 ) -> tuple[Rents, list[str]]:
     """Fetch today's lists, write them as dated rents, and return them with what moved.
 
-    `say` is told each address before it is fetched.
+    `say` gets each address before it is fetched.
     """
     if Path(output).suffix not in (".yaml", ".yml"):
         raise DocumentError("output", f"is {output}; rents are YAML, as in rents.yaml")

@@ -37,7 +37,7 @@ LEAST, USUAL, MOST = 3, 10, 40
 """Timed steps of a trial; more than usual where they are noisy, while they take no longer than what
 came before them."""
 WANTED, BORNE = 0.01, 0.02
-"""Standard errors of the median, as a share, at which no more steps are asked for: at any time, and
+"""Standard errors of the median, as a share, at which no more steps are requested: at any time, and
 after the usual ones."""
 SLOWER, SURELY = 1.1, 3.0
 """A plan is surely slower than the best one if every step of it is by this factor, and its median
@@ -74,7 +74,7 @@ class TrialProcess:
     """Reader of its output; None: it writes our own metrics."""
 
     def records(self) -> Iterator[Said]:
-        """Yield what it has said so far."""
+        """Yield its figures so far."""
         if self.reader is not None:
             yield from self.reader(self.log().splitlines(keepends=True), self.work)
             return
@@ -86,7 +86,7 @@ class TrialProcess:
         path = self.folder / LOG
         try:
             return document.read_text(path) if document.is_file(path) else ""
-        except DocumentError:  # longer than a document may be: the end tells enough
+        except DocumentError:  # longer than a document may be: the end suffices
             with path.open("rb") as file:
                 file.seek(-TAIL_BYTES, os.SEEK_END)
                 return file.read().decode(errors="replace")
@@ -208,7 +208,8 @@ def trial(
 def _trial_result(
     run: TrialProcess, judge: Callable[[Sequence[float]], Ended | None], code: int, seconds: float
 ) -> Measured:
-    """Return what a child that is gone has said; `judge` says how its steps end the trial."""
+    """Return the measurements of a child that has ended; `judge` decides how its steps end the
+    trial."""
     records = list(run.records())
     steps_s = warm_step_seconds(records)
     ended = judge(steps_s) or ("ran" if len(steps_s) >= LEAST else None)

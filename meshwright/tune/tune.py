@@ -1,4 +1,5 @@
-"""The command `tune`: plan, try what prediction cannot tell apart, answer with what was measured.
+"""The command `tune`: plan, try the plans that prediction cannot distinguish, and answer by
+measurement.
 
     FOLDER/
     ├── profile.yaml      what was measured of the machine before them, if that paid
@@ -228,17 +229,15 @@ def tune(
     """Measure what prediction cannot tell apart, and return the plan that is fastest measured.
 
     `model` may be a plan, as `meshwright.plan` saves one of a script's own module: its job and
-    training settings are kept.
-    Trials go on until no other plan is more than 2 % faster with 95 % probability, or `budget`
-    (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
-    {plan}, {config} (the plan as its framework's configuration) and {output} (a folder): another
-    framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
-    Without a `profile` this machine is measured first where that tells more for each second than a
-    trial.
-    `trial_cluster` is a smaller cluster of the same devices: plans are tried there in small, with
-    fewer stages and layers, and the answer is believed and not measured. `trials` names the folder
-    of trials, by default beside the plan; a profile with the cluster's constants as the trials show
-    them lies in it.
+    training settings are kept.  Trials go on until no other plan is more than 2 % faster with 95 %
+    probability, or `budget` (`8 trials`, `20min`) ends.  `run` is the template of a command that
+    trains by a plan, with {plan}, {config} (the plan as its framework's configuration) and {output}
+    (a folder): another framework's, or `meshwright run` with a script; usually `meshwright launch`
+    runs them.  Without a `profile` this machine is measured first where that gains more per second
+    than a trial.  `trial_cluster` is a smaller cluster of the same devices: plans are tried there
+    in small, with fewer stages and layers, and the answer is believed and not measured. `trials`
+    names the folder of trials, by default beside the plan; a profile with the cluster's constants
+    as the trials show them lies in it.
 
     Raises LaunchError where no plan of the space ran.
     """
@@ -364,7 +363,7 @@ def _without_pace(measured: Profiles) -> Profiles:
 
 
 def _refuse_job(**asked: object) -> None:
-    """Refuse what a plan says already."""
+    """Refuse options that a plan already sets."""
     given = [name.replace("_", "-") for name, value in asked.items() if value is not None]
     if given:
         raise DocumentError(given[0], "a plan has its job already; give a model instead")
@@ -400,7 +399,7 @@ def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tu
 def _runnable(
     request: Request, answer: Answer, run: str | None, progress: Progress | None
 ) -> tuple[TrialCandidate, ...]:
-    """Return the candidates, of another framework those that its configuration can say."""
+    """Return the candidates; for another framework those that its configuration can express."""
     every = candidates(request, answer, progress)
     if run is None or "{config}" not in run:
         return every
@@ -420,7 +419,7 @@ def _runnable(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Trials as they are asked for."""
+    """Trials as they are requested."""
 
     request: Request
     candidates: tuple[TrialCandidate, ...]

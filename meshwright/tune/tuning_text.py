@@ -156,7 +156,7 @@ def _untried_count(tuned: TuningResult) -> int:
 
 
 def _unseen_text(tuned: TuningResult) -> str:
-    """Return what trials in small cannot tell, which keeps its range."""
+    """Return what trials in small cannot show, which keeps its range."""
     assert tuned.small is not None
     doublings = tuned.chosen.option.doublings
     wide = math.exp(SURELY * CONSTANTS["scale"].spread * doublings) - 1

@@ -46,7 +46,7 @@ def block_kinds(architecture: Architecture) -> tuple[str, ...]:
     """Return the kind of every block in order.
 
     `block`, `moe_block`, and `dense_block` (a leading block with a plain MLP in a model with
-    experts); `local_` before it says that it attends to a sliding window.
+    experts); the prefix `local_` means that it attends to a sliding window.
     """
     experts, every = architecture.experts, architecture.sliding_every
     everywhere = set(architecture.global_blocks or ())

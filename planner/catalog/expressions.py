@@ -559,7 +559,7 @@ def _clip_tiers(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]
 
 
 def _network(entry: AcceleratorEntry, devices_per_node: int, rate: float | None) -> LinkTier:
-    """Return the tier between nodes where the node type does not say."""
+    """Return the tier between nodes where the node type has none."""
     source = "given"
     if rate is None and entry.network_bytes_per_s is not None:
         rate, source = entry.network_bytes_per_s, entry.sources.get("network_bytes_per_s", "usual")

@@ -1,8 +1,8 @@
 """Models by the names of the Hugging Face hub: `owner/name`, whose config.json is a few kB.
 
 The file lies in the hub's cache on this machine, or `huggingface_hub` fetches it there where that
-is installed and nothing says to stay offline (`--offline`, HF_HUB_OFFLINE).  Nothing but that file
-is fetched, and no code that comes with a model is run.
+is installed and no setting asks to stay offline (`--offline`, HF_HUB_OFFLINE).  Nothing but that
+file is fetched, and no code that comes with a model is run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def plain_name(text: str) -> str:
-    """Return a model's name without what says how it was trained after the first time.
+    """Return a model's name without the suffix of its later training.
 
     >>> plain_name("mistralai/Mixtral-8x7B-Instruct-v0.1"), plain_name("google/gemma-2-9b-it")
     ('mistralai/Mixtral-8x7B-v0.1', 'google/gemma-2-9b')
@@ -73,7 +73,7 @@ _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 
 @contextmanager
 def offline(asked: bool) -> Iterator[None]:
-    """Fetch nothing within, where that is asked for."""
+    """Fetch nothing inside of this context if `asked`."""
     token = _OFFLINE.set(asked or _OFFLINE.get())
     try:
         yield

@@ -50,8 +50,8 @@ class Rents(Document):
 def import_rents(path: str, *, provider: str, date: str) -> Rents:
     """Return the offers of a CSV file; rows of accelerators that the catalogue lacks are left out.
 
-    Neither list says when it was made or by whom each row was asked: `provider` and `date` do,
-    where a row has no provider of its own.
+    Neither list contains its date or the source of each row: `provider` and `date` do, where a row
+    has no provider of its own.
     """
     for name, value, as_in in (("provider", provider, "aws"), ("date", date, "2026-01-31")):
         if not value.strip():

@@ -269,7 +269,7 @@ def visible(
 
 
 def nvidia_links() -> Links:
-    """Return what joins this machine's devices by `nvidia-smi topo -m`; {} where it says none."""
+    """Return the links between this machine's devices by `nvidia-smi topo -m`; {} if none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return {}
@@ -325,8 +325,8 @@ def _tiers(
 ) -> tuple[LinkTier, ...]:
     """Return the links of the host, each as the slowest of its kind among the devices.
 
-    Where the driver tells what joins them: NVLink for as many neighbours as it joins, and the
-    host's link for the others.  Where it does not: the widest link of the catalogue's entries.
+    Where the driver reports their links: NVLink for as many neighbours as it joins, and the host's
+    link for the others.  Where it does not: the widest link of the catalogue's entries.
     """
     count = len(devices)
     if count == 1:

@@ -1,10 +1,11 @@
 """The axes of a layout beside its degrees, sharding and schedule, one row each.
 
-A row says how an axis is named, what it can be, how a framework's space lists what it executes, and
-in which words others refuse it.  A layout's text, the fields that a plan writes, pins, allowances,
-facts of frameworks, exports and plans made anew read the rows; no file repeats them.  The fields of
-Layout, Plan and Pins are declared by hand for their types; `tests/planner/documents/test_axes.py`
-compares them with the rows.  What an axis costs, and how it runs, is code.
+A row holds the names and values of an axis, the field of a framework's space that lists the
+executed values, and the words of refusals.  A layout's text, the fields that a plan writes, pins,
+allowances, facts of frameworks, exports and plans made anew read the rows; no file repeats them.
+The fields of Layout, Plan and Pins are declared by hand for their types;
+`tests/planner/documents/test_axes.py` compares them with the rows.  What an axis costs, and how it
+runs, is code.
 """
 
 from __future__ import annotations

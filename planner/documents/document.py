@@ -90,7 +90,7 @@ class Part(BaseModel):
 
 
 class Document(Part):
-    """A part that is a whole file; `format` says which version of the types it follows."""
+    """A part that is a whole file; `format` is the version of its types."""
 
     kind_of_document: ClassVar[str]
     not_digested: ClassVar[frozenset[str]] = frozenset()
@@ -135,7 +135,7 @@ class Document(Part):
             raise DocumentError("", "is nested too deeply; write it flatter") from error
 
     def dump(self, *, defaults: bool = True) -> str:
-        """Return the document as YAML, with its defaults or with what was said alone."""
+        """Return the document as YAML, with its defaults or with explicit values alone."""
         data = self.model_dump(mode="json", exclude_none=True, exclude_unset=not defaults)
         data = {"format": self.format, **data}
         return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
@@ -171,7 +171,7 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 
 
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
-    """Return what to say of a file that cannot be read."""
+    """Return the message on a file that cannot be read."""
     if isinstance(error, FileNotFoundError):
         return DocumentError("", "is not there; name a file that exists", file=str(path))
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -508,7 +508,7 @@ def first_error(error: ValidationError) -> DocumentError:
     """Return pydantic's first finding as our error; the rest is counted."""
     try:
         findings = error.errors(include_url=False)
-    except UnicodeEncodeError:  # pydantic cannot tell of a key that is no text
+    except UnicodeEncodeError:  # pydantic cannot report a key that is no text
         return DocumentError("", "has a key with half of a surrogate pair; write characters whole")
     first = findings[0]
     location = tuple(first["loc"])

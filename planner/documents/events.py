@@ -208,7 +208,7 @@ class RankPart(Part):
     data_s: Amount
     """Seconds of reading the rank's batch."""
     work_s: Amount | None = None
-    """Seconds of the rank's own work; None where they cannot be told from waiting for others."""
+    """Seconds of the rank's own work; None where they are not separated from waiting for others."""
     step_s: Amount
 
 

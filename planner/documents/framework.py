@@ -1,9 +1,9 @@
 """Framework: how a training framework of a version trains, as a document.
 
-It says which types states have, what is sharded, which kernels are fused, what selective
-recompute drops, which communication is hidden, and what the host and the allocator take.  Its
-figures are data in `planner/catalog/frameworks/`, each with its provenance in `basis`; a formula
-reads fields and never a framework's name.  Devices, links and models are not in it.
+The document states the types of states, the sharding, the fused kernels, the tensors that selective
+recompute drops, the hidden communication, and the costs of the host and the allocator.  Its figures
+are data in `planner/catalog/frameworks/`, each with its provenance in `basis`; a formula reads
+fields and never a framework's name.  It contains no devices, links or models.
 
 A field's default is neutral: nothing is sharded, nothing is hidden, a share is 1, a cost is 0; or,
 where there is no neutral value, that of mixed precision in plain PyTorch.
@@ -172,7 +172,7 @@ class Kernels(Part):
     softmax: Kernel = "fused"
     """Softmax of written-out attention; a `module` one keeps scores in 16 and in 32 bits."""
     flash_attention: Flag = True
-    """Default of a run that does not say: attention is one kernel whose scores never reach
+    """Default of a run that names no kernel: attention is one kernel whose scores never reach
     memory."""
     attention: Attention = "fa2"
     """Generation of that kernel; cuDNN's counts as the third.  `module`: torch's own, wherever a
@@ -314,7 +314,7 @@ class TensorRule(Part):
     """Tensor parallelism."""
 
     sequence_parallel: Flag = False
-    """The residual stream is sharded along the sequence, where a run does not say."""
+    """Default of a run: the residual stream is sharded along the sequence."""
     keeps_gathered: Flag = False
     """Products keep their gathered inputs for backward, not their own shard of them."""
     second_gather: Amount = Field(default=0.5, le=1)
@@ -528,9 +528,9 @@ class MemoryRule(Part):
     architecture; `other` for all architectures that are not named."""
     spread: Amount = 0.15
     """Standard deviation of the logarithm of a run's memory over its prediction.  Over all
-    published runs that say whether they ran, each predicted without its own source, it has the
-    smallest Brier score (0.10: 0.0222, 0.15: 0.0213, 0.20: 0.0214, 0.30: 0.0246, means over 17
-    sources); 80 of 100 peaks are within 1.28 of it (docs/results/accuracy.md)."""
+    published runs with a known outcome, each predicted without its own source, it has the smallest
+    Brier score (0.10: 0.0222, 0.15: 0.0213, 0.20: 0.0214, 0.30: 0.0246, means over 17 sources); 80
+    of 100 peaks are within 1.28 of it (docs/results/accuracy.md)."""
     reported: Reported = "allocated"
     """Kind of peak that a run reports where it does not name the kind."""
 
@@ -882,7 +882,7 @@ OF_ROUTERS = ("balanced-routing",)
 
 
 def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
-    """Return the options that runs of a release have where they do not say.
+    """Return the default options of runs of a release.
 
     A release is what versions it joins: `torch-2.4.1/transformers-4.45.2`.
 
@@ -937,7 +937,7 @@ def base_of(name: str) -> str:
 
 
 def with_options(framework: Framework, options: Sequence[str]) -> Framework:
-    """Return a framework with other kernels, of which its name then tells."""
+    """Return a framework with other kernels; its name then contains the options."""
     for option in options:
         if option not in OPTIONS:
             raise DocumentError(
@@ -966,7 +966,7 @@ def with_options(framework: Framework, options: Sequence[str]) -> Framework:
 
 
 def without_basis(framework: Framework) -> list[str]:
-    """Return the figures that differ from their defaults and say nothing of their provenance."""
+    """Return the figures that differ from their defaults and have no provenance."""
     stated = {path for entry in framework.basis for path in entry.fields}
     plain = Framework(name="plain", summary="the defaults")
     defaults = dict(figures(plain))

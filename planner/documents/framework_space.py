@@ -1,9 +1,9 @@
 """The space of layouts that a framework executes, as data: the search looks at nothing else.
 
-Most of it are lists and limits: schedules, recompute kinds, degrees.  What goes with what is said
-by conditions over the names of `FACTS`, as `data_shard x context = 1` or `precision = bf16|fp8`:
-a `Conflict` is a set of them that no layout may keep together, a `Divisible` a product that another
-must divide.  Nothing here knows a framework's name.
+Most of it are lists and limits: schedules, recompute kinds, degrees.  Conditions over the names of
+`FACTS` state combinations, as `data_shard x context = 1` or `precision = bf16|fp8`: a `Conflict` is
+a set of them that no layout may keep together, a `Divisible` a product that another must divide.
+Nothing here knows a framework's name.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Compared(NamedTuple):
 
 @cache
 def condition_of(text: str) -> Compared:
-    """Read `zero <= 1`, `precision = bf16|fp8`; ValueError says what is wrong.
+    """Read `zero <= 1`, `precision = bf16|fp8`; ValueError names the error.
 
     >>> condition_of("tensor x pipeline > 1").product.names
     ('tensor', 'pipeline')
@@ -258,8 +258,7 @@ class Conflict(Part):
 
 
 class Space(Part):
-    """Layouts that a framework executes, by its source and documentation; a default excludes
-    none."""
+    """Layouts that a framework executes, by its source and documentation; defaults exclude none."""
 
     schedules: tuple[ScheduleName, ...] | None = None
     """Executed schedules; None: all."""
@@ -294,7 +293,7 @@ class Space(Part):
     reshard_after_forward: Flag = False
     """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
     chunked_loss: Flag = False
-    """A layout may say that its loss is computed in chunks."""
+    """A layout may compute its loss in chunks."""
     scales: tuple[Scales, ...] = ("tensorwise",)
     weight_gather_dtypes: tuple[WeightGatherDtype, ...] = ("full",)
     dispatches: tuple[Dispatch, ...] = ("alltoall",)
@@ -322,7 +321,7 @@ class Space(Part):
     conflicts: tuple[Conflict, ...] = ()
 
     def usual_scales(self, precision: Precision) -> Scales:
-        """Return the scales of a layout that asks for none: of products in fp8, the first."""
+        """Return the default scales of a layout: with fp8 the first of the space."""
         return self.scales[0] if precision == "fp8" else "tensorwise"
 
     def usual_gather_dtype(self, precision: Precision, scales: Scales) -> WeightGatherDtype:
@@ -434,7 +433,7 @@ def _may_hold(conflict: Conflict, facts: Facts) -> bool:
 
 
 def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
-    """Yield what of a layout is not in the lists and limits of a space."""
+    """Yield the choices of a layout that are outside of the lists and limits of a space."""
     layout, in_node = facts.layout, int(_devices_per_node(facts))
     for axis in ("tensor", "context", "pipeline"):
         most, degree = space.most_ranks(axis, in_node), getattr(layout, axis)

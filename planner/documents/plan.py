@@ -556,7 +556,7 @@ class Plan(Document):
                 )
 
     def _check_groups(self) -> None:
-        """Refuse stages whose devices are not there, or not said."""
+        """Refuse stages whose devices are missing or not named."""
         named = [(index, stage.group) for index, stage in enumerate(self.stages)]
         if self.groups is None or self.shares is not None:
             for index, group in named:

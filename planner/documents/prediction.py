@@ -208,7 +208,7 @@ class Prediction(Document):
     def on(self, devices: int, *, used: int, where: str = "") -> Self:
         """Return the prediction for a cluster with `devices`, of which ranks use `used`.
 
-        `where` says which those are.
+        `where` names the idle ones.
         """
         idle = devices - used
         if idle <= 0:
@@ -291,7 +291,7 @@ class Certificate(Document):
 
 
 def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:
-    """Say how likely stages are to fit whose usual peak is above what a device has; None: all fit.
+    """Return how likely stages fit whose usual peak exceeds device memory; None if all fit.
 
     They fit where the allocator gives back what it caches.
     """

@@ -202,6 +202,6 @@ FRAMEWORKS = {
 """By the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
 
 WHOLE_RECIPES = ("nanotron", "fsdp", "accelerate")
-"""Frameworks whose file is a whole recipe, or says nothing of one."""
+"""Frameworks whose file is a whole recipe, or contains no part of one."""
 NEED_NODES = ("accelerate",)
 """Frameworks whose configuration counts nodes."""

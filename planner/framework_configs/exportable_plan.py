@@ -93,7 +93,7 @@ def script_text(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def own_text(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what memory and time were counted for that no configuration says."""
+    """Yield properties that count in memory and time and that no configuration contains."""
     loss, prefetch = wanted.plan.loss, wanted.plan.prefetch
     if loss is not None:
         yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
@@ -124,7 +124,7 @@ _UNSUPPORTED = {
 
 
 def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:
-    """Yield what no framework here has words for, but for fields that this one `says`."""
+    """Yield properties that no framework can express, except for fields that this one `says`."""
     plan = wanted.plan
     treated = {item.activations for stage in plan.stages for item in stage.layers}
     if plan.groups is not None or plan.shares is not None:

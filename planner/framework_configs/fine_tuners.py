@@ -48,7 +48,7 @@ _PACKED = {"nf4": 4, "int8": 8}
 
 
 def adapter_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what the files of programs around transformers do not say."""
+    """Yield properties that files of programs around transformers cannot express."""
     plan, lora = wanted.plan, wanted.plan.training.lora
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
     yield from of_fsdp(wanted)
@@ -111,7 +111,7 @@ def transformers_rates(wanted: FrameworkPlan) -> dict[str, Any]:
 
 
 def _training_arguments(wanted: FrameworkPlan) -> dict[str, Any]:
-    """Return what TrainingArguments say, by the names that all three share."""
+    """Return the TrainingArguments, by the names that all three share."""
     plan, t = wanted.plan, wanted.plan.training
     config: dict[str, Any] = {
         "gradient_accumulation_steps": plan.micro_batches,

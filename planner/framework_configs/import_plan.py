@@ -62,7 +62,7 @@ from meshwright.planner.schedules.schedule import obstacle
 
 
 def read_batch_script(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the script's command says, by what it looks like."""
+    """Return the settings of the script's command, by its form."""
     return shell.parsed(
         text, "slurm", lambda words: _of_words(words, text, surroundings), surroundings
     )
@@ -188,7 +188,7 @@ _NUMBER = re.compile(r"-?\d{1,18}(\.\d+)?|true|false", re.IGNORECASE)
 def _of_swift(
     words: list[str], arguments: dict[str, Any], text: str, surroundings: ScriptEnvironment | None
 ) -> ParsedConfig:
-    """Return what arguments of ms-swift say, of its own trainer or of Megatron's."""
+    """Return the settings in ms-swift's arguments, of its own trainer or of Megatron's."""
     data = {key.replace("-", "_"): value for key, value in arguments.items()}
     if "megatron" in map(_program, words):
         lengths = {"max-length": "seq-length"}
@@ -201,7 +201,7 @@ def _of_swift(
 def _of_trl(
     words: list[str], arguments: dict[str, Any], text: str, surroundings: ScriptEnvironment | None
 ) -> ParsedConfig:
-    """Return what arguments of TRL's command say, or the file that it is given."""
+    """Return the settings in the arguments of TRL's command, or in its file."""
     if "config" in arguments:
         return _of_file(transformers.of_trl, "trl")(words, arguments, text, surroundings)
     return transformers.of_flags(arguments, surroundings, trl=True)
@@ -326,7 +326,7 @@ def import_plan(
     global_batch: int | None = None,
     surroundings: ScriptEnvironment | None = None,
 ) -> Imported:
-    """Return the plan of a configuration's text; DocumentError says why there is none.
+    """Return the plan of a configuration's text; DocumentError names the reason if there is none.
 
     `model` is needed where the configuration names none of the catalogue.  `surroundings` are the
     values of a script's variables, and the files beside it.
@@ -498,7 +498,7 @@ _PARTS = {
 
 
 def _differs(a: Architecture, name: str, value: Any) -> bool:
-    """Return True if a figure is another model's; vocabularies may be padded."""
+    """Return True if a figure is another model's, but for padding and the MLP of experts."""
     have = _figure(a, name)
     if name == "vocab_size":
         return not have <= value <= 1.02 * have + 1024
@@ -696,7 +696,7 @@ def _with_ends(config: ParsedConfig, blocks: int, stages: int) -> list[int]:
 
 
 def _training(config: ParsedConfig) -> Training:
-    """Return the optimizer's settings; what is not said is as plans have it."""
+    """Return the optimizer's settings; plans' defaults stand for missing settings."""
     values: Sequence[tuple[str, Any]] = list(config.training.items())
     try:
         return Training.model_validate(dict(values))

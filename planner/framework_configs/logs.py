@@ -1,8 +1,8 @@
 """Step times and memory as other frameworks print them while they train.
 
-Each reader goes through the lines of a log and yields what one of them tells: the seconds of a
-step, or the most that a device's allocator had, in bytes.  Formats are those of the frameworks'
-own code: Megatron-LM's training.py and its report of memory, torchtitan's metrics, DeepSpeed's
+Each reader goes through the lines of a log and yields the figures of each: the seconds of a step,
+or the most that a device's allocator had, in bytes.  Formats are those of the frameworks' own code:
+Megatron-LM's training.py and its report of memory, torchtitan's metrics, DeepSpeed's
 ThroughputTimer, and the logs of transformers' Trainer, which accelerate's users print.
 """
 
@@ -106,7 +106,7 @@ def torchtitan(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
 def deepspeed_throughput(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read DeepSpeed's log: samples per second of the whole job, of the newest step.
 
-    Releases before 0.8 count steps as `0/40`, and those before 0.7 tell the mean rate alone.
+    Releases before 0.8 count steps as `0/40`, and those before 0.7 report the mean rate alone.
 
     >>> from meshwright.planner.documents.plan import Job
     >>> work = LoggedWork(job=Job(seq_len=2048, global_batch=64), devices=8)

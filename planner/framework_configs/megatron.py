@@ -33,7 +33,7 @@ def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def layout_of(wanted: FrameworkPlan) -> str | None:
-    """Return the blocks of every stage as `Et*6|t*7|t*6L`; None where counts of the ends say them.
+    """Return the blocks of every stage as `Et*6|t*7|t*6L`; None where counts of the ends suffice.
 
     Source: Megatron Core, transformer/pipeline_parallel_layer_layout.py.
     """
@@ -189,14 +189,14 @@ _OPTIONS = {
     "tp-overlap": ("--tp-comm-overlap",),
     "narrow-gradients": ("--grad-reduce-in-bf16",),
 }
-"""Flags of what a plan's framework says of kernels and exchanges, where the plan has those."""
+"""Flags for the kernels and exchanges of a plan's framework, where the plan has those."""
 _OPTIONS_OF: dict[str, Axis | None] = {
     "ulysses": "context",
     "gathered-context": "context",
     "tp-overlap": "tensor",
     "narrow-gradients": None,
 }
-"""The axis that an option speaks of, by default the experts'."""
+"""Axis of an option, by default the experts'."""
 
 
 def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:

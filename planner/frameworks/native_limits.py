@@ -246,7 +246,7 @@ def limit(
 ) -> str | None:
     """Return why no framework could run a layout as the planner describes it, or None.
 
-    A `space` says whether its framework pads vocabularies and shares heads of keys.
+    A `space` states whether its framework pads vocabularies and shares heads of keys.
     """
     reason = next(_cluster_obstacles(cluster, job, layout), None)
     reason = reason or next(_unplanned_obstacles(model, job, layout), None)

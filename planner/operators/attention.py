@@ -572,7 +572,11 @@ def window(a: Architecture, kind: str, seq_len: int) -> int:
 
 
 def _is_masked(a: Architecture, kind: str, setting: Setting) -> bool:
-    """Return True if a mask hides keys: those outside of a window, or of other documents."""
+    """Return True if a mask hides keys: those outside of a window, or of other documents.
+
+    Documents need a mask where no kernel knows where they end
+    (runtime/parallel/document_attention.py).
+    """
     if window(a, kind, setting.seq_len) < setting.seq_len:
         return True
     apart = setting.divides_sequence or a.latent is not None

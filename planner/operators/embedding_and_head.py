@@ -331,7 +331,7 @@ def chunked_loss(
     )
     if not early:
         return [product, last]
-    # Nothing asks for a gradient of this one: its memory is of forward alone.
+    # No gradient of this one is needed: its memory is of forward alone.
     operator = Operator(
         name="chunks",
         kind="memory",
@@ -369,7 +369,7 @@ def _one_loss(setting: Setting, size: float, whole: float) -> Operator:
 def _loss(tensor: str, size: float, *, held: str, rows: float, divided: bool) -> list[Operator]:
     """Cross entropy: log-softmax keeps its fp32 output, its input's gradient is as large.
 
-    The logits belong to whatever asked for the loss.
+    The caller of the loss owns the logits.
     """
     operators = [
         Operator(

@@ -3,11 +3,11 @@
 Symbols: b micro-batch, s sequence, h hidden, a heads, k key-value heads, d head dim, f FFN,
 V vocabulary, E experts, t tensor degree, c context degree, e bytes per element.
 
-Which kernels run, and what they keep, a framework says (`planner.operators.kernels`).  Its defaults
-are eager PyTorch modules as `transformers` writes them, with tensor and sequence parallelism as in
-`runtime.parallel.tensor_parallel`: a linear layer keeps its gathered input, an RMS norm works in
-fp32 out of separate kernels, softmax and loss are in fp32.  With them, a GPT block (LayerNorm,
-GELU, f = 4h, t = 1, bf16) keeps the 34 s b h bytes of Korthikanti et al., 2022,
+A framework determines the kernels and the tensors that they keep (`planner.operators.kernels`).
+Its defaults are eager PyTorch modules as `transformers` writes them, with tensor and sequence
+parallelism as in `runtime.parallel.tensor_parallel`: a linear layer keeps its gathered input, an
+RMS norm works in fp32 out of separate kernels, softmax and loss are in fp32.  With them, a GPT
+block (LayerNorm, GELU, f = 4h, t = 1, bf16) keeps the 34 s b h bytes of Korthikanti et al., 2022,
 https://arxiv.org/abs/2205.05198, less the two dropout masks that training without dropout lacks.
 """
 

@@ -158,7 +158,7 @@ def matmul(
 ) -> Operator:
     """A matrix product, which keeps its inputs and whose backward is two products of its size.
 
-    `sides` are rows and columns of its matrix, which tell whether it may be in 8 bits.
+    `sides` are rows and columns of its matrix; they decide whether it may be in 8 bits.
     """
     return Operator(
         name=name,

@@ -89,7 +89,7 @@ def _lines(blocks: list[list[Text]], shown: set[int]) -> int:
 def _wrap_text(
     console: Console, text: str, width: int, *, style: str, most: int | None, fold: bool = True
 ) -> list[Text]:
-    """Return text as lines of a width, at most `most`; the last says if it is cut."""
+    """Return text as lines of a width, at most `most`; the last one is marked if it is cut."""
     width = max(width, LEAST)
     if fold:
         rows = list(Text(lines(text), style=style).wrap(console, width))

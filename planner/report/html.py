@@ -50,7 +50,7 @@ def page(
 ) -> str:
     """Return the report; `measured` rows are (what, predicted, measured, error).
 
-    The mesh is drawn on `cluster`.  `choices` are the plan and the usual ones beside it; they say
+    The mesh is drawn on `cluster`.  `choices` are the plan and the usual ones beside it; they state
     why it was chosen, unless `why` does.
     """
     ranks = memory_of_ranks(plan, prediction)
@@ -116,7 +116,7 @@ def _day_usd(cluster: ClusterSpec | None) -> tuple[str, str] | None:
 def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, StagePrediction]]:
     """Return each pipeline rank, with its stages and its memory.
 
-    Stages of one rank share its memory, which the prediction of each of them says in full.
+    Stages of one rank share its memory, which the prediction of each contains in full.
     """
     each = plan.virtual_stages
     homes = rank_of_stage(plan.schedule, stages=len(plan.stages), virtual_stages=each)

@@ -1,6 +1,6 @@
 """One self-contained HTML page about a run, or about one of its incidents: facts, charts, tables.
 
-It has no script.  While a run lives the page asks its reader's browser to read it again.
+It has no script.  While a run lives, the page makes the browser reload it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshwright.planner.solver.problem_document import Problem
 
 FEW = 8
-"""Stages that are shown unless all of them are asked for."""
+"""Number of stages that are shown by default."""
 
 
 def solution_text(

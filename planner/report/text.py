@@ -1,10 +1,10 @@
 """Plans, predictions and certificates as text for a terminal (rich renderables).
 
-Which plans no prediction tells apart: those closer to the best than its error bar.
+Plans that no prediction distinguishes: those closer to the best than its error bar.
 
 Rates of kernels err for all layouts of one model on one machine alike, so the bar of such plans is
-what links and all that no fit speaks of leave open (`planner.costs.uncertainty`).  A tie does not
-claim that two are equal, but that only a measurement decides.
+the uncertainty of links and of all constants without a fit (`planner.costs.uncertainty`).  A tie
+does not claim that two are equal, but that only a measurement decides.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
 
 
 def parts(layout: str) -> int:
-    """Return how much a layout's text asks for: axes of several ranks, sharding, schedules.
+    """Return how much a layout's text requests: axes of several ranks, sharding, schedules.
 
     >>> parts("tp=1 pp=1 dp=8 zero=3 micro_batch=1x4"), parts("tp=2 pp=4 dp=1 zero=0 1f1b v=2")
     (2, 3)

@@ -35,7 +35,7 @@ FEW = 3
 MOST_ROWS = 12
 """Candidates that have a line each, however many lines that takes."""
 MOST_ASKED = 3
-"""Sentences that answer what is asked beside the best cluster."""
+"""Number of sentences on questions beside the best cluster."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 

@@ -145,7 +145,7 @@ class Pins:
         return all(getattr(self, name) in (None, getattr(layout, name)) for name in LIKE_LAYOUTS)
 
     def axes(self) -> dict[str, Any]:
-        """Return what a layout that says no more has on each axis, by name."""
+        """Return the value of each axis, by name, in a layout that has these pins alone."""
         pinned = {axis.name: getattr(self, axis.name) for axis in LAYOUT_AXES}
         usual = {axis.name: axis.usual for axis in LAYOUT_AXES}
         return usual | {n: v for n, v in pinned.items() if v is not None} | {"loss": self.chunks}

@@ -44,7 +44,7 @@ AS_PREDICTED = 0.5
 SURE_TO_FIT = 0.95
 """Default fit probability of the plans that a user is given."""
 FACTORY_SEQ_LEN = 256
-"""Tokens of a sample of a model that does not say how many it takes."""
+"""Tokens of a sample of a model without a stated length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Request:
         """Return a request; what is None takes the default that suits the model and the devices.
 
         `lora` are settings of adapters, as `rank=16`; `framework` is a name or an alias.  Layers
-        are measured in our runtime, so that a `profile` is of no other framework.  Of a script's
-        module a sample is what its batch says, and it trains in fp32 unless a precision is named.
+        are measured in our runtime, so that a `profile` is of no other framework.  A sample of a
+        script's module is defined by its batch, and it trains in fp32 unless a precision is named.
         """
         if is_script(model.source or ""):
             if seq_len not in (None, 1):
@@ -206,7 +206,7 @@ class Request:
 
     @property
     def scales(self) -> Scales:
-        """The scales of operands in fp8 that are asked for, or those of the framework."""
+        """Requested scales of fp8 operands, or the framework's."""
         space = self.framework.space or EVERYTHING
         return self.pins.scales or space.usual_scales(self.job.precision)
 
@@ -229,7 +229,7 @@ def _settings(texts: Sequence[str]) -> list[str]:
 
 
 def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> int:
-    """Return the samples of a step where a job does not say: a multiple of the devices.
+    """Return the default samples of a step: a multiple of the devices.
 
     Adapters are fitted to few data, in batches of 16 to 128 samples.
 
@@ -246,7 +246,7 @@ def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> 
 
 
 def tuning_batch(devices: int) -> int:
-    """Return the samples of a step of a fine-tuning that does not say: 16 to 128, or one a device.
+    """Return the default samples of a step of a fine-tuning: 16 to 128, or one a device.
 
     >>> tuning_batch(2), tuning_batch(8), tuning_batch(512)
     (16, 64, 512)

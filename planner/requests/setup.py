@@ -1,4 +1,4 @@
-"""A training run as it is set up: what is asked, and how ranks divide it.
+"""A training run as it is set up: the request, and its division among ranks.
 
 A row of a table, flags of a framework and a layout on the command line all become one; what they
 leave open is in `assumed`.

@@ -1,8 +1,8 @@
 """Record of a schedule: everything that other modules need to know of it.
 
-A record has one function per question; `Shape` is what every one of them is asked about.  What it
-does not say is taken from its orders (in-flight counts) or as the costlier of two cases.  The
-closed form that its coefficients belong to stands in `meshwright.planner.schedules.closed_form`.
+A record has one function per question, each of a `Shape`.  Missing figures are computed from its
+orders (in-flight counts), or are the costlier of two cases.  The closed form of its coefficients is
+in `meshwright.planner.schedules.closed_form`.
 
 Actions: the words of a pipeline schedule, and how they are written.
 

@@ -45,7 +45,7 @@ LARGE_BYTES = 2**25
 
 
 def keep_freed() -> bool:
-    """Return free memory to the system now, and keep all that is freed from here on.
+    """Give free memory back to the system now, and keep all memory that is freed from here on.
 
     Return True if the C library can do so; only glibc can.
 

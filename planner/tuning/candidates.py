@@ -43,7 +43,7 @@ class TrialCandidate:
 
     @property
     def peak_bytes(self) -> float:
-        """Predicted, of the first stage, whose rank 0 tells its memory."""
+        """Predicted peak bytes of the first stage, whose rank 0 reports its memory."""
         return self.prediction.stages[0].peak_memory_bytes
 
 

@@ -133,7 +133,7 @@ class _Conditioned:
 
 
 class Belief:
-    """The belief before trials; `after` says what it becomes."""
+    """The belief before trials; `after` returns the belief after trials."""
 
     def __init__(self, options: Sequence[TrialOption]) -> None:
         self._options = options

@@ -23,8 +23,8 @@ from meshwright.planner.errors import DocumentError
 
 FILE, SUBJECT = "trials.jsonl", "subject.json"
 Ended = Literal["ran", "slower", "out of memory", "failed"]
-"""With its step measured; stopped early since it was surely slower; without memory; for another
-reason, which tells nothing of the plan."""
+"""End of a trial: its step was measured; it was stopped early since it was surely slower; it ran
+out of memory; or it failed for another reason, which shows nothing about the plan."""
 
 
 class Trial(Part):

@@ -52,7 +52,7 @@ class SmallTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InSmall:
-    """Plans that may be the answer, as trials on a smaller cluster tell of them."""
+    """Plans that may be the answer, with their stand-ins on a smaller cluster."""
 
     candidates: tuple[TrialCandidate, ...]
     stand_ins: tuple[SmallTrial, ...]
@@ -61,7 +61,7 @@ class InSmall:
 
 
 def check_smaller(small: ClusterSpec, large: ClusterSpec) -> None:
-    """Refuse a cluster whose devices tell nothing of another's, or that is no smaller."""
+    """Refuse mixed clusters, another kind of devices, and a cluster that is no smaller."""
     if small.is_mixed or large.is_mixed:
         raise DocumentError(
             "trial-cluster", "has devices that differ; trials in small need devices alike"

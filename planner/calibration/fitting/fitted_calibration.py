@@ -1,4 +1,4 @@
-"""A whole calibration: which constants runs tell, how far predictions were off before and after."""
+"""A whole calibration: its constants, and the errors of predictions before and after."""
 
 from __future__ import annotations
 

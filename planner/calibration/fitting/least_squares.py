@@ -4,9 +4,9 @@ Minimised is  Σ_i ρ(ln predicted_i(x) - ln measured_i) + k² Σ_j x_j²
 
 x_j = 0 is a constant's usual value: rates and ratios are usual exp(x), seconds that are added are
 usual + unit x, where a unit changes the median run by a tenth.  ρ is Huber's, so that a few odd
-runs do not pull all of it, and the second sum keeps what runs hardly tell near what it is usually.
-A constant is fitted where enough runs feel it, and one whose best value is outside its bounds is
-refused and stays at its usual one.
+runs do not pull all of it, and the second sum keeps constants that runs hardly determine near their
+usual values.  A constant is fitted where enough runs feel it, and one whose best value is outside
+its bounds is refused and stays at its usual one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Rows whose inputs are all known (tier A) make the scores; rows with gaps are predicted too and
 scored apart.  Sources are scored one by one and then averaged, since large sweeps would drown the
-rest.  A row is judged on time, memory and rank only where the table says that it may be.
+rest.  A row is judged on time, memory and rank only where the table permits it.
 """
 
 from __future__ import annotations

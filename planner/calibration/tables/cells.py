@@ -1,7 +1,7 @@
 """Cells of a table of runs: numbers, flags, and the words that people write for one setting.
 
-A word that nobody uses for a setting is None: then the setting is taken as not known, and the run
-says so.  Sizes are bounded, so that no cell makes arithmetic overflow.
+A word that nobody uses for a setting is None: then the setting counts as unknown, and the run notes
+it.  Sizes are bounded, so that no cell makes arithmetic overflow.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def degree(row: Row, column: str) -> int:
 
 
 def flag(row: Row, column: str) -> bool | None:
-    """Return a flag; None where the cell is empty or says neither.
+    """Return a flag; None where the cell is empty, or neither yes nor no.
 
     >>> flag({"flash_attention": "FA2"}, "flash_attention"), flag({"compiled": "0.0"}, "compiled")
     (True, False)

@@ -19,7 +19,7 @@ USABLE = 0.99
 """Share of 2^30 times a label that the driver shows."""
 
 USUAL_NETWORK_BYTES_PER_S = {"a100-sxm-40gb": 12.5e9, "a100-sxm-80gb": 12.5e9}
-"""Bytes per second of one device where a row does not say and published clusters differ: those of
+"""Bytes per second of one device in rows without a rate whose published clusters differ: those of
 A100 have 25 GB/s (DGX, Azure), 12.5 GB/s, or 6.25 GB/s (AWS P4d, Jean Zay); this is the middle."""
 
 _MAKERS = r"^(nvidia|amd|intel|google|aws|huawei|geforce|tesla|quadro|instinct|cloud)-"
@@ -30,7 +30,7 @@ def accelerator_of(text: str, memory_gb: float | None = None) -> str:
     """Return the catalogue's name of an accelerator; DocumentError with the nearest if none.
 
     Names lose their maker and what stands behind the model; where cards differ in memory alone,
-    `memory_gb` tells them apart.
+    `memory_gb` distinguishes them.
 
     >>> accelerator_of("NVIDIA H100 80GB HBM3"), accelerator_of("A100", 40)
     ('h100-sxm-80gb', 'a100-sxm-40gb')

@@ -2,9 +2,9 @@
 
 Words are joined by `+`.  Each says one thing: a figure of the framework (an option of
 `planner.documents.framework`), the scales of products in 8 bits, what blocks recompute, or which
-loss there is.  A word that says nothing a prediction depends on is listed too; one that is not
-listed is named among what is assumed of the run.  An empty cell leaves all to the usual choice of
-the run's framework.
+loss there is.  A word without effect on a prediction is listed too; one that is not listed is named
+among what is assumed of the run.  An empty cell leaves all to the usual choice of the run's
+framework.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ RESTATED: Mapping[str, str] = {
     "uneven-pipeline": "usual of Megatron, whose ends have fewer blocks",
     "no-mtp": "usual of all frameworks",
 }
-"""Words that say again what another column says, or what is usual and taken so anyway."""
+"""Words that repeat another column, or that name a default."""
 PRECISIONS: Mapping[str, Precision] = {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-"""Words that say which 8 or 4 bits the column `precision` speaks of."""
+"""Words that name the 8-bit or 4-bit type that the column `precision` means."""
 IN_LAYOUTS = ("allgather", "hybrid-shard", "muon")
 """Words that a layout or a job has: how tokens go to experts, within what states are divided, what
 updates weights."""
@@ -150,7 +150,7 @@ class RunOptions:
 
 
 def options_of_row(row: Row) -> RunOptions:
-    """Return what a row says of a run's options and loss.
+    """Return the options and the loss of a row's run.
 
     >>> options = options_of_row({"options": "tp-overlap+fp8-current+recompute-4-layers"})
     >>> options.framework, options.scales, options.recompute, options.recomputed_blocks

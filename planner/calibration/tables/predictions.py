@@ -159,7 +159,7 @@ class _Decided:
 
 
 def _choose_recompute(setup: Setup, tables: Tables) -> _Decided:
-    """Return a run that recomputes nothing if that fits, else everything, where nobody says."""
+    """Return a run without stated recomputation with none if that fits, else with full."""
     setup = with_links(setup)
     layout, assumed = setup.layout, list(setup.assumed)
     costs = tables.costs_of(setup)
@@ -185,7 +185,7 @@ def predict_run(setup: Setup, tables: Tables | None = None) -> Prediction:
 
 
 def plan_of(setup: Setup) -> Plan:
-    """Return a run as a plan, where its schedule and stages are ones that a plan can say."""
+    """Return a run as a plan, where a plan can express its schedule and stages."""
     run = _choose_recompute(setup, Tables())
     if not all(run.placements):
         raise DocumentError(

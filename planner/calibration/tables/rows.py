@@ -100,7 +100,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def measured_of(row: Row) -> MeasuredRun:
-    """Return what a row says was seen."""
+    """Return the measurements of a row."""
     out_of_memory = flag(row, "out_of_memory")
     step_time_s = measurement(row, "step_time_s")
     memory = measurement(row, "peak_memory_gib")
@@ -283,7 +283,7 @@ def _setup(
 def _precision_with_options(
     row: Row, precision: Precision, had: RunOptions, assumed: list[str]
 ) -> Precision:
-    """Return the type of products, which a word of the options may say more exactly."""
+    """Return the type of products, which a word of the options may narrow."""
     if had.precision is None or had.precision == precision:
         return precision
     if precision in EIGHT_BITS or word(row.get("precision", "")) in cells.EMPTY:
@@ -312,7 +312,8 @@ def _shard_in_node(cluster: ClusterSpec, data: int, context: int, *, others: int
 
 
 def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str]:
-    """Yield what a row says that is not what is priced: parameters, and scales of 8 bits."""
+    """Yield the properties of a row that differ from the priced ones: parameters, and scales of 8
+    bits."""
     model, scales, rule = (
         facts.model,
         facts.layout.scales if facts.layout else "",
@@ -326,7 +327,7 @@ def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str
 
 
 def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bool) -> Lora | None:
-    """Return the adapters of a task; rank and matrices are the framework's if a row says none."""
+    """Return the adapters of a task; rank and matrices are the framework's if a row names none."""
     if task not in ("lora", "qlora"):
         return None
     of_attention = (had.adapters or framework.kernels.adapters) == "attention"
@@ -340,7 +341,7 @@ def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bo
 def _options_of_run(
     row: Row, framework: Framework, facts: Facts, had: RunOptions, assumed: list[str]
 ) -> tuple[str, ...]:
-    """Return the options of a run: as known of its framework's runs and release, and as it says.
+    """Return the options of a run: those of its framework's runs and release, and its own.
 
     What comes later changes what came before.
     """
@@ -369,8 +370,8 @@ def closest_framework(
 ) -> tuple[Framework, bool]:
     """Return the framework of a name, and whether the name is its own.
 
-    Attention that is not `fused` tells of releases before 2022, where those have a document.
-    An unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
+    Attention that is not `fused` implies releases before 2022, where those have a document.  An
+    unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
     whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  Of
     fine-tuning in 8 bits, in which the former does not train, kernels are Transformer Engine's:
     `megatron`.
@@ -393,7 +394,7 @@ def closest_framework(
 
 
 def _runs_with(framework: Framework, facts: Facts) -> tuple[str, ...]:
-    """Return the options that a framework's runs had, as far as is known; its name tells them."""
+    """Return the known options of a framework's runs; its name contains them."""
     return tuple(
         option
         for runs in framework.accuracy.runs_with
@@ -454,7 +455,7 @@ def _graph(architecture: Architecture) -> ModelGraph:
 def _word_or_default(
     row: Row, column: str, read: Callable[[str], Any], default: Any, assumed: list[str] | None
 ) -> Any:
-    """Return what a word means; the default where it is empty, and where it says nothing known.
+    """Return what a word means; the default where it is empty or unknown.
 
     Without a list of assumptions a word that is not known is an error.
     """
@@ -476,7 +477,7 @@ MOST_CHUNKS = 6
 def _chunks(row: Row, layers: int, pipeline: int, micro_batches: int, assumed: list[str]) -> int:
     """Return model chunks per rank.
 
-    Megatron-LM runs that do not say are interleaved, if their micro-batches go through in rounds.
+    Megatron-LM runs without a schedule are interleaved, if their micro-batches fit its rounds.
     """
     virtual = optional(row, "vpp")
     each = max(1, layers // pipeline)
@@ -493,7 +494,7 @@ def _chunks(row: Row, layers: int, pipeline: int, micro_batches: int, assumed: l
 
 
 def _devices(row: Row, others: int) -> int:
-    """Return the devices of the job: as the row says, or what its degrees multiply to."""
+    """Return the devices of the job: as stated in the row, or the product of its degrees."""
     devices = optional(row, "n_devices")
     if devices is None and optional(row, "dp"):
         devices = others * (optional(row, "dp") or 1)

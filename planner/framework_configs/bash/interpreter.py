@@ -1,8 +1,8 @@
 """Interpreter of shell scripts: lists the commands that a script starts, and executes none.
 
-A value that the script does not say (an unset variable, the output of a program) stays unknown and
-is carried by its name.  Where a condition depends on one, every way through the script is
-followed: `ScriptPath` has the commands of one, and what was decided on it.
+A value that the script does not contain (an unset variable, the output of a program) stays unknown
+and keeps its name.  Where a condition depends on one, every way through the script is followed:
+`ScriptPath` has the commands of one, and what was decided on it.
 """
 
 from __future__ import annotations

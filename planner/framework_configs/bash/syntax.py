@@ -208,7 +208,7 @@ DECLARATIONS = ("export", "local", "declare", "typeset", "readonly")
 
 
 def parse(text: str, of: str = "script") -> CommandList:
-    """Return the tree of a script; DocumentError says at which line it is none."""
+    """Return the tree of a script; DocumentError names the line of an error."""
     parser = _Parser(text, of)
     body = parser.sequence(())
     if parser.at < len(text):

@@ -10,12 +10,12 @@ from meshwright.planner.framework_configs.readers.parsed_config import ParsedCon
 
 
 def read(text: str) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     return of_settings(limits.json_settings(text, "deepspeed"))
 
 
 def of_settings(data: dict[str, Any]) -> ParsedConfig:
-    """Return what settings say; `auto` says nothing."""
+    """Return the parsed settings; `auto` is no setting."""
     settings = Settings(data)
     config = ParsedConfig(framework="deepspeed")
     config.global_batch = settings.count("train_batch_size")

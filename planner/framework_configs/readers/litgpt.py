@@ -30,12 +30,12 @@ _ON = ("lora_query", "lora_value")
 
 
 def read(text: str) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     return of_settings(limits.settings(text, "litgpt"))
 
 
 def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
-    """Return what settings say."""
+    """Return the parsed settings."""
     settings = Settings(data)
     config = ParsedConfig(framework="litgpt")
     devices, nodes = settings.word("devices"), settings.count("num_nodes") or 1

@@ -18,7 +18,7 @@ WORDS_OF_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": Fa
 
 
 class Settings:
-    """Settings by key, which remembers those that were asked for."""
+    """Settings by key, with a record of the keys that were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -32,7 +32,7 @@ class Settings:
         """Keys that decide nothing beside the other settings."""
 
     def pop(self, key: str, *others: str) -> Any:
-        """Return what a key says, or one of its other names; None if none of them is there.
+        """Return the value of a key, or of one of its other names; None if none of them is there.
 
         DocumentError where that is a variable that nothing sets.
         """
@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def understood(self) -> int:
-        """Number of the keys that are there and that somebody asked for."""
+        """Number of the present keys that were read."""
         count = sum(
             name in self._taken and value is not None and not isinstance(value, dict)
             for name, value in self._values.items()
@@ -82,7 +82,7 @@ class Settings:
             self.name(key)
 
     def name(self, *keys: str) -> None:
-        """Name keys as not understood, with what they say."""
+        """Record keys as not understood, with their values."""
         for key in keys:
             value = self.ignore(key)
             if value is not None:
@@ -109,14 +109,14 @@ class Settings:
         return _number(self.pop(key, *others), key, whole=True)  # type: ignore[return-value]
 
     def count(self, key: str, *others: str) -> int | None:
-        """Return a whole number from 1, None where nothing or 0 is said."""
+        """Return a whole number from 1, None where the value is missing or 0."""
         value = self.number(key, *others)
         if value is not None and value < 0:
             raise DocumentError(key, f"is {value}; it is a whole number from 0")
         return value or None
 
     def degree(self, key: str, *others: str) -> int:
-        """Return a whole number from 1, which is 1 where nothing is said."""
+        """Return a whole number from 1, which is 1 where the value is missing."""
         value = self.number(key, *others)
         if value is not None and value < 1:
             raise DocumentError(key, f"is {value}; it is a whole number from 1")
@@ -141,7 +141,7 @@ class Settings:
         return value
 
     def pair(self, key: str) -> tuple[float | None, float | None]:
-        """Return two numbers of a list; DocumentError if it says anything else."""
+        """Return two numbers of a list; DocumentError if it is anything else."""
         value = self.pop(key)
         if value is None or value == "auto":
             return None, None
@@ -151,7 +151,7 @@ class Settings:
         return first, second
 
     def words(self, key: str) -> list[str]:
-        """Return the words of a list, or of a text with commas; none where nothing is said."""
+        """Return the words of a list, or of a text with commas; none where the value is missing."""
         value = self.pop(key)
         if value is None:
             return []
@@ -184,7 +184,7 @@ class Settings:
 
     @property
     def unread(self) -> list[str]:
-        """Keys that nobody asked for, in their order."""
+        """Keys that were not read, in their order."""
         return [key for key in self._values if key not in self._taken]
 
     def __contains__(self, key: str) -> bool:
@@ -304,7 +304,7 @@ class ParsedConfig:
         )
 
     def trains(self, **values: Any) -> None:
-        """Note settings of the optimizer, as far as they are said."""
+        """Record the settings of the optimizer that are present."""
         self.training |= {name: value for name, value in values.items() if value is not None}
 
 

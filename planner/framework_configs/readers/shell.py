@@ -205,7 +205,7 @@ def _is_variable(word: str) -> bool:
 
 
 def directives(text: str) -> dict[str, str]:
-    """Return what a Slurm script asks of its scheduler, by long names."""
+    """Return a Slurm script's requests to its scheduler, by long names."""
     short = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
     return {
         short.get(match[1], match[1]).removeprefix("--"): match[2] or ""

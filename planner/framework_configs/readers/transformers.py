@@ -42,17 +42,17 @@ OPTIMIZERS = {
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the arguments say."""
+    """Return the settings of the arguments."""
     return of_settings(limits.settings(text, "transformers"), surroundings)
 
 
 def read_trl(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the arguments of a script of TRL say."""
+    """Return the settings in the arguments of a script of TRL."""
     return of_trl(limits.settings(text, "trl"), surroundings)
 
 
 def of_trl(data: Mapping[str, Any], surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what TRL's arguments say, whose defaults are its own."""
+    """Return the settings of TRL's arguments, which have defaults of their own."""
     usual: dict[str, Any] = {"gradient_checkpointing": True, "max_length": 1024}
     lengths = {"max_length", "max_seq_length"} & set(data)
     if lengths:
@@ -70,7 +70,7 @@ def of_flags(
     *,
     trl: bool = False,
 ) -> ParsedConfig:
-    """Return what flags of a script say."""
+    """Return the settings of a script's flags."""
     data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
     nested = data.get("fsdp_config")
     if isinstance(nested, str) and nested.startswith("{"):
@@ -81,7 +81,7 @@ def of_flags(
 def of_settings(
     data: Mapping[str, Any], surroundings: ScriptEnvironment | None = None
 ) -> ParsedConfig:
-    """Return what arguments say; other files that they name are read too."""
+    """Return the parsed arguments; other files that they name are read too."""
     settings = Settings(data)
     config = ParsedConfig(framework="transformers")
     nested = settings.pop("deepspeed")
