@@ -205,7 +205,7 @@ class Chain:
         self.vocabulary = recorded.vocabulary if isinstance(recorded, TokenModel) else 0
 
     def _anew(self, plan: Plan, place: Place) -> OwnModel:
-        """Return the module recorded anew, under a plan."""
+        """Return the module recorded again, under a plan."""
         if self.script is not None:
             return self.script.model(plan, device=self.device, place=place)
         model = trained_model(plan, self._model, device=self.device, place=place)

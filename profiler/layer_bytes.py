@@ -128,7 +128,7 @@ def bytes_of(
 
 
 class _End(torch.autograd.Function):
-    """A scalar whose backward makes the gradient of an activation, to which nobody else refers."""
+    """A scalar whose backward makes the gradient of an activation, to which nothing else refers."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:

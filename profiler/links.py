@@ -3,8 +3,8 @@
 Sizes are those of nccl-tests (see planner.documents.profile.CollectiveCurve).  Groups of one shape
 work at the same time, since that is what they do in training; a repetition takes as long as its
 slowest rank.  Points are raw medians: no operation is derived from another one, because on gloo and
-NCCL alike they do not follow one bandwidth.  Beside them stand the lines that
-meshwright.planner.costs.alpha_beta_fit draws through them.
+NCCL alike they do not follow one bandwidth.  Lines through them are fitted by
+meshwright.planner.costs.alpha_beta_fit.
 
 Small messages are timed in a row of several, as nccl-tests does, so that the ranks' different
 moments of arrival count once; a send is half a round trip.
@@ -240,7 +240,7 @@ def _operation(
 def _half_round_trip(buffer: torch.Tensor, group: RankGroup) -> Callable[[], None]:
     """Return one message between neighbours, there or back in turn.
 
-    With an odd number of ranks the last one has nobody to send to and only watches.
+    With an odd number of ranks the last one has no partner and only watches.
     """
     position = group.ranks.index(dist.get_rank())
     partner_position = position ^ 1

@@ -160,7 +160,7 @@ def stage_wishes(
 ) -> list[StageRequest]:
     """Return the stages worth running as a whole: the first ones of the best plans, cut if long.
 
-    Each setting once; where no plan is known, the undivided model's own beginning.
+    Each setting once; without a plan, the begin of the undivided model.
     """
     names = [name for name, _ in model.chain]
     if model.edges:

@@ -247,7 +247,7 @@ def _collectives_s(
 
 
 def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.device) -> Staged:
-    """Return the same layers anew, for data parallelism over all ranks."""
+    """Return new layers of the same kind, for data parallelism over all ranks."""
     world = dist.get_world_size()
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
     plan = plan_of(

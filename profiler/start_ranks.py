@@ -151,7 +151,7 @@ def _error(bad: BadEnd, folder: Path) -> Exception:
 
 
 def _left_text(share: float, passed_s: float) -> str:
-    """Return how long the rest will take, at the speed so far.
+    """Return the remaining time at the speed so far.
 
     >>> _left_text(0.25, 10.0), _left_text(0.0, 1.0)
     (', 30.0 s left', '')

@@ -337,7 +337,7 @@ def _work(plan: Plan) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanImprovement:
-    """A plan beside the best one of its job, and what lies between them."""
+    """A plan beside the best one of its job, and their differences."""
 
     mine: Plan
     prediction: Prediction
@@ -454,7 +454,7 @@ def import_plan(
 
 
 def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
-    """Return what a script finds where it stands: values that are given, and files beside it."""
+    """Return the surroundings of a script: values that are given, and files beside it."""
     from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment  # noqa: PLC0415
 
     settled: dict[str, str] = {}
@@ -823,7 +823,7 @@ def _measured_job(
     global_batch: int | None,
     precision: Precision | None,
 ) -> Callable[[ClusterSpec], Job]:
-    """Return what makes the job to measure for, once the machine is known."""
+    """Return the function that builds the job to measure for, once the machine is known."""
     samples = script.samples if script is not None and not global_batch else global_batch
 
     def job(machine: ClusterSpec) -> Job:

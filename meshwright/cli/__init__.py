@@ -88,7 +88,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 INTERRUPTED = Interrupted.status
 """Exit status of a command that Ctrl-C ended."""
 LOST = (errno.EPIPE, errno.ENOSPC)
-"""Errors of an output that nobody reads, or that has no room."""
+"""Errors of an output without a reader, or without room."""
 WRONG_USAGE: Any = typer.BadParameter.__mro__[1]
 """All errors of arguments; typer names this one of them."""
 

@@ -58,8 +58,7 @@ def bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
 
 
 def remedy_first(message: str) -> tuple[str, str]:
-    """Return the action that a refusal proposes, and the reason; the message and nothing where it
-    has neither.
+    """Return a refusal's remedy and reason; the message and nothing where it has no remedy.
 
     >>> remedy_first("layout: tp=3 leaves 2 of 8 devices idle; add idle=2, or name other degrees")
     ('add idle=2, or name other degrees', 'layout: tp=3 leaves 2 of 8 devices idle')

@@ -63,7 +63,7 @@ class FallbackPlans:
         self._saved = saved
 
     def entry(self, wanted: Plan, left: int, each: int | None = None) -> FallbackPlan | None:
-        """Return what stands there for a plan of which so much is left; None if nothing does."""
+        """Return the entry for a plan of which this number is left; None if nothing does."""
         try:
             entry = FallbackPlan.model_validate_json(read_text(self._file(left, each)))
             plan = document.read(Plan, entry.path)
@@ -105,7 +105,7 @@ class FallbackPlans:
     def entry_or_solution(
         self, fit: LaunchablePlan, left: int, each: int | None = None
     ) -> tuple[FallbackPlan, PlanSource]:
-        """Return what stands there for what is left, solved now where nothing does."""
+        """Return the entry for what is left, solved now where there is none."""
         entry = self.entry(fit.plan, left, each)
         return (entry, "book") if entry else (self.solve(fit, left, each), "solved")
 

@@ -154,8 +154,7 @@ def _shrunk(
 def _raise_or_react(
     verdict: Verdict | None, failed: RankFailed, fit: LaunchablePlan, *, quiet: bool
 ) -> Verdict:
-    """Return what is done; raise the run's end where there is no reaction, and report the
-    reason."""
+    """Return the reaction to an end; raise the end where there is none, with its reason."""
     if verdict is None:
         raise failed
     if verdict.reaction == "stop":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.run.node_rank import NodeRank
 
 MEMORY_MARGIN = 0.03
-"""Share by which a plan has less memory than one that ran out, where nobody knows how much."""
+"""Share by which a plan has less memory than one that ran out, where its need is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class LaunchablePlan:
         return self.replanned_at(path, source="solved", quiet=quiet)
 
     def movable(self) -> Plan:
-        """Return the plan with its model's file named from anywhere: a new plan lies elsewhere."""
+        """Return the plan with its model's file named from anywhere: a new plan is elsewhere."""
         from meshwright.runtime.launch.preflight import found_here  # noqa: PLC0415 - the runtime
 
         model = found_here(self.plan.model, self.graph, self.path)
@@ -133,7 +133,7 @@ class LaunchablePlan:
 
 
 def refuse_foreign(wanted: Plan, path: str) -> None:
-    """Refuse a plan for another framework before anything else is looked at."""
+    """Refuse a plan for another framework before any other check."""
     from meshwright.runtime.engine.unsupported import foreign  # noqa: PLC0415 - the runtime
 
     other = foreign(wanted)

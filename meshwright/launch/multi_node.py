@@ -301,7 +301,7 @@ class Epochs:
     def _without_device(
         self, proposal: Proposal, node: Agent, end: RankEnd
     ) -> tuple[Proposal, Agent | None]:
-        """Return what the run goes on with, and without which node, where a device is lost.
+        """Return the proposal after the loss of a device, and the node that it leaves out.
 
         All nodes train on one device fewer then, where that is faster than on one node fewer.
         """
@@ -475,7 +475,7 @@ class ScaleUp:
         print(f"meshwright: {lines(notice)}", file=sys.stderr)
 
     def _largest(self, nodes: int, there: int) -> tuple[int, float] | None:
-        """Return the most nodes beyond those of now for which a plan is known, and its step."""
+        """Return the largest known number of nodes above the current one, and its step."""
         if there == self._planned.nodes:
             return there, self._planned_step_s
         assert self._run.checkpoint is not None

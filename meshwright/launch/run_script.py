@@ -175,8 +175,7 @@ def _check_survival(*, elastic: bool, checkpoint: str | None, every: int | None)
 def _fewer(
     wanted: Plan, plan_path: str, profile: str | None, checkpoint: str | None
 ) -> Callable[[int], Path | None]:
-    """Return the function that plans a script's module for fewer devices, where its plan
-    suffices."""
+    """Return the function that plans a script's module for fewer devices, if its plan suffices."""
 
     def plan_for(devices: int) -> Path | None:
         from meshwright.launch.fallback_plans import fallback  # noqa: PLC0415 - after a loss alone

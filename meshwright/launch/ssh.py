@@ -1,4 +1,4 @@
-"""`--hosts a,b[0-63]`: one launcher on each host over ssh, after all hosts were looked at together.
+"""`--hosts a,b[0-63]`: one launcher on each host over ssh, after all hosts were checked together.
 
 Each host has the same folder, files and installation, at the same paths; errors are reported with
 their host before anything starts.  Hosts beyond the plan's nodes are spares under `--elastic`, also

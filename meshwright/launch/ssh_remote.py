@@ -105,7 +105,7 @@ def _run(command: Mapping[str, Any]) -> int:
 
 
 def _hand_on(source: IO[bytes], descriptor: int) -> None:
-    """Copy the command's output; once nobody listens drop it, so that the command goes on."""
+    """Copy the command's output; drop it once there is no listener, so that it continues."""
     listens = True
     while chunk := os.read(source.fileno(), CHUNK_BYTES):
         while listens and chunk:

@@ -438,7 +438,7 @@ def reading_parts(reading: RunReading) -> Iterator[RenderableType]:
 def redact(text: str, names: Iterable[str] = ()) -> str:
     r"""Return text without hosts, addresses and paths; of code the file's name stays.
 
-    `names` are further words that must not stand in it.
+    `names` are further words that must not be in it.
 
     >>> redact('rank 1 at node7.cluster.local:29500, File "/home/ann/my/train.py", line 3')
     'rank 1 at <host>:29500, File "train.py", line 3'

@@ -351,7 +351,7 @@ def compiled_texts(report: RunReport) -> Iterator[str]:
 
 
 def script_parts(done: ScriptResult) -> Iterator[RenderableType]:
-    """Yield what a script trained, predicted beside measured, and where its logs lie."""
+    """Yield the results of a script, predicted beside measured, and the place of its logs."""
     losses = [step.loss for step in done.run.steps]
     if losses:
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {_steps(losses)}"
@@ -393,7 +393,7 @@ def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
 
 
 def _setting_text(of: LayerRequest | StageMeasurement) -> str:
-    """Return a setting of layers as people write it.
+    """Return the text of a setting of layers.
 
     >>> from meshwright.profiler.measurement_plan import LayerRequest
     >>> setting = {"tensor": 2, "context": 2, "micro_batch": 4, "recompute": "full"}

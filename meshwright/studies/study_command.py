@@ -185,9 +185,9 @@ def study_of(
     """Return the study that compares clusters for one model.
 
     `clusters` are rented at the catalogue's offers; hardware of `owned` ones costs nothing more;
-    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a
-    term in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands
-    in a cluster, `solve` finds it.
+    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a term
+    in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where a cluster
+    contains {n}, `solve` finds it.
     """
     rent = _without_none({"market": market, "each_provider": each_provider or None}) or None
     rented = [

@@ -208,8 +208,7 @@ def trial(
 def _trial_result(
     run: TrialProcess, judge: Callable[[Sequence[float]], Ended | None], code: int, seconds: float
 ) -> Measured:
-    """Return the measurements of a child that has ended; `judge` decides how its steps end the
-    trial."""
+    """Return the measurements of a child that has ended; `judge` is its last judgement."""
     records = list(run.records())
     steps_s = warm_step_seconds(records)
     ended = judge(steps_s) or ("ran" if len(steps_s) >= LEAST else None)

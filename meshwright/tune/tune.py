@@ -1,5 +1,4 @@
-"""The command `tune`: plan, try the plans that prediction cannot distinguish, and answer by
-measurement.
+"""The command `tune`: try the plans that prediction cannot distinguish, answer by measurement.
 
     FOLDER/
     ├── profile.yaml      what was measured of the machine before them, if that paid
@@ -236,8 +235,8 @@ def tune(
     runs them.  Without a `profile` this machine is measured first where that gains more per second
     than a trial.  `trial_cluster` is a smaller cluster of the same devices: plans are tried there
     in small, with fewer stages and layers, and the answer is believed and not measured. `trials`
-    names the folder of trials, by default beside the plan; a profile with the cluster's constants
-    as the trials show them lies in it.
+    names the folder of trials, by default beside the plan; the folder contains a profile with the
+    cluster's constants by the trials.
 
     Raises LaunchError where no plan of the space ran.
     """
@@ -355,7 +354,7 @@ def _profile(model: str, cluster: str, request: Request, folder: Path) -> None:
 
 
 def _without_pace(measured: Profiles) -> Profiles:
-    """Return a profile of which the pace is not known; where devices differ none has one."""
+    """Return a profile without its pace; where devices differ none has one."""
     if not isinstance(measured, Profile) or measured.calibration is None:
         return measured
     plain = measured.calibration.model_copy(update={"pace": None})
@@ -461,7 +460,7 @@ class Tuning:
         return (*self.candidates, *_stood_in(self.small))
 
     def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
-        """Return what is known after finished trials."""
+        """Return the tuner after finished trials."""
         tries = [trial for trial in trials if trial.step_s is not None]
         beside = [
             trial.seconds - (WARM_UP_STEPS + trial.steps) * (trial.step_s or 0.0) for trial in tries

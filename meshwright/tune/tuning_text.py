@@ -20,7 +20,7 @@ from meshwright.tune.tune import CLUSTER_FILE, CONSTANTS_FILE, RenewedProof, Tun
 MOVED = 0.02
 """Logarithm by which a constant has to move to be reported."""
 SURELY = 1.28
-"""Spreads that it has to lie from the predicted one: nine of ten such moves are real."""
+"""Distance from the predicted one, in spreads: nine of ten such moves are real."""
 
 
 def tuned_parts(

@@ -3,7 +3,7 @@
 `architecture_of` knows which keys each `model_type` has, what their defaults are, and which of our
 figures they mean.  A configuration that the figures cannot express is refused, by its key.
 
-Model types that are known and not planned, each with the reason in a sentence.
+Model types that cannot be planned, each with the reason in a sentence.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ REASONS = {kind: reason for reason, kinds in _OF_KIND.items() for kind in kinds}
 
 
 def reason(kind: str, config: Any) -> str | None:
-    """Return why a known model type has no figures, or None if it is not known either.
+    """Return why a model type has no figures, or None if the type is unknown.
 
     A model that joins towers for images or sound with a language model has a `text_config`.
 

@@ -54,7 +54,7 @@ def _gemma3(config: Config) -> Architecture:
 
 
 def _olmo2(config: Config, family: str) -> Architecture:
-    """Norms stand behind attention and MLP instead of before them, as many of the same size."""
+    """Norms follow attention and MLP instead of preceding them, in the same number and size."""
     bias = flag(config, "attention_bias", False)
     return Architecture(
         **decoder(config, family),

@@ -1,7 +1,7 @@
 """Parameters of every layer: the figures of an architecture as a chain of layers.
 
-Counts are exact, as `transformers` builds the modules.  What a layer costs in time and memory
-stands elsewhere.
+Counts are exact, as `transformers` builds the modules.  The time and memory of a layer are computed
+elsewhere.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class PurchasePrice(Part):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The price's range, its own value where no end is known."""
+        """Ends of the price's range; the price itself for an unknown end."""
         return self.low or self.usd_per_device, self.high or self.usd_per_device
 
     @model_validator(mode="after")
@@ -446,7 +446,7 @@ def facility() -> Facility:
 
 @cache
 def sources() -> dict[str, str]:
-    """Return what the capital words in sources stand for."""
+    """Return the meanings of the capital words in sources."""
     return _Sources.parse(_text("sources.yaml"), file="sources.yaml").sources
 
 

@@ -102,7 +102,7 @@ def resolve_model(text: str) -> ModelGraph:
 
 
 def _catalogued_model(text: str) -> str:
-    """Return the name in the catalogue that MODEL stands for, also by a variant of one shape.
+    """Return the catalogue's name of MODEL, also for a variant of the same shape.
 
     The configuration that the hub's cache has of exactly this name goes before a variant's.
 
@@ -122,7 +122,7 @@ def _catalogued_model(text: str) -> str:
 
 
 def locate_model(source: str, document: str | os.PathLike[str]) -> str:
-    """Return a model's source as it is found from here: a relative file may lie by the document.
+    """Return a model's source as it is found from here: a relative file may be beside the document.
 
     >>> locate_model("gpt2", "plans/plan.yaml")
     'gpt2'
@@ -163,7 +163,7 @@ def resolve_cluster(text: str) -> ClusterSpec:
 
 
 def _of_one_kind(text: str) -> ClusterSpec:
-    """Return nodes of one kind, with the settings that stand behind their name."""
+    """Return nodes of one kind, with the settings after their name."""
     plain_text, comma, words = text.partition(",")
     if comma:
         settings = ClusterSettings.parse(words)
@@ -186,7 +186,7 @@ def _of_one_kind(text: str) -> ClusterSpec:
 
 
 def _read_cluster(path: Path) -> ClusterSpec:
-    """Read a cluster document, in which names of the catalogue may stand for its accelerators."""
+    """Read a cluster document, whose accelerators may be names of the catalogue."""
     data = plain(read_text(path))
     try:
         if isinstance(data, dict) and isinstance(data.get("groups"), list):

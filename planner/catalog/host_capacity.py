@@ -1,7 +1,7 @@
 """Memory of hosts: what the nodes of an accelerator have, with the range that they span.
 
-A node type states its own.  Where an accelerator is named alone, the nodes of the catalogue that
-have it stand for its node; where there are none, a share of the devices' memory does.
+A node type states its own.  Where an accelerator is named alone, the catalogue's nodes with it
+represent its node; where there are none, a share of the devices' memory does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models by the names of the Hugging Face hub: `owner/name`, whose config.json is a few kB.
 
-The file lies in the hub's cache on this machine, or `huggingface_hub` fetches it there where that
-is installed and no setting asks to stay offline (`--offline`, HF_HUB_OFFLINE).  Nothing but that
-file is fetched, and no code that comes with a model is run.
+The file is in the hub's cache on this machine, or `huggingface_hub` fetches it there where that is
+installed and no setting asks to stay offline (`--offline`, HF_HUB_OFFLINE).  Nothing but that file
+is fetched, and no code that comes with a model is run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FetchedConfig:
     size_bytes: int
 
     def __str__(self) -> str:
-        """Return what was fetched, from where, and where it lies now."""
+        """Return the fetched file, its origin and its place."""
         return (
             f"fetched {CONFIG} of {self.model} from {endpoint()} ({self.size_bytes:,} bytes): "
             f"{self.file}"

@@ -9,7 +9,7 @@ figures, or their plans differ, so the figures are cached and one process measur
 wait.  KEY is the machine: its name, its processor, its memory and the version of numpy.
 
 Figures are measured again after DAYS.  Where the memory that is free has changed by a factor of
-MEMORY_FACTOR, it alone is read anew: the seconds of a plan stay the same.  The load at which they
+MEMORY_FACTOR, it alone is read again: the seconds of a plan stay the same.  The load at which they
 were measured is cached too, and named where other programs ran on all cores.  Where no cache can be
 written, each process measures for itself.
 """

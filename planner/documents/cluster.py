@@ -1,7 +1,7 @@
 """ClusterSpec: the machine, as its vendor quotes it.
 
-Rates count one direction and one device.  Figures quoted here are never measured ones: those stand
-in a Profile.  Fractions of a quoted rate that kernels or collectives reach carry their source.
+Rates count one direction and one device.  Figures quoted here are never measured ones: those are in
+a Profile.  Fractions of a quoted rate that kernels or collectives reach carry their source.
 """
 
 from __future__ import annotations

@@ -432,7 +432,7 @@ _SafeLoader.add_constructor(
 
 
 def _json(text: str) -> object:
-    """Return JSON as plain data; ValueError for whatever the YAML reader would refuse too."""
+    """Return JSON as plain data; ValueError for data that the YAML reader refuses too."""
 
     def mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)

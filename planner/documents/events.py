@@ -1,9 +1,9 @@
 """Events of a run: steps, phases, saves, incidents and decisions, each a line of events.jsonl.
 
-The file is the one record of a run.  Every attempt adds to it and none takes from it: a step that
-is done again stands there twice, so that what failures cost can be read from it
+The file is the one record of a run.  Every attempt adds to it and none takes from it: a repeated
+step appears twice, so that the cost of failures can be computed from it
 (`planner.whatif.pricing.survival`).  metrics.jsonl, TensorBoard and Weights & Biases are readers of
-it. Seconds that were predicted stand beside those that were measured.
+it. Predicted seconds are beside measured ones.
 """
 
 from __future__ import annotations
@@ -185,8 +185,7 @@ class Incident(_Event):
 
 
 class Drift(_Event):
-    """Change of a run's pace away from its prediction or back to it, or of one rank that fell
-    behind."""
+    """Change of a run's pace away from its prediction or back, or of a rank that fell behind."""
 
     event: Literal["drift"] = "drift"
     cause: Text

@@ -720,11 +720,11 @@ FEWEST_OTHERS = 2
 def resting_on(
     framework: Framework, left: Collection[str], sources: Collection[str]
 ) -> frozenset[str]:
-    """Return the fitted figures that would not stand without the runs of some sources.
+    """Return the fitted figures that are not supported without the runs of some sources.
 
-    Those that fewer than two other studies of `sources` support, and which runs were measured.
-    Their names stand in a basis's `source`; what is derived from code or measured by itself rests
-    on no run.
+    Those that fewer than two other studies of `sources` support, and which runs were measured.  A
+    basis's `source` contains their names; what is derived from code or measured by itself rests on
+    no run.
     """
     paths: set[str] = set()
     for entry in framework.basis:
@@ -754,11 +754,10 @@ def _study(source: str) -> frozenset[str]:
 def without_sources(
     framework: Framework, left: Collection[str], sources: Collection[str], usual: Framework
 ) -> Framework:
-    """Return a framework as it would stand had nobody seen the runs of the sources that are `left`
-    out.
+    """Return a framework as it would be without the runs of the sources that are `left` out.
 
-    Fitted figures that rest on it are those of `usual`, of which nothing else is known; what its
-    runs alone are known to have had is gone.
+    Fitted figures that rest on them are those of `usual`, and options that only these runs show are
+    removed.
     """
     runs_with = tuple(run for run in framework.accuracy.runs_with if run.source not in left)
     dependents = resting_on(framework, left, sources)

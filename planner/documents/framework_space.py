@@ -1,4 +1,4 @@
-"""The space of layouts that a framework executes, as data: the search looks at nothing else.
+"""The space of layouts that a framework executes, as data: the search considers no others.
 
 Most of it are lists and limits: schedules, recompute kinds, degrees.  Conditions over the names of
 `FACTS` state combinations, as `data_shard x context = 1` or `precision = bf16|fp8`: a `Conflict` is

@@ -1,7 +1,7 @@
 """ModelGraph: what is to be trained, as layers that a plan can place.
 
 A graph is a chain of layers unless it has `edges`.  Layers that repeat are written once.  Figures
-of a transformer stand in `architecture`, under the names of its public configuration.
+of a transformer are in `architecture`, under the names of its public configuration.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ MOST_WORDS = 500
 
 
 def check_size(name: str, value: int, most: int) -> None:
-    """Refuse a count of samples or tokens that nobody trains with."""
+    """Refuse an impossible count of samples or tokens."""
     if not 1 <= value <= most:
         shown = value if abs(value) < 10**15 else "beyond any count"
         raise DocumentError(name, f"is {shown}; it is a whole number from 1 to {most:,}")
@@ -131,7 +131,7 @@ class Job:
 
 
 def loss_text(loss: ChunkedLoss | None) -> str:
-    """Return how a loss is computed as people write it, without the usual number of rows.
+    """Return the word for a loss, without the usual number of rows.
 
     >>> loss_text(ChunkedLoss(rows=512)), loss_text(ChunkedLoss()), loss_text(None)
     ('chunked/512', 'chunked', 'full')
@@ -379,7 +379,7 @@ class PlannedModel(Part):
             raise ValueError(
                 f"its graph has {self.graph.digest}, and digest is {self.digest}; plan again"
             )
-        # The file may lie elsewhere than where it was planned.
+        # The file may have moved since it was planned.
         names = [source.rpartition("/")[2] for source in (self.source, self.graph.source or "")]
         if names[0] != names[1]:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Profile: measurements of a model's layers and of a machine's links, with a birth certificate.
 
-Every figure here was measured.  What the planner works out between measurements never enters a
-Profile, but for fits that stand beside what they were fitted to: lines through the points of a
-collective, and `calibration`, constants fitted to measured runs.
+Every figure here was measured.  A Profile contains no interpolated figures, except for fits beside
+their measurements: lines through the points of a collective, and `calibration`, constants fitted to
+measured runs.
 """
 
 from __future__ import annotations

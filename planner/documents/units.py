@@ -139,7 +139,7 @@ def whole_number(text: str) -> int | None:
 
 
 def duration_s(text: str) -> float:
-    """Return the seconds of a duration as people write it.
+    """Return the seconds of a written duration.
 
     >>> duration_s("5min"), duration_s("90s"), duration_s("1.5h"), duration_s("30")
     (300.0, 90.0, 5400.0, 30.0)

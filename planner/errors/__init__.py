@@ -44,7 +44,7 @@ class NoPlanFits(MeshwrightError):  # noqa: N818 - reads as the sentence that it
 
 
 class NoneFaster(NoPlanFits):
-    """No plan takes less than what was asked for; whether any fits was not looked at."""
+    """No plan takes less than what was asked for; the search did not check whether any fits."""
 
 
 class LaunchError(MeshwrightError):

@@ -97,7 +97,7 @@ def obstacles(
 
 
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Say what of a plan lies outside of its framework's space, or of what is written for it.
+    """Return the reasons for which a framework or its configuration does not have a plan.
 
     A plan has figures all the same: those of the framework, were it to run the plan.  One that was
     read from a configuration of it is run by it.

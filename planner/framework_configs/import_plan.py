@@ -111,7 +111,7 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
 
 
 def _program(word: str) -> str:
-    """Return the name by which a program, or a module of Python, is known."""
+    """Return the name of a program, or of a module of Python."""
     return PurePosixPath(word).name.removesuffix(".py")
 
 

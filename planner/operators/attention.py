@@ -120,8 +120,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         width=query_width,
     )
     merged = "core"
-    # What was turned in part lies head by head, and so does the core; Phi-3 and GPT-OSS join what
-    # they turned whole.
+    # Partly rotated tensors are stored head by head, and so is the core; Phi-3 and GPT-OSS join
+    # tensors that they rotated whole.
     by_heads = bool(a.rotary_dim) or a.family in ("phi3", "gpt_oss")
     if by_heads and kernels.scores == "module" and not kernels.compiled:
         merged = "core_merged"
@@ -225,7 +225,7 @@ def _spread(query: float, key: float) -> Operator:
 
 
 def _in_place(setting: Setting, q: str, k: str, query: float, key: float) -> Operator:
-    """Queries and keys turned where they lie, or brought into the order of heads: one kernel."""
+    """Queries and keys rotated in place, or reordered by heads: one kernel."""
     moved = 2 * (query + key)
     return Operator(
         name="heads",
@@ -545,7 +545,7 @@ def _core_product(
 def _softcap_costs(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
     """Return kernels and working memory of attention that writes a block's scores.
 
-    Scores stand twice in fp32, and half as much in 16 bits; beside them the products that are added
+    Scores exist twice in fp32, and half as much in 16 bits; beside them the products that are added
     to the gradients of keys or values, and in 16 bits those gradients in fp32.
     """
     e, heads, rows = setting.element_bytes, a.heads / setting.tensor, _rows(setting)
@@ -721,7 +721,7 @@ def _scores(
 
 
 def _by_head(a: Architecture, elements: float, e: int, inputs: tuple[str, ...]) -> Operator:
-    """Copies of queries, keys and values that lie head by head, of as many heads each.
+    """Copies of queries, keys and values stored head by head, of equally many heads.
 
     GPT-J's queries and keys are turned, and in fp32; Falcon's are all so.
     """

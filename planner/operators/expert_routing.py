@@ -78,9 +78,9 @@ class Routing:
         return _distinct(self, units)
 
     def hops(self, ranks: int, near: int) -> tuple[float, float]:
-        """Return how many copies of a token are sent to nodes, and how many are handed on there.
+        """Return the numbers of copies of a token sent to nodes, and passed on there.
 
-        `near` neighbours of the `ranks` that have experts lie on one node.  A copy goes to every
+        `near` neighbours of the `ranks` that have experts are on one node.  A copy goes to every
         node that has some of its experts, and from there to every rank that has some; those that
         stay where they are count too.
 

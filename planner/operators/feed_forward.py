@@ -299,10 +299,10 @@ def _dispatch_and_combine(
 def _hierarchical_dispatch(
     a: Architecture, setting: Setting, whole: str, combined: str, full: float
 ) -> tuple[list[Operator], str, list[Operator]]:
-    """The same of tokens sent once to nodes and handed on there (expert_parallel.py).
+    """The same for tokens sent once to nodes and passed on there (expert_parallel.py).
 
-    On the way back a rank adds up what its experts made of a token, and the rank that handed it on
-    what came of it.  `full` are bytes of a rank's tokens; with each copy go its choices and their
+    On the way back a rank adds its experts' outputs for a token, and the rank that passed it on
+    adds those sums.  `full` are bytes of a rank's tokens; with each copy go its choices and their
     weights, of which gradients come back.
     """
     experts, kernels = a.experts, setting.kernels

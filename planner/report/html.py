@@ -1,7 +1,7 @@
 """One self-contained HTML page about a plan: time, memory, pipeline timeline, proof.
 
 The page opens without a network, and its pictures without a script.  Colours follow the reader's
-light or dark setting, and every figure of a picture stands in a table too.
+light or dark setting, and every figure of a picture is in a table too.
 """
 
 from __future__ import annotations

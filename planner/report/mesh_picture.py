@@ -1,7 +1,7 @@
 """The ranks of a mesh on the nodes of a machine, as a picture (SVG), and the links of each axis.
 
 Ranks are numbered along the machine: rank 0 is the first device of the first node.  Machines whose
-device groups differ are not drawn, since their stages may lie in any order.
+device groups differ are not drawn, since their stages may be in any order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _link_text(cluster: ClusterSpec, reach: int, stride: int) -> str:
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Return where a rank lies on each axis that has several.
+    """Return a rank's coordinate on each axis with several ranks.
 
     >>> coordinates(Layout(tensor=4, data_shard=2, pipeline=2), 13)
     {'tensor': 1, 'data_shard': 1, 'pipeline': 1}

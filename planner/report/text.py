@@ -27,7 +27,7 @@ from meshwright.planner.search.proof_account import LEFT_OUT, LEFT_OUT_OF_PARTS
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
-    """Return the layouts that were simulated and lie within the error bar of the plan."""
+    """Return the simulated layouts within the error bar of the plan."""
     bar = 1 + own_miss(prediction.step_parts)
     ties = [
         finalist.layout
@@ -280,7 +280,7 @@ def time_text(prediction: Prediction) -> str:
 
 
 def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fact]:
-    """Yield what is proven of the plan; whole, with what no search looks at."""
+    """Yield what is proven of the plan; complete, with the assumptions outside of the search."""
     proof = certificate.plan
     if proof is None:
         yield Fact(label="proof", text=certificate.statement)

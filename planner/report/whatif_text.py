@@ -217,7 +217,7 @@ def _chance(rank: Rank, by: Order) -> str:
 
 
 def candidate_text(result: Result, rank: Rank) -> Summary:
-    """Return all that is known of an outcome that fits."""
+    """Return all figures of an outcome that fits."""
     outcome = rank.outcome
     facts = [
         ("plan", f"{outcome.framework}: {outcome.layout}"),

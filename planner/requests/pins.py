@@ -107,7 +107,7 @@ class Pins:
     """Pinned to `alltoall` without a `hierarchical_all_to_all`, each token is sent to each of its
     experts."""
     hierarchical_all_to_all: int | None = None
-    """Neighbours that hand on among themselves what is sent to them once."""
+    """Number of neighbours that pass on among themselves tokens that are sent to them once."""
     compile: Compile | None = None
     tensor_overlap: TensorOverlap | None = None
     order: tuple[Axis, ...] | None = None

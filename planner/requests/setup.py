@@ -36,7 +36,7 @@ class Setup:
 
     @property
     def text(self) -> str:
-        """The layout as people write it."""
+        """Text of the layout."""
         layout = self.layout
         degrees = {
             "tp": layout.tensor,

@@ -107,7 +107,7 @@ def orders(
 ) -> tuple[Order, ...]:
     """Return each rank's order of actions; `stages` counts those of all ranks.
 
-    Only a schedule that never drains has an order for several `steps`: it goes on counting
+    Only a schedule that never drains has an order for several `steps`: it continues the count of
     micro-batches.  The first step fills the pipeline, each further one takes its steady time.
 
     >>> [" ".join(map(str, order)) for order in orders("1f1b", stages=2, micro_batches=3)]

@@ -171,8 +171,8 @@ class _ActionNode(NamedTuple):
 class Cut:
     """A schedule's lists as a beginning, a repeated layer and an end, for m0 + n · period.
 
-    Nodes stand after those that they wait for.  `own` of an end's first action, and of a layer's,
-    is the last one of the rank before it.
+    Nodes come after those that they wait for.  `own` of an end's first action, and of a layer's, is
+    the last one of the rank before it.
     """
 
     micro_batches: int
@@ -337,7 +337,7 @@ def _compile_cut(
         own_of: Sequence[int],
         own_lag: int,
     ) -> list[_ActionNode]:
-        """`own_of` [rank] is what stands before the part, by the number of layers before."""
+        """`own_of` [rank] is the node before the part, by the number of layers before."""
         inside = {action: at for at, (_, action) in enumerate(part)}
         before = [(node, own_lag) for node in own_of]
         edges = []

@@ -3,8 +3,8 @@
 What a process frees while it does the same again and again stays with it.
 
 glibc gives the top of its heap back to the system whenever more of it is free than some threshold,
-and the next allocation takes a page fault for each 4 KiB, of 2 µs on a virtual machine.  Whether a
-training step does so depends on what happens to lie at the top: of ranks with equal work some took
+and the next allocation takes a page fault for each 4 KiB, of 2 µs on a virtual machine.  A training
+step does so or not, by the blocks that happen to be at the top: of ranks with equal work some took
 none and others up to 3,800 a step, forked or started afresh.
 """
 
@@ -21,9 +21,9 @@ from contextlib import contextmanager
 def pause_collector() -> Iterator[None]:
     """Keep the collector from looking for cycles: objects without one are freed as ever.
 
-    It would go through all objects again and again, a sixth of a large search's seconds and a
-    fifth of a large table's.  What is left in the end counts as old, or the collector would go
-    through all of it at once; unless somebody has frozen objects, which would count as old too.
+    It would go through all objects again and again, a sixth of a large search's seconds and a fifth
+    of a large table's.  What is left in the end counts as old, or the collector would go through
+    all of it at once; unless objects were frozen before, which would count as old too.
     """
     collecting = gc.isenabled()
     gc.disable()

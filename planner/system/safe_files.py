@@ -58,8 +58,8 @@ def open_below(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
 def replace_file(text: str, path: Path, *, private: bool = False) -> None:
     """Write a text file whole or not at all: beside, then under its name.
 
-    A link is replaced, not followed.  A pipe or device that a user names is written to as it is,
-    a pipe only while somebody reads it.
+    A link is replaced, not followed.  A pipe or device that a user names is written to as it is, a
+    pipe only while it has a reader.
     """
     try:
         if _is_stream(path):

@@ -138,7 +138,7 @@ class Tuner:
         return Belief(self.options)
 
     def with_outcome(self, outcome: Outcome) -> Tuner:
-        """Return what is known after another trial."""
+        """Return the tuner after another trial."""
         tuner = Tuner(
             self.options,
             (*self.outcomes, outcome),
@@ -295,7 +295,7 @@ class Tuner:
         return float(lower.mean() * self.fits[option])
 
     def _possible_means(self, options: Sequence[int], option: int) -> Array:
-        """[option, quantile] Return where means may lie after the trial of one."""
+        """Return the possible means after the trial of an option, [option, quantile]."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
         spread = math.hypot(self.posterior.spread(option), self._next_noise)
         moved: Array = (
@@ -348,7 +348,7 @@ class Tuner:
         return bool(self.ran) and self.sure >= ENOUGH
 
     def shift(self) -> Mapping[str, tuple[float, float]]:
-        """Return by constant how its seconds stand to the predicted ones, and the spread of it."""
+        """Return by constant the logarithm of its seconds over the predicted ones; its spread."""
         return {
             constant.name: (constant.mean, constant.spread) for constant in self.posterior.constants
         }

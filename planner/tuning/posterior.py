@@ -73,7 +73,7 @@ class Posterior:
     constants: tuple[ConstantBelief, ...]
 
     def seconds(self, option: int) -> tuple[float, float, float]:
-        """Return the step of an option, and the ends between which 80 of 100 should lie."""
+        """Return the step of an option, and the range that contains 80 of 100 steps."""
         middle, wide = float(self.mean[option]), 1.28 * self.spread(option)
         return math.exp(middle), math.exp(middle - wide), math.exp(middle + wide)
 
@@ -82,7 +82,7 @@ class Posterior:
         return math.sqrt(max(0.0, float(self.covariance[option, option])))
 
     def usual_width(self) -> float:
-        """Return the logarithm within which 80 of 100 steps lie, of the option in the middle."""
+        """Return the logarithm that 80 of 100 steps stay within, of the median option."""
         return 1.28 * float(np.median(np.sqrt(np.maximum(0.0, np.diag(self.covariance)))))
 
 

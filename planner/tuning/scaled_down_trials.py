@@ -275,7 +275,7 @@ def _with_blocks(config: dict[str, Any], key: str, blocks: int) -> dict[str, Any
 
 
 def _pins(plan: Plan, layout: Layout) -> Pins:
-    """Return the pins that leave a stand-in nothing but where its stages begin."""
+    """Return the pins that leave only the cuts of a stand-in's stages open."""
     placed = Counter(
         (layer.recompute, layer.activations) for stage in plan.stages for layer in stage.layers
     )

@@ -1,4 +1,4 @@
-"""Options: plans that may be tried, and how each step's logarithm depends on what is not known.
+"""Options: plans that may be tried, and how each step's logarithm depends on unknown constants.
 
 A cause that takes a share s of a step moves the step's logarithm by s when its own seconds grow by
 a factor e: the sensitivities are the shares of `Prediction.step_parts`, and no option is predicted

@@ -261,7 +261,7 @@ def _best(
     predict: Predict,
     usual: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the constants that fit best, bounds not looked at."""
+    """Return the constants that fit best, without regard to bounds."""
     runs = range(len(measured))
     seen = np.log(np.array(measured))
 

@@ -152,7 +152,7 @@ def zero_stage(text: str) -> int | None:
 
 
 def offloaded_states(text: str) -> frozenset[str]:
-    """Return what lies on the host: optimizer, params, activations.
+    """Return the states on the host: optimizer, params, activations.
 
     >>> cells = ("params+activations", "none", "cpu")
     >>> tuple(sorted(offloaded_states(cell)) for cell in cells)
@@ -174,7 +174,7 @@ def offloaded_states(text: str) -> frozenset[str]:
 
 
 def offloaded_share(text: str) -> float | None:
-    """Return the share of activations' bytes that lies on the host; None: not said.
+    """Return the share of activations' bytes on the host; None: not said.
 
     >>> offloaded_share("optimizer+activations:0.30"), offloaded_share("activations")
     (0.3, None)

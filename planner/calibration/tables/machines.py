@@ -29,7 +29,7 @@ _LINKS = {"nvswitch": "nvlink", "nvl": "nvlink", "infinity-fabric": "xgmi", "pci
 def accelerator_of(text: str, memory_gb: float | None = None) -> str:
     """Return the catalogue's name of an accelerator; DocumentError with the nearest if none.
 
-    Names lose their maker and what stands behind the model; where cards differ in memory alone,
+    Names lose their maker and everything after the model; where cards differ in memory alone,
     `memory_gb` distinguishes them.
 
     >>> accelerator_of("NVIDIA H100 80GB HBM3"), accelerator_of("A100", 40)

@@ -1,6 +1,6 @@
 """A run as it is set up, predicted: what `planner.costs.predict` has of the plan made of it.
 
-Stages of a set-up run: which blocks lie where by its framework's rule, and what each recomputes.
+Stages of a set-up run: the placement of blocks by its framework's rule, and their recomputation.
 
 Frameworks recompute blocks, not embeddings and heads.  Where a framework's selective recompute is
 of blocks, and where half of a model is recomputed (`partial`), every second block is recomputed
@@ -133,7 +133,7 @@ class Tables:
         self._known: dict[tuple[object, ...], CostTables] = {}
 
     def costs_of(self, setup: Setup) -> CostTables:
-        """Return the costs of a run, known ones where model, cluster and framework are the same."""
+        """Return the costs of a run, cached by model, cluster and framework."""
         request = setup.request
         among = recomputes(setup)
         same = (id(request.model), id(request.cluster), request.job, id(request.framework))

@@ -1,8 +1,8 @@
 """A row of a table of real runs, read as what was run: model, cluster, framework and layout.
 
-The table is CSV with a header; cells that are not known are empty and other
-columns are ignored.  What a row leaves open is filled in by stated conventions (`Setup.assumed`
-lists them); a row that lacks what no convention can give becomes a `Skipped` with its reason.
+The table is CSV with a header; unknown cells are empty and other columns are ignored.  What a row
+leaves open is filled in by stated conventions (`Setup.assumed` lists them); a row that lacks what
+no convention can give becomes a `Skipped` with its reason.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def _precision_with_options(
 
 
 def _assumed_of_options(row: Row, had: RunOptions, framework: Framework) -> Iterator[str]:
-    """Yield what is not known of a run's options, and what its table infers of them."""
+    """Yield unknown options of a run, and options that its table infers."""
     yield from (f"{each:.60} taken as not known" for each in had.unread)
     if "options" in row and not had.is_stated:
         yield "options as usual of its framework and release"
@@ -312,8 +312,7 @@ def _shard_in_node(cluster: ClusterSpec, data: int, context: int, *, others: int
 
 
 def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str]:
-    """Yield the properties of a row that differ from the priced ones: parameters, and scales of 8
-    bits."""
+    """Yield a row's properties that differ from the priced ones: parameters, 8-bit scales."""
     model, scales, rule = (
         facts.model,
         facts.layout.scales if facts.layout else "",
@@ -457,7 +456,7 @@ def _word_or_default(
 ) -> Any:
     """Return what a word means; the default where it is empty or unknown.
 
-    Without a list of assumptions a word that is not known is an error.
+    Without a list of assumptions an unknown word is an error.
     """
     cell = row.get(column, "")
     if word(cell) in cells.EMPTY:

@@ -160,7 +160,7 @@ def unknown_names(word: str) -> list[str]:
 
 
 def _bash_text(word: str) -> str:
-    """Return a word in which unknown values stand as bash writes them."""
+    """Return a word with unknown values as bash writes them."""
     return _UNKNOWN.sub(lambda match: _by_name(match[1]), word)
 
 
@@ -328,7 +328,7 @@ class _Run:
         return self._outcome(condition) if status is None else status
 
     def _outcome(self, condition: Node) -> bool:
-        """Return how a condition comes out on this way that nothing known decides."""
+        """Return the outcome on this way of a condition that known values do not decide."""
         last = condition
         while isinstance(last, CommandList) and last.commands:
             last = last.commands[-1]
@@ -1041,7 +1041,7 @@ class _Run:
         return state
 
     def _file(self, words: list[str], *, sourced: bool) -> bool | None:
-        """Follow a script that stands beside this one."""
+        """Follow a script beside this one."""
         words = _after_options(words)
         if not words:
             return None

@@ -137,7 +137,7 @@ def source(node: ast.AST) -> str:
 
 
 def dotted_names(node: ast.expr) -> list[str]:
-    """Return the names of `a.b.c`, those alone that stand behind a call or subscript."""
+    """Return the names of `a.b.c`, and only those after a call or subscript."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

@@ -27,7 +27,7 @@ class Settings:
         self.loose: list[str] = []
         """Unknown words behind a switch, which may be words of their own."""
         self.unusual: list[str] = []
-        """Settings `key=value` whose key is known and whose value is not."""
+        """Settings `key=value` with a known key and an unknown value."""
         self.without_effect: list[str] = []
         """Keys that decide nothing beside the other settings."""
 

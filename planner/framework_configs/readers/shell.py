@@ -127,7 +127,7 @@ def _training_words(way: ScriptPath, of: str) -> list[str]:
     """Return the words of the one command that trains."""
     candidates = _candidates(way)
     training = [command for command in candidates if _trains(command)] or candidates
-    # Of nodes that are started one after the other, each with its number, one stands for all.
+    # Of nodes that are started one after the other, each with its number, one represents all.
     training = list({_without_rank(command): command for command in reversed(training)}.values())
     training.reverse()
     if len(training) > 1:
@@ -188,7 +188,7 @@ def flags(words: list[str]) -> dict[str, str | bool | list[str]]:
 
 
 def loose_variables(words: list[str]) -> list[str]:
-    """Return variables that nothing sets and that stand for words of their own."""
+    """Return variables that nothing sets and that are words of their own."""
     loose, room = [], False
     for word in words:
         if re.match(r"--[A-Za-z]", word):

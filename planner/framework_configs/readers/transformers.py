@@ -173,7 +173,7 @@ def _kernels(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _adapters(settings: Settings, config: ParsedConfig) -> None:
-    """Read adapters, and in how many bits the weights lie that they stand beside."""
+    """Read adapters, and the bits of the frozen weights beside them."""
     weights = packed_weights(settings)
     if not settings.flag("use_peft"):
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
