@@ -29,7 +29,7 @@ PACKAGES = ("profiler", "runtime")
 
 
 def folder_of(content: dict[str, Any]) -> Path:
-    """Return where the profile with this content is cached."""
+    """Return the folder in which the profile with this content is cached."""
     parent = cache_folder() / "profiles"
     whole = {**content, "software": versions(SOFTWARE), "sources": _sources()}
     text = json.dumps(whole, sort_keys=True)
@@ -77,7 +77,7 @@ class Parts:
         return self._parts[name]
 
     def everywhere_stored(self, name: str) -> bool:
-        """Tell whether every rank has a part; all ranks call it together."""
+        """Return True if every rank has a part; all ranks call it together."""
         return self._agree(1.0 if name in self._parts else 0.0) > 0
 
     def store(self, name: str, part: Any) -> None:

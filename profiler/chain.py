@@ -227,18 +227,18 @@ class Chain:
         return next_token_loss(module(micro=MicroBatch((tokens, targets))), targets)[0]
 
     def run(self, layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what a layer makes."""
+        """Return the output of a layer."""
         outputs = layer(*taken)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def slots(self) -> tuple[Slot, ...]:
-        """Return what an optimizer has of the layers where each rank has all."""
+        """Return the optimizer's slots of the layers where each rank has all of them."""
         if self._recorded is not None:
             return self._recorded.slots([self._stage])
         return tuple(slots_of(self.module, self.adapter, Place(degrees=Mesh(), mesh=None)))
 
     def groups(self, slots: Sequence[Slot]) -> Sequence[ParameterGroup]:
-        """Return what the script's own optimizer has of them, or AdamW."""
+        """Return their parameter groups in the script's own optimizer, or in AdamW."""
         if self.script is not None and self._recorded is not None:
             return self._recorded.groups(slots)
         return parameter_groups_of(slots, Training(), device=self.device)

@@ -45,7 +45,7 @@ class Clock:
         return float(second - first)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return how long `work` takes."""
+        """Return the seconds that `work` takes."""
         begin = self.now_s()
         work()
         return self.now_s() - begin

@@ -152,7 +152,7 @@ def disturbances(noise: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
 
 
 def interpolation(profile: Profile) -> Iterator[Finding]:
-    """Yield how far interpolated seconds are from measured ones, by leaving out each in turn.
+    """Yield the errors of interpolated seconds, by leaving out each measured one in turn.
 
     Of every micro-batch between two others, all layer kinds together.  Between measured ones the
     gaps are half as wide, so this bounds their error as long as seconds grow smoothly.

@@ -218,7 +218,7 @@ def _repetitions(
 def _operation(
     operation: Collective, size_bytes: int, group: RankGroup, device: torch.device
 ) -> Callable[[], None]:
-    """Return what performs one operation on buffers of this size."""
+    """Return the function that performs one operation on buffers of this size."""
     ranks, handle = len(group.ranks), group.handle
     count = max(ranks, size_bytes // 4 // ranks * ranks)
     whole = torch.ones(count, device=device)

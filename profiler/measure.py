@@ -281,7 +281,7 @@ def _head_case(order: HeadOrder) -> HeadCase:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the device calls itself."""
+    """Return the device's name for itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return machine.processor()

@@ -432,7 +432,7 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
 def action_s(
     step: float, *, forward_s: Sequence[float], backward_s: Sequence[float], transfer_s: float
 ) -> float:
-    """Return what must be added to every action for the simulated step to take `step` seconds.
+    """Return the seconds to add to every action for the simulated step to take `step` seconds.
 
     >>> order = schedule.orders("1f1b", stages=2, micro_batches=MICRO_BATCHES)
     >>> real = timeline(order, forward_s=[0.3] * 2, backward_s=[0.4] * 2).makespan_s

@@ -222,7 +222,7 @@ def agenda(
     budget_s: float = BUDGET_S,
     node_rank: NodeRank = ALONE,
 ) -> ProfileAgenda:
-    """Return what `profile` would measure."""
+    """Return the agenda of `profile`."""
     with Rendezvous(node_rank) as rendezvous:
         return _agreement(model, cluster, job, budget_s, rendezvous)[0]
 
@@ -280,7 +280,7 @@ def _folder(
     descriptions: Sequence[dict[str, Any]],
     budget_s: float,
 ) -> Path:
-    """Return where a profile of this content is cached."""
+    """Return the folder in which a profile of this content is cached."""
     # Virtual machines give and take memory and interfaces; neither changes a second.
     same = ("name", "processor", "cores", "devices")
     nodes = [
@@ -303,7 +303,7 @@ def _folder(
 def _order(
     model: ModelGraph, script: ScriptFile | None, wanted: ProfileAgenda, folder: Path
 ) -> dict[str, Any]:
-    """Return what the ranks get."""
+    """Return the orders of the ranks."""
     source, files = script or (None, None)
     return {
         "model": model.model_dump(mode="json", exclude_none=True),
@@ -367,7 +367,7 @@ def _nodes(cluster: ClusterSpec) -> int:
 
 
 def _ranks_here(local_cluster: ClusterSpec, text: str, node_rank: NodeRank) -> int:
-    """Return how many devices a cluster has on this node."""
+    """Return the number of a cluster's devices on this node."""
     if _nodes(local_cluster) == 1:
         return local_cluster.devices
     if _nodes(local_cluster) != node_rank.nodes:
@@ -416,7 +416,7 @@ class Groups:
 
 
 def groups(machine: ClusterSpec, counts: Sequence[int]) -> list[Groups]:
-    """Return what is measured: pairs and all ranks of a node, of the nodes, and of both together.
+    """Return the measured groups: pairs and all ranks, of a node, of the nodes, of both together.
 
     Seconds among other numbers of ranks follow from the nearest of these.
     """
@@ -459,7 +459,7 @@ def divisions(
     *,
     preferred: Sequence[Degrees] = (),
 ) -> list[Degrees]:
-    """Return what groups of neighbours on a node can divide layers into, and what is worth it.
+    """Return the worthwhile divisions of layers over groups of neighbours on a node.
 
     Tensor parallelism by itself; then the degrees of good plans, `preferred`; then context and
     expert parallelism by themselves.  Each is a short chain of the model that stays in memory, so

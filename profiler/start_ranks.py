@@ -72,7 +72,7 @@ def result_of(
     timeout_s: float = 300.0,
     rendezvous: Rendezvous | None = None,
 ) -> Any:
-    """Return what rank 0 returned; plain data both ways.
+    """Return the result of rank 0; plain data both ways.
 
     `ranks` processes run here, and the other nodes run as many as they announce; their ranks follow
     the order of the nodes.  Every node gets the answer of its own first rank, so work that several
@@ -127,12 +127,12 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def write_progress(folder: Path, doing: str, share: float) -> None:
-    """Note how far the work is, for who shows it."""
+    """Record the progress of the work for display."""
     write_text(f"{share:.4f} {doing}", folder / "progress")
 
 
 def _environment(rank: int, port: str, *, first_rank: int, ranks: int) -> dict[str, str]:
-    """Return what one of this node's ranks gets."""
+    """Return the environment of one of this node's ranks."""
     return {**rank_environment(rank - first_rank, ranks=ranks, port=port), "RANK": str(rank)}
 
 

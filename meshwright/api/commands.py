@@ -173,7 +173,7 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
 def _length_notes(
     of_job: LengthsOfJob, plan: Plan, graph: ModelGraph, machine: ClusterSpec
 ) -> Iterator[str]:
-    """Yield what samples of several lengths waste, and what a step of mean ones takes."""
+    """Yield the waste of samples with several lengths, and the tokens of a mean step."""
     lengths = of_job.lengths
     if lengths is None:
         return
@@ -302,7 +302,7 @@ def _with_less_surety(request: Request) -> str:
 
 
 def _closing(progress: Progress) -> GapProgress:
-    """Return what shows a gap that closes as progress, in hundredths of a percent."""
+    """Return a function that shows a closing gap as progress, in hundredths of a percent."""
     whole = 10_000
     return lambda gap: progress(round(whole * (1 - gap)), whole)
 
@@ -387,7 +387,7 @@ def compare_best(
 
 
 def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
-    """Yield what to know before the figures are believed."""
+    """Yield warnings about the figures."""
     if not mine.fits:
         yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
@@ -515,7 +515,7 @@ def refuse_beside_plan(
 def of_plan(
     wanted: Plan, cluster: str | None, profile: str | None, *, path: str | None = None
 ) -> Prediction:
-    """Say what a plan takes on its own cluster or another; `path` is the plan's file, if any."""
+    """Return the prediction of a plan on its own cluster or another; `path` is its file, if any."""
     graph = plan_model(wanted, path)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster or wanted.cluster, measured)
@@ -846,7 +846,7 @@ def profile_agenda(
     rendezvous: str | None = None,
     budget: str | None = None,
 ) -> ProfileAgenda:
-    """Return what `profile` would measure, in its order, and measure nothing."""
+    """Return the agenda of `profile`, in its order, and measure nothing."""
     from meshwright.profiler import profile as profiles  # noqa: PLC0415 - the profiler
     from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415
 
@@ -982,7 +982,7 @@ def validate(
 
 
 def plugins() -> list[dict[str, str]]:
-    """Return what installed packages add, as rows; none of it is loaded."""
+    """Return the additions of installed packages, as rows; none of it is loaded."""
     return [
         {
             "kind": plugin.kind,

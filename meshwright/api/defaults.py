@@ -45,7 +45,7 @@ class CommandDefaults:
         """Options that were not given, with their values and the sources of these."""
 
     def value_of(self, option: str, given: str | None) -> str | None:
-        """Return what was given, else the user's default of an option, else None."""
+        """Return the given value, else the user's default of an option, else None."""
         if given is not None:
             return given
         variable = f"MESHWRIGHT_{option.upper()}"

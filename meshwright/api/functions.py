@@ -139,7 +139,7 @@ def tensor_styles(
     units: Sequence[str] | None = None,
     ranks: int = 2,
 ) -> TensorStyles:
-    """Return what of a module a tensor axis of `ranks` divides, and why the rest is whole.
+    """Return the parts of a module that a tensor axis of `ranks` divides, and the undivided rest.
 
     Each unit is run whole and in parts on random numbers, and compared; arguments as of `plan`.
 
@@ -366,6 +366,6 @@ def save(written: Document, path: str | Path) -> None:
 
 
 def _likeness(kind: type[Document], keys: set[str]) -> tuple[int, int]:
-    """Tell how well keys fit a kind of document: required ones that are missing count first."""
+    """Return how well keys fit a kind of document: required ones that are missing count first."""
     required = {name for name, field in kind.model_fields.items() if field.is_required()}
     return -len(required - keys), len(keys & set(kind.model_fields)) - len(keys)

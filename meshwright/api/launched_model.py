@@ -58,7 +58,7 @@ def launched_model(
 
 
 def launch_need(graph: ModelGraph) -> str | None:
-    """Return what has to be done before a model without an adapter is launched; None if nothing."""
+    """Return the need of a model without an adapter before its launch; None if nothing."""
     a, source = graph.architecture, graph.source or ""
     if a is None:
         return None

@@ -147,7 +147,7 @@ def _fail(
 
 
 def _place(error: MeshwrightError) -> dict[str, str]:
-    """Return where a document is wrong: its file, and the path in it."""
+    """Return the place of an error in a document: its file, and the path in it."""
     if not isinstance(error, DocumentError):
         return {}
     place = {"file": error.file, "path": error.path}

@@ -264,7 +264,7 @@ def whatif(
 
 
 def _parts(text: str | None) -> list[str]:
-    """Return what commas separate."""
+    """Return the parts that commas separate."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 

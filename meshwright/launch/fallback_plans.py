@@ -117,7 +117,7 @@ class FallbackPlans:
 
 
 def size_text(left: int, each: int | None = None) -> str:
-    """Return what is left as text.
+    """Return the remaining size as text.
 
     >>> size_text(6), size_text(8, 7)
     ('6', '8x7')

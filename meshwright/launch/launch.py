@@ -172,7 +172,7 @@ def _next_plan(
     *,
     quiet: bool,
 ) -> LaunchablePlan:
-    """Return what is run_attempt next; the book is about what was `planned` first."""
+    """Return the plan of the next attempt; the book is about what was `planned` first."""
     print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
     if verdict.reaction == "replan" and failed.end is not None:
         return fit.with_less_memory(failed.end, run, quiet=quiet)

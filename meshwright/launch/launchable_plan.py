@@ -65,7 +65,7 @@ class LaunchablePlan:
         return replace(self, graph=graph)
 
     def remaining(self, node_rank: NodeRank) -> int | None:
-        """Return how many nodes are there, or devices of one node; None if as many as planned."""
+        """Return the number of nodes, or of devices of one node; None if as many as planned."""
         from meshwright.runtime.launch.preflight import cuda_devices  # noqa: PLC0415 - the runtime
 
         planned = self.nodes

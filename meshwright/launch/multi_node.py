@@ -322,7 +322,7 @@ class Epochs:
         return len(members), each if lost else None
 
     def _predicted_s(self, epoch: Epoch, members: Sequence[Agent]) -> float:
-        """Return what a step is predicted to take on some nodes; infinite where no plan fits."""
+        """Return the predicted seconds of a step on some nodes; infinite where no plan fits."""
         nodes, each = self._size(epoch, members)
         if not nodes or each == 0:
             return math.inf
@@ -401,7 +401,7 @@ class Epochs:
         append_record(incident, events_file(self._run.output))
 
     def _end_of(self, proposal: Proposal, stored: int) -> RankEnd:
-        """Return what ended the epoch: a node that is lost, before ranks that may follow it."""
+        """Return the end of the epoch: a node that is lost, before ranks that may follow it."""
         if proposal.lost or not proposal.ends:
             places = [member.start for member in proposal.epoch.members]
             lost = proposal.lost[0].start if proposal.lost else places[0]
@@ -501,7 +501,7 @@ def _predicted_step_s(fit: LaunchablePlan) -> float:
 
 
 def domain_nodes(machine: ClusterSpec) -> int:
-    """Return how many neighbouring nodes may be lost together: those of a rack, where it has some.
+    """Return the number of neighbouring nodes that may fail together: those of a rack, if any.
 
     >>> from meshwright.api.inputs import machine_of
     >>> domain_nodes(machine_of("16xh100-sxm-80gb", None))

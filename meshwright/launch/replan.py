@@ -133,7 +133,7 @@ def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
 
 
 def _allowances(wanted: Plan) -> frozenset[Allowance]:
-    """Return what the plan does already and may do again."""
+    """Return the allowances that the plan uses already."""
     treated = {item.activations for stage in wanted.stages for item in stage.layers}
     allowed: set[Allowance] = set()
     for word in get_args(Allowance):

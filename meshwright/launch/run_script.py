@@ -232,7 +232,7 @@ def _command(
     restarts: int,
     more: Mapping[str, object],
 ) -> Command:
-    """Return what a job starts on every node."""
+    """Return the command that a job starts on every node."""
     if machine.devices < wanted.mesh.devices:
         raise LaunchError(
             f"{plan_path}: takes {wanted.mesh.devices} ranks, and {machine.name} has "

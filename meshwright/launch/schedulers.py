@@ -331,7 +331,7 @@ _UNCOUNTED: list[dict[str, Any]] = [
 def _pod(
     name: str, group: DeviceGroup, command: Command, settings: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what runs on one node."""
+    """Return the pod of one node."""
     limits = {RESOURCES.get(group.accelerator.kind, "cpu"): str(group.devices_per_node)}
     if "cpus" in settings:
         limits["cpu"] = settings["cpus"]

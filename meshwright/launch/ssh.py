@@ -248,7 +248,7 @@ class _SshHosts:
         return host
 
     async def _answer(self, host: _SshHost) -> list[str]:
-        """Return what is wrong on a host."""
+        """Return the errors of a host."""
         assert host.process.stdout is not None
         try:
             async with asyncio.timeout(ANSWER_S):

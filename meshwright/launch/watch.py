@@ -396,7 +396,7 @@ def without_names(reading: RunReading) -> RunReading:
 
 
 def reading_json(reading: RunReading, run: WatchedRun) -> dict[str, Any]:
-    """Return what `watch --json` prints: the same, with figures as numbers."""
+    """Return the output of `watch --json`: the same, with figures as numbers."""
     view = run.view
     summary: dict[str, Any] = {
         "title": reading.title,

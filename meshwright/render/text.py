@@ -47,7 +47,7 @@ FEW = 3
 
 
 def next_fact(then: str, *, explain: bool) -> Fact:
-    """Return what to do with an answer, and how all of it is shown."""
+    """Return the next commands after an answer, and the one that shows all of it."""
     more = "" if explain else "--explain shows all"
     return Fact(
         label="next", text="; ".join(part for part in (then, more) if part), lines=8, copied=True
@@ -62,7 +62,7 @@ def defaults_facts(defaults: Sequence[str]) -> list[Fact]:
 def plan_text(
     answer: Answer, *, more_facts: Sequence[Fact] = (), explain: bool = False
 ) -> RenderableType:
-    """Return what a search answers: the plan first, the proof behind it."""
+    """Return the answer of a search: the plan first, the proof behind it."""
     return answer_text(
         answer.plan,
         answer.prediction,
@@ -144,7 +144,7 @@ def _tenths(saved_s: Sequence[float], of_s: float) -> list[int]:
 
 
 def _worth(saved_s: float, tenths: int) -> str:
-    """Return what a change saves of a step, in seconds and as a share of it.
+    """Return the savings of a change, in seconds and as a share of the step.
 
     >>> _worth(3.0, 250), _worth(-0.6, -50), _worth(1e-5, 0)
     ('saves 3 s (25.0 %)', 'costs 600 ms (5.0 %)', 'saves nothing')
@@ -303,7 +303,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
 
 
 def run_parts(run: LaunchResult) -> Iterator[RenderableType]:
-    """Yield what a launch trained, predicted beside measured, and what it wrote."""
+    """Yield the results of a launch, predicted beside measured, and its files."""
     report = run.report
     if report.losses:
         yield f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {_steps(report.losses)}"
@@ -319,7 +319,7 @@ def run_parts(run: LaunchResult) -> Iterator[RenderableType]:
 def goodput_parts(
     goodput: float, seconds: Mapping[str, float], expected: Expected
 ) -> Iterator[RenderableType]:
-    """Yield where the seconds of a run went, beside where they should have gone."""
+    """Yield the seconds of a run by part, beside the predicted ones."""
     low, high = 100 * expected.goodput_low, 100 * expected.goodput_high
     predicted = f", predicted {100 * expected.goodput:.1f} % ({low:.1f} to {high:.1f})"
     yield f"goodput {100 * goodput:.1f} %{predicted if expected.is_of_training else ''}"
@@ -339,7 +339,7 @@ def _paths(**paths: str | None) -> Summary:
 
 
 def compiled_texts(report: RunReport) -> Iterator[str]:
-    """Yield what ran compiled, if anything was to be, and what ran eager and why."""
+    """Yield the compiled parts, if any were requested, and the eager ones with the reason."""
     if report.compile_s:
         yield f"compiled blocks, for {seconds_text(report.compile_s)} of the first step"
     layers: dict[str, list[str]] = {}
@@ -368,7 +368,7 @@ def _steps(losses: Sequence[float]) -> str:
 
 
 def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
-    """Yield what a profile would measure, in its order."""
+    """Yield the agenda of a profile, in its order."""
     ranks = " + ".join(map(str, agenda.counts))
     job = agenda.job
     yield f"{agenda.machine.name}: {ranks} ranks, {job.precision}, {job.seq_len} tokens"

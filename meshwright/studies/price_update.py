@@ -34,7 +34,7 @@ MOVED = 0.01
 
 
 def cache_folder() -> Path:
-    """Return where fetched lists are kept."""
+    """Return the folder of fetched lists."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "meshwright" / "prices"
 
@@ -98,7 +98,7 @@ def download(address: str) -> str:
 
 
 def moved_texts(before: Iterable[Rent], now: Iterable[Rent]) -> list[str]:
-    """Return how on-demand prices of a provider's accelerators moved, the largest moves first."""
+    """Return the moves of a provider's on-demand prices by accelerator, the largest first."""
     old, new = _medians(before), _medians(now)
     moves = [
         (new[key] / old[key] - 1, *key)

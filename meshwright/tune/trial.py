@@ -82,7 +82,7 @@ class TrialProcess:
             yield Said(step_s=record.step_s, peak_bytes=record.peak_memory_bytes)
 
     def log(self) -> str:
-        """Return what it has printed."""
+        """Return its output so far."""
         path = self.folder / LOG
         try:
             return document.read_text(path) if document.is_file(path) else ""
@@ -137,7 +137,7 @@ def enough(
     steadiness: Steadiness = STEADY,
     start_s: float = 0.0,
 ) -> Ended | None:
-    """Return how a trial ends after these steps; None: it goes on.  It had begun in `start_s`.
+    """Return the end of a trial after these steps; None: it goes on.  It had begun in `start_s`.
 
     >>> enough([1.0, 1.0, 1.0], None), enough([1.0, 1.5, 1.0], None)
     ('ran', None)

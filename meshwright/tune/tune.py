@@ -487,7 +487,7 @@ class Tuning:
         return not read_trials(self.folder) and self._start().profile_pays(BUDGET_S)
 
     def agenda(self) -> TuningResult:
-        """Return what would be tried if every step took what is predicted; nothing is run."""
+        """Return the trials that would run if every step took its predicted time; run none."""
         tuner, queue = self._start(), list[int]()
         while not tuner.is_done and (option := tuner.next_trial()) is not None:
             next_s = tuner.trial_s(option)
@@ -716,7 +716,7 @@ class Tuning:
         return self._profile(trial)
 
     def _predicted_s(self, constants: Calibration, option: int) -> float:
-        """Return what an option is predicted to take with some constants."""
+        """Return the predicted seconds of an option with some constants."""
         request = self._request_of(option)
         return predict(
             self._options[option].plan,
@@ -732,7 +732,7 @@ class Tuning:
         return None if base_of(self.request.framework.name) != "native" else profile
 
     def _request_of(self, option: int) -> Request:
-        """Return what an option is a plan of: the request, or one in small."""
+        """Return the request that an option answers: the request, or one in small."""
         if self.small is None:
             return self.request
         return self.small.stand_ins[option - len(self.candidates)].request

@@ -430,7 +430,7 @@ def purchases() -> dict[str, PurchasePrice]:
 
 @cache
 def network_purchase() -> Quantity:
-    """Return what switches and cables cost for each device, in US dollars."""
+    """Return the cost of switches and cables for each device, in US dollars."""
     return _bought().network
 
 

@@ -281,7 +281,7 @@ def _some_groups(whole: ClusterSpec, kept: Sequence[int]) -> ClusterSpec:
 
 
 def groups_part(called: str, cluster: ClusterSpec, kept: Sequence[int]) -> tuple[str, ClusterSpec]:
-    """Return what names some groups of the cluster that is `called` so, and that part.
+    """Return the name of some groups of the cluster `called`, and that part.
 
     Of kinds of nodes that `+` joins the others are left out, with the limits of their networks.
 
@@ -301,7 +301,7 @@ def groups_part(called: str, cluster: ClusterSpec, kept: Sequence[int]) -> tuple
 
 
 def part_name(called: str, *, nodes: int, devices_per_node: int) -> str:
-    """Return what names a part of the cluster that is `called` so.
+    """Return the name of a part of the cluster `called`.
 
     >>> part_name("3x5xh100-sxm-80gb", nodes=3, devices_per_node=4), part_name("local", nodes=1,
     ...     devices_per_node=2)

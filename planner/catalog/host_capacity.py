@@ -26,7 +26,7 @@ class HostCapacity(NamedTuple):
 
 
 def host_capacity(accelerator: str, entry: AcceleratorEntry, devices: int) -> HostCapacity:
-    """Return what a node with so many devices of an accelerator has, as its nodes usually do.
+    """Return the usual host capacity of a node with this number of an accelerator's devices.
 
     >>> from meshwright.planner.catalog import accelerators
     >>> entry = accelerators()["h100-sxm-80gb"]

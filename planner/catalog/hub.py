@@ -51,7 +51,7 @@ FETCHED: list[FetchedConfig] = []
 
 
 def is_hub_name(text: str) -> bool:
-    """Say whether a text has the form of a hub's name.
+    """Return True if a text has the form of a hub's name.
 
     >>> is_hub_name("Qwen/Qwen2.5-7B"), is_hub_name("llama-3.1-8b"), is_hub_name("a/b/c")
     (True, False, False)
@@ -82,7 +82,7 @@ def offline(asked: bool) -> Iterator[None]:
 
 
 def is_offline() -> bool:
-    """Say whether nothing may be fetched."""
+    """Return True if nothing may be fetched."""
     if _OFFLINE.get():
         return True
     switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -90,7 +90,7 @@ def is_offline() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return where the hub keeps what was fetched, by its own rules."""
+    """Return the hub's cache folder, by its own rules."""
     if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(folder).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -104,7 +104,7 @@ def endpoint() -> str:
 
 
 def _unreachable() -> str | None:
-    """Return why no connection to the hub can be made, which its own client repeats for long."""
+    """Return why no connection to the hub can be made; its own client would retry for long."""
     address = urlsplit(endpoint())
     if getproxies() or address.hostname is None:
         return None

@@ -58,7 +58,7 @@ def links(text: str) -> Links:
 
 
 def joined_by_nvlink(links: Links, devices: Sequence[int]) -> int | None:
-    """Return how many neighbours in the order of `devices` NVLink joins; None if unknown.
+    """Return the number of neighbours in the order of `devices` that NVLink joins; None if unknown.
 
     1 where none are joined.  Joined are devices that NVLink leads between, through others too: the
     mesh of older machines leaves some pairs without a link of their own.  Islands of several sizes,

@@ -146,7 +146,7 @@ def cache_folder() -> Path:
 
 
 def figures_file() -> Path:
-    """Return where the figures of this machine are cached."""
+    """Return the file in which the figures of this machine are cached."""
     return cache_folder() / "machine" / f"{_machine_key()}.json"
 
 

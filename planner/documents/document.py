@@ -147,7 +147,7 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there is such a file; a name that no file can have names none."""
+    """Return True if there is such a file; a name that no file can have names none."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):  # too long, or a null byte
@@ -155,7 +155,7 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there is such a folder."""
+    """Return True if there is such a folder."""
     try:
         return Path(path).is_dir()
     except (OSError, ValueError):
@@ -163,7 +163,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path leads to anything."""
+    """Return True if a path leads to anything."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):

@@ -902,7 +902,7 @@ def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
 
 
 def is_newer(framework: Framework, release: str) -> bool:
-    """Say whether a release is later than those of a framework's measured runs.
+    """Return True if a release is later than those of a framework's measured runs.
 
     >>> seen = Seen(accelerators=("h100",), parameters=(1e9, 2e9), devices=(8, 16),
     ...     seq_len=(2048, 4096), releases={"nemo": "26.08"})

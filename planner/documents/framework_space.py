@@ -253,7 +253,7 @@ class Conflict(Part):
     """Field of a plan that the conflict is about."""
 
     def text(self, facts: Facts) -> str:
-        """Return why, of one layout."""
+        """Return the reason, with the figures of one layout."""
         return _NAMED.sub(lambda name: str(FACTS[name[1]](facts)), self.why)
 
 
@@ -325,7 +325,7 @@ class Space(Part):
         return self.scales[0] if precision == "fp8" else "tensorwise"
 
     def usual_gather_dtype(self, precision: Precision, scales: Scales) -> WeightGatherDtype:
-        """Return how weights travel that ZeRO-3 gathers, if a layout does not ask.
+        """Return the default type of weights that ZeRO-3 gathers.
 
         In 8 bits where products round them so anyway: that halves what is sent and resident and
         changes no value.
@@ -348,7 +348,7 @@ EVERYTHING = Space()
 
 
 def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[str]:
-    """Yield why a space does not have a layout.
+    """Yield the reasons for which a space does not have a layout.
 
     With `of_degrees` only what is true of all layouts with the same degrees.
     """

@@ -28,7 +28,7 @@ FileDigest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$", strict=True)]
 
 
 def is_factory(text: str) -> bool:
-    """Tell whether MODEL names a function in a Python file.
+    """Return True if MODEL names a function in a Python file.
 
     >>> is_factory("models/mine.py:build"), is_factory("gpt2"), is_factory("C:/x/config.json")
     (True, False, False)
@@ -37,7 +37,7 @@ def is_factory(text: str) -> bool:
 
 
 def is_script(text: str) -> bool:
-    """Tell whether MODEL is a function of a script that trains with meshwright.Engine itself.
+    """Return True if MODEL is a function of a script that trains with meshwright.Engine itself.
 
     >>> is_script("script:build"), is_script("models/mine.py:build")
     (True, False)
@@ -46,7 +46,7 @@ def is_script(text: str) -> bool:
 
 
 def is_recorded(text: str) -> bool:
-    """Tell whether MODEL is a configuration whose model the library alone knows, and is recorded.
+    """Return True if MODEL is a configuration whose model the library alone knows, and is recorded.
 
     >>> is_recorded("falcon/config.json:recorded"), is_recorded("falcon/config.json")
     (True, False)
@@ -60,12 +60,12 @@ def recorded_file(text: str) -> str:
 
 
 def trains_as_module(text: str) -> bool:
-    """Tell whether MODEL trains as any module does, by what its forward was seen to do."""
+    """Return True if MODEL trains as any module does, by a recording of its forward."""
     return is_script(text) or is_recorded(text)
 
 
 def is_own(text: str) -> bool:
-    """Tell whether documents carry the figures of MODEL: they take running code."""
+    """Return True if documents carry the figures of MODEL, since computing them runs code."""
     return is_factory(text) or trains_as_module(text)
 
 
@@ -308,7 +308,7 @@ class Layer(Part):
     where they are divided, one rank gathers each, updates it and distributes it."""
 
     def divided_among(self, tensor: int) -> DividedLayer | None:
-        """Return what a rank of `tensor` ranks has, None where the layer is whole on each."""
+        """Return the share of one of `tensor` ranks, None where the layer is whole on each."""
         return next((shard for shard in self.divided or () if shard.tensor == tensor), None)
 
 

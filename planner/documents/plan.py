@@ -688,11 +688,11 @@ class Plan(Document):
         return first + before * each + rank % each
 
     def micro_batches_of(self, data_rank: int) -> int:
-        """Return how many micro-batches of a step a data-parallel rank takes."""
+        """Return the number of micro-batches of a data-parallel rank in a step."""
         return self.shares[data_rank].micro_batches if self.shares else self.micro_batches
 
     def samples_of(self, data_rank: int) -> range:
-        """Return which samples of a step a data-parallel rank takes."""
+        """Return the range of samples of a data-parallel rank in a step."""
         first = self.micro_batch * sum(self.micro_batches_of(rank) for rank in range(data_rank))
         return range(first, first + self.micro_batch * self.micro_batches_of(data_rank))
 

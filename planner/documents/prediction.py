@@ -74,7 +74,7 @@ class HostUse(Part):
         return self.room_bytes is None or self.used_bytes <= self.room_bytes * (1 + ROUNDING)
 
     def __str__(self) -> str:
-        """Return how much of a node's memory is used, and how much that may be."""
+        """Return the used part of a node's memory, and the part that may be used."""
         used = f"{bytes_text(self.used_bytes)} in each node's host memory, of which"
         if self.memory_bytes is None or self.room_bytes is None:
             return f"{used} nobody says how much there is"

@@ -69,12 +69,12 @@ def configuration(
 
 
 def is_written(to: str) -> bool:
-    """Tell whether plans are written for a framework, by us or by an installed package."""
+    """Return True if plans are written for a framework, by us or by an installed package."""
     return to in FRAMEWORKS or to in plugins("exporters")
 
 
 def _writer(to: str) -> Written:
-    """Return how plans are written for a framework; our own go before those of packages."""
+    """Return the functions that write plans for a framework; our own come before packages'."""
     if to in FRAMEWORKS:
         return FRAMEWORKS[to]
     exporters = load_plugin("exporters", to)
@@ -91,7 +91,7 @@ def _writer(to: str) -> Written:
 def obstacles(
     plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
 ) -> list[str]:
-    """Return what of a plan a framework does not do."""
+    """Return the properties of a plan that a framework does not have."""
     wanted, how = FrameworkPlan(plan=plan, model=model, cluster=cluster), _writer(to)
     return [*for_all(wanted, how.says), *how.obstacles(wanted)]
 
@@ -133,7 +133,7 @@ def in_the_script(
     *,
     recipe: bool = True,
 ) -> list[str]:
-    """Return what of a plan is set elsewhere: in the training script, or where it is started."""
+    """Return the settings of a plan that its training script or its launcher makes."""
     wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe)
     left = (
         [] if recipe or to in WHOLE_RECIPES else ["optimizer and learning rates are your recipe's"]

@@ -87,7 +87,7 @@ def rate_text(wanted: FrameworkPlan) -> str:
 
 
 def script_text(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield which parameters weight decay leaves out."""
+    """Yield the parameters without weight decay."""
     if wanted.plan.training.weight_decay:
         yield "parameter groups: no weight decay on norms and biases"
 
@@ -181,7 +181,7 @@ def mixed_recompute(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def of_one_kind(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what a configuration with one setting for all blocks does not support."""
+    """Yield properties that a configuration with one setting for all blocks does not support."""
     if wanted.plan.precision not in ("bf16", "fp16", "fp32"):
         yield f"precision {wanted.plan.precision}"
     if "selective" in wanted.recomputes:
@@ -190,7 +190,7 @@ def of_one_kind(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def of_fsdp(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what FSDP does not do: it shards gradients with states, and offloads all or nothing."""
+    """Yield limits of FSDP: it shards gradients with states, and offloads all or nothing."""
     if wanted.plan.offload == "optimizer":
         yield "the optimizer alone on the host"
     if wanted.plan.zero == 1:

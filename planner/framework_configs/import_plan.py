@@ -129,7 +129,7 @@ def _other_stages(words: Sequence[str]) -> list[str]:
 def _reader_of_file(
     words: Sequence[str], surroundings: ScriptEnvironment | None
 ) -> Callable[..., ParsedConfig] | None:
-    """Return what reads the file that a trainer's script is given, by its settings."""
+    """Return the reader of the file of a trainer's script, by its settings."""
     behind = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
     files = [word for word in words[behind:] if word.endswith((".yaml", ".yml"))]
     if not files:
@@ -568,7 +568,7 @@ def _data(config: ParsedConfig, cluster: ClusterSpec, assumed: list[str]) -> tup
 
 
 def _loss_of(config: ParsedConfig, tokens: int) -> dict[str, Any]:
-    """Return how the loss of a micro-batch is computed, if not from all its logits."""
+    """Return the field of a chunked loss; empty if a micro-batch uses all its logits at once."""
     if config.loss_chunks is None:
         return {}
     rows = -(-tokens // (config.context * config.loss_chunks))

@@ -134,7 +134,7 @@ def deepspeed_throughput(lines: Iterable[str], work: LoggedWork) -> Iterator[Sai
 
 
 def accelerate(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
-    """Read what transformers' Trainer prints: its bar of progress, and its metrics at the end.
+    """Read the output of transformers' Trainer: its bar of progress, and its metrics at the end.
 
     Bars of what comes before (`Loading checkpoint shards`) are named, and the bar of an evaluation
     has another length.

@@ -301,7 +301,7 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
 def _unplanned_obstacles(
     model: ModelGraph, job: Job, layout: Layout, families: tuple[str, ...] = ()
 ) -> Iterator[Obstacle]:
-    """Yield what is not priced; the runtime may train it all the same."""
+    """Yield properties that are not priced; the runtime may train it all the same."""
     a = model.architecture
     if a is None:
         yield from _own_limits(model, layout)
@@ -316,7 +316,7 @@ def _unplanned_obstacles(
 
 
 def _own_limits(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what was not found in a module of one's own when it was recorded."""
+    """Yield properties that the recording of a user's own module did not find."""
     if layout.context > 1 and model.positions is None:
         yield Obstacle(
             "mesh.context",
@@ -368,7 +368,7 @@ def _narrow_obstacles(cluster: ClusterSpec, job: Job) -> Iterator[Obstacle]:
 
 
 def _peer_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what keeps tensor-parallel ranks from reading each other's memory."""
+    """Yield obstacles to tensor-parallel ranks that read each other's memory."""
     place, asked = "tensor_overlap", layout.tensor_overlap
     inside = layout.order[: layout.order.index("tensor")]
     reach = layout.tensor * math.prod(getattr(layout, axis) for axis in inside)
@@ -388,7 +388,7 @@ def _peer_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
 
 
 def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what keeps each stage of a pipeline from lying on one group of devices."""
+    """Yield obstacles to placing each stage of a pipeline on one group of devices."""
     each = layout.devices // layout.pipeline
     for group in cluster.groups:
         if group.devices % each:
@@ -408,7 +408,7 @@ def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]
 
 
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what the runtime cannot do, first where others can."""
+    """Yield limits of the runtime, first those that others do not have."""
     a = model.architecture
     yield from _foreign_choices(job)
     claims = SCRIPT if is_own(model.source or "") else LAUNCH
@@ -431,14 +431,14 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
 
 
 def _conflicts(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what the data of the native space refuse."""
+    """Yield refusals by the data of the native space."""
     facts = Facts(model, None, job, layout)
     for conflict in conflicts(native().space or EVERYTHING, facts):
         yield Obstacle(conflict.place or "mesh", conflict.text(facts))
 
 
 def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
-    """Yield what keeps a layout from saying when parameters of ZeRO-3 are gathered and freed."""
+    """Yield obstacles to a layout's choice of when ZeRO-3 gathers and frees parameters."""
     asked = {
         "prefetch": layout.prefetch or None,
         "reshard_after_forward": layout.reshard_after_forward,
@@ -463,7 +463,7 @@ def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
 
 
 def _relay_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
-    """Yield what keeps ranks from handing on among themselves what is sent to them once."""
+    """Yield obstacles to ranks that pass on among themselves tokens sent to them once."""
     if layout.expert == 1:
         yield Obstacle(
             "hierarchical_all_to_all",
@@ -504,7 +504,7 @@ def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
 
 
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what torch's product over all experts at once does not take: rows of odd length."""
+    """Yield obstacles to torch's product over all experts at once: rows of odd length."""
     width = ffn_size // (layout.tensor if layout.expert == 1 else 1)
     halves = job.precision in ("bf16", "fp16", *EIGHT_BITS)
     multiple = GROUPED_BYTES // (2 if halves else 4)
@@ -548,7 +548,7 @@ def _context_obstacles(a: Architecture | None, length: int, layout: Layout) -> I
 
 
 def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterator[Obstacle]:
-    """Yield what no framework can do as the planner describes it."""
+    """Yield combinations that no framework can run as the planner describes it."""
     if layout.gradient_compression != "full":
         yield from _wire_limits(job, layout)
     if layout.loss is not None:
@@ -585,7 +585,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
 
 
 def _foreign_choices(job: Job) -> Iterator[Obstacle]:
-    """Yield what other frameworks train with and nothing here is priced or run by."""
+    """Yield choices of other frameworks that are neither priced nor run here."""
     if job.precision == "nvfp4":
         yield Obstacle(
             "precision",
@@ -595,7 +595,7 @@ def _foreign_choices(job: Job) -> Iterator[Obstacle]:
 
 
 def _update_obstacles(job: Job) -> Iterator[Obstacle]:
-    """Yield which optimizers and masters are not run."""
+    """Yield optimizers and masters that are not executed."""
     if job.optimizer not in (native().space or EVERYTHING).optimizers:
         yield Obstacle(
             "training.optimizer",
@@ -640,7 +640,7 @@ def _wire_limits(job: Job, layout: Layout) -> Iterator[Obstacle]:
 
 
 def _place_obstacles(layout: Layout) -> Iterator[Obstacle]:
-    """Yield what no layout of the search's space has, and a plan written by hand may."""
+    """Yield combinations outside of the search's space, which a plan written by hand may have."""
     ranks = layout.data_shard * layout.context * layout.tensor
     if ranks % layout.expert:
         yield Obstacle(

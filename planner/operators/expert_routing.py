@@ -61,7 +61,7 @@ class Routing:
         return min(1 + deviation * expected_largest(ranks), most)
 
     def distinct(self, units: int) -> float:
-        """Return how many of `units` equal shares of the experts a token goes to, on average.
+        """Return the mean number of `units` equal shares of the experts that a token goes to.
 
         Shares are neighbouring experts.  A share is missed if none of the chosen groups has experts
         of it, or all experts are chosen from others: of E' experts in the chosen groups, of which
@@ -109,7 +109,7 @@ def expected_largest(count: int) -> float:
 
 
 def routing_of(experts: Experts, spread: float = 0.0) -> Routing:
-    """Return how tokens are routed among these experts, whose loads have a spread."""
+    """Return the routing of tokens among these experts, whose loads have a spread."""
     groups = experts.groups or 1, experts.groups_per_token or 1
     return Routing(experts.count, experts.per_token, *groups, spread)
 

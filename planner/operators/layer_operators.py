@@ -409,7 +409,7 @@ def traced_layer(layer: Layer, setting: Setting) -> OperatorTable:
 def _crossing_ranks(
     layer: Layer, setting: Setting, scale: float
 ) -> tuple[list[Operator], list[Operator]]:
-    """Return what a traced layer gets from ranks that have other positions or experts, and sends.
+    """Return the exchanges of a traced layer with ranks that have other positions or experts.
 
     `scale` makes bytes of a micro-batch of those of one sample in fp32.
     """
@@ -440,7 +440,7 @@ def _crossing_ranks(
 def _to_experts(
     name: str, experts: TracedExperts, setting: Setting, scale: float
 ) -> tuple[list[Operator], list[Operator]]:
-    """Return how tokens of a traced layer come to experts of other ranks, and back.
+    """Return the exchanges of a traced layer's tokens with experts of other ranks.
 
     Sent to each of their experts they take c b bytes, b those of a rank's tokens and c the choices
     of each; those that arrive are what experts read, and those that return what weights multiply,

@@ -103,7 +103,7 @@ def distinct_choices(choices: Sequence[Alternative]) -> list[Alternative]:
 
 
 def _day_usd(cluster: ClusterSpec | None) -> tuple[str, str] | None:
-    """Return what a day of a cluster's rent costs and what the price is; None if it is unknown."""
+    """Return the cost of a day of a cluster's rent, and its price; None if it is unknown."""
     if cluster is None:
         return None
     rent = rent_of(Rental(), cluster, rents())

@@ -145,7 +145,7 @@ def _span(run: Sequence[int]) -> str:
 def solution_json(
     problem: Problem, result: GraphSolution | Infeasible | CutOff | Unfinished
 ) -> dict[str, Any]:
-    """Return what `solve --json` prints."""
+    """Return the output of `solve --json`."""
     if isinstance(result, GraphSolution):
         split = result.split
         document: dict[str, Any] = {

@@ -53,7 +53,7 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield what is printed, with every character that is not printable written out."""
+        """Yield the output, with every unprintable character written out."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment

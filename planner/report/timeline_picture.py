@@ -106,7 +106,7 @@ def timeline_key(timeline: Timeline) -> list[tuple[str, str, float]]:
 
 
 def left_out(timeline: Timeline) -> int:
-    """Return how many actions are not drawn."""
+    """Return the number of actions that are not drawn."""
     most = MOST_ACTIONS // len(timeline.orders)
     return sum(max(0, len(order) - most) for order in timeline.orders)
 

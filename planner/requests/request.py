@@ -150,7 +150,7 @@ class Request:
     def of_plan(
         cls, plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
     ) -> Request:
-        """Return what a plan answers; layers measured in our runtime are no other framework's."""
+        """Return the request that a plan answers; only plans of `native` use the profile."""
         framework_ = framework_called(plan.framework)
         measured = profile if base_of(framework_.name) == "native" else None
         return cls(model, cluster, plan.job, profile=measured, framework=framework_)

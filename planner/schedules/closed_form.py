@@ -75,5 +75,5 @@ def in_flight_counts(
 
 
 def most_on_first_stage(name: str, *, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return how many micro-batches the model's first stage has in flight at most."""
+    """Return the largest number of micro-batches in flight on the model's first stage."""
     return schedule_of(name).on_first_stage(Shape(ranks, micro_batches, virtual_stages))

@@ -34,11 +34,11 @@ class Timeline:
     """[rank, action]"""
 
     def finish_s(self, rank: int) -> float:
-        """Return when a rank has done its last action."""
+        """Return the time at which a rank has done its last action."""
         return self.ends_s[rank][-1] if self.ends_s[rank] else 0.0
 
     def busy_s(self, rank: int) -> float:
-        """Return how long a rank computes and sends."""
+        """Return the seconds in which a rank computes and sends."""
         seconds: float = sum(map(sub, self.ends_s[rank], self.starts_s[rank]))
         return seconds
 

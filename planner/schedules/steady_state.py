@@ -84,7 +84,7 @@ class StageTimes:
 def rank_times(
     schedule: str, times: StageTimes, *, micro_batches: int, virtual_stages: int = 1
 ) -> RankTimes:
-    """Return when ranks end under a schedule.
+    """Return the times at which ranks end under a schedule.
 
     >>> times = StageTimes(forward_s=[1.0] * 4, backward_s=[2.0] * 4, weight_s=None,
     ...     transfer_s=[0.0] * 3, exposed_s=[0.0] * 3)
@@ -228,7 +228,7 @@ def _later(order: Iterable[Action], period: int) -> Iterator[Action]:
 
 
 def source_of(action: Action, stages: int, split: set[tuple[int, int]]) -> Action | None:
-    """Return what an action takes from another stage; `split` are backwards with an I."""
+    """Return the action of another stage that an action waits for; `split` backwards have an I."""
     stage, kind, m = action
     if kind == "F":
         return Action(stage - 1, "F", m) if stage else None

@@ -110,7 +110,7 @@ def folder_beside(path: Path) -> Path:
 
 
 def _umask() -> int:
-    """Return what this process's new files do not permit."""
+    """Return the permissions that this process's new files lack."""
     umask = os.umask(0)
     os.umask(umask)
     return umask

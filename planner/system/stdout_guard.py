@@ -82,7 +82,7 @@ def _flush() -> None:
 
 
 def stdout_is_lost() -> bool:
-    """Say whether what was printed cannot be written: a full disk, or no reader.
+    """Return True if what was printed cannot be written: a full disk, or no reader.
 
     What is left of it is dropped then, or Python would complain of it at its end.
     """

@@ -241,7 +241,7 @@ class Tuner:
         return float(self.posterior.mean[option])
 
     def _surest(self, among: Sequence[int], above: float) -> list[int]:
-        """Return which of some options fit with a probability, or those most likely to."""
+        """Return the options that fit with a probability, or those most likely to fit."""
         runnable = [option for option in among if self.fits[option] >= above]
         most = max((float(self.fits[option]) for option in among), default=0.0)
         return runnable or [option for option in among if self.fits[option] == most > 0]

@@ -123,7 +123,7 @@ def in_small(
 
 
 def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> SmallTrial | None:
-    """Return what is tried for a plan, with as many layers as fit; None where nothing does."""
+    """Return the stand-in of a plan, with as many layers as fit; None where nothing does."""
     layout = small_layout(plan.layout, request.cluster, small)
     if layout is None:
         return None

@@ -193,7 +193,7 @@ class TrialOption:
 
 
 def _constant_of(cause: str) -> str:
-    """Return which constant a cause of a step follows."""
+    """Return the constant that a cause of a step follows."""
     sensitivities = {
         "forward": "computing",
         "backward": "computing",

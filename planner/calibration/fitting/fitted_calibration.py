@@ -29,7 +29,7 @@ class Fitted:
     fit: FittedConstants
 
     def pulled_text(self, refused: UnfittedConstant) -> str:
-        """Return which runs pull a constant out of its bounds, in brackets; else nothing."""
+        """Return the runs that pull a constant out of its bounds, in brackets; else nothing."""
         names = ", ".join(self.runs[i] for i in refused.pulled_by)
         return f" (pulled by {names})" if names else ""
 
@@ -106,7 +106,7 @@ def _fit_of_quantity(
 
 
 def calibrated_json(result: Calibrated) -> dict[str, Any]:
-    """Return what `calibrate --json` prints; errors are fractions."""
+    """Return the output of `calibrate --json`; errors are fractions."""
     return {
         "calibration": result.calibration.model_dump(mode="json", exclude_none=True),
         "quantities": {each.quantity: _quantity(each) for each in result.fits},

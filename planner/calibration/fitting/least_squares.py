@@ -208,7 +208,7 @@ def _out_of_bounds(
     measured: Sequence[float],
     predict: Predict,
 ) -> UnfittedConstant:
-    """Say which runs pull a constant out of its bounds: those that its bound fits worst."""
+    """Return the runs that pull a constant out of its bounds: those that its bound fits worst."""
     above = values[constant.name] > constant.most
     bound = constant.most if above else constant.least
     at_bound = {**values, constant.name: bound}

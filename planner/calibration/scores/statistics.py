@@ -77,7 +77,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def out_of_memory_score(calls: Sequence[tuple[bool, bool]]) -> OutOfMemoryScore | None:
-    """Return how often (predicted to fit, ran out of memory) agree; None if there are none."""
+    """Return the agreement of (predicted to fit, ran out of memory); None for no pairs."""
     if not calls:
         return None
     n = len(calls)
@@ -122,7 +122,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def regret(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return how much slower than the best measured the one predicted fastest is.
+    """Return the relative slowness of the layout predicted fastest against the fastest measured.
 
     >>> regret([(1.0, 12.0), (2.0, 10.0)])
     0.19999999999999996

@@ -204,7 +204,7 @@ def validate(
 
 
 def _refusal(setup: Setup) -> str:
-    """Return why a run's framework refuses what its layout joins; empty if it does not."""
+    """Return why a run's framework refuses the combination of its layout; empty if it does not."""
     request = setup.request
     facts = Facts(request.model, request.cluster, request.job, setup.layout)
     conflict = next(conflicts(request.framework.space or EVERYTHING, facts), None)
@@ -262,7 +262,7 @@ def validation_of(rows: Sequence[ScoredRow]) -> Validation:
 
 
 def score(rows: Iterable[ScoredRow]) -> Score:
-    """Return what the predictions of some rows are worth."""
+    """Return the scores of the predictions of some rows."""
     rows = list(rows)
     timed = [row for row in rows if row.times and row.measured.judge_time]
     sweeps: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -311,7 +311,7 @@ def macro(scores: Iterable[Score]) -> dict[str, Any]:
 
 
 def validation_json(validation: Validation) -> dict[str, Any]:
-    """Return what `validate --json` prints; all errors are fractions."""
+    """Return the output of `validate --json`; all errors are fractions."""
     return {
         "macro": macro(validation.sources.values()),
         "sources": {name: _score_json(s) for name, s in validation.sources.items()},

@@ -82,7 +82,7 @@ def measurement(row: Row, column: str) -> float | None:
 
 
 def degree(row: Row, column: str) -> int:
-    """Return how many ranks an axis has; 1 where the cell is empty or 0."""
+    """Return the number of ranks of an axis; 1 where the cell is empty or 0."""
     return optional(row, column) or 1
 
 

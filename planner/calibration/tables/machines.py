@@ -50,7 +50,7 @@ def accelerator_of(text: str, memory_gb: float | None = None) -> str:
 
 
 def _same_board(name: str, other: str) -> bool:
-    """Tell whether two names are of one chip, and not of boards that are linked differently."""
+    """Return True if two names are of one chip, and not of boards that are linked differently."""
     words, others = name.split("-"), other.split("-")
     boards = [set(parts) & {"sxm", "pcie", "nvl"} for parts in (words, others)]
     return words[0] == others[0] != "rtx" and (boards[0] == boards[1] or not all(boards))

@@ -73,7 +73,7 @@ def _among_first(count: int | None, at: int) -> bool:
 
 
 def recomputes(setup: Setup) -> tuple[Recompute, ...]:
-    """Return what layers of a run may recompute, `none` first."""
+    """Return the recomputations that layers of a run may have, `none` first."""
     choices = {"none", _recompute(setup, 0), _recompute(setup, 1)}
     if setup.recompute is None:
         choices.add("full")
@@ -81,7 +81,7 @@ def recomputes(setup: Setup) -> tuple[Recompute, ...]:
 
 
 def _recompute(setup: Setup, block: int) -> Recompute:
-    """Return what a block recomputes."""
+    """Return the recomputation of a block."""
     kernels, rule = setup.request.framework.kernels, setup.request.framework.recompute
     match setup.recompute:
         case None | "none":
@@ -180,7 +180,7 @@ def _choose_recompute(setup: Setup, tables: Tables) -> _Decided:
 
 
 def predict_run(setup: Setup, tables: Tables | None = None) -> Prediction:
-    """Return what a run should do; of many, those of a sweep share `tables`."""
+    """Return the prediction of a run; of many, those of a sweep share `tables`."""
     return _choose_recompute(setup, tables or Tables()).prediction
 
 
@@ -208,7 +208,7 @@ def plan_of(setup: Setup) -> Plan:
 
 
 def framework_prediction(request: Request, layout: Layout) -> Prediction:
-    """Return what a layout should do whose stages are those of its framework's rule.
+    """Return the prediction of a layout with the stages of its framework's rule.
 
     All blocks recompute alike.
     """
@@ -238,7 +238,7 @@ def _of_pins(request: Request, layout: Layout) -> Setup:
 
 
 def setup_prediction(setup: Setup, layout: str) -> Prediction:
-    """Return what a run of a language model should do; `layout` is how it is written."""
+    """Return the prediction of a run of a language model; `layout` is how it is written."""
     model, framework = setup.request.model, setup.request.framework
     a = model.architecture
     if a is None or a.patches or a.classes:

@@ -136,7 +136,7 @@ def setup_of(
     left_out: Collection[str] = (),
     kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Setup | Skipped:
-    """Return what a row ran, or why it cannot be determined.
+    """Return the setup of a row, or why it cannot be determined.
 
     `unknown` names frameworks that are left out: what they trained is read as an unknown
     framework's. `left_out` names all sources of its table: what rests on the row's own is left out,
@@ -454,7 +454,7 @@ def _graph(architecture: Architecture) -> ModelGraph:
 def _word_or_default(
     row: Row, column: str, read: Callable[[str], Any], default: Any, assumed: list[str] | None
 ) -> Any:
-    """Return what a word means; the default where it is empty or unknown.
+    """Return the meaning of a word; the default where it is empty or unknown.
 
     Without a list of assumptions an unknown word is an error.
     """
@@ -505,7 +505,7 @@ def _devices(row: Row, others: int) -> int:
 
 
 def _data_degree(row: Row, devices: int, others: int) -> int:
-    """Return how many replicas the samples are divided among."""
+    """Return the number of replicas among which samples are divided."""
     data = optional(row, "dp")
     if data is not None and data * others == devices:
         return data
@@ -552,6 +552,6 @@ def measured_setups(
     left_out: Collection[str] = (),
     kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Iterator[tuple[MeasuredRun, Setup | Skipped]]:
-    """Yield what was seen and what was run, row by row."""
+    """Yield measurements and setups, row by row."""
     for row in rows:
         yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out, kin=kin)

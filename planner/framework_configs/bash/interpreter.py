@@ -236,7 +236,7 @@ class _Run:
             self.run(body)
 
     def _decide(self, text: str) -> bool:
-        """Return how an unknown condition comes out on this way."""
+        """Return the outcome of an unknown condition on this way."""
         text = _bash_text(text)
         settled = self.around.values.get(text)
         if settled is not None:
@@ -643,7 +643,7 @@ class _Run:
         return [[(_unknown("{,}"), False)]]
 
     def _expansion(self, part: object) -> list[list[Piece]]:
-        """Return what a part of a word expands to: a field each, which may be split still."""
+        """Return the expansion of a part of a word: a field each, which may be split still."""
         match part:
             case LiteralText(text, quoted):
                 return [[(text, quoted)]]
@@ -828,7 +828,7 @@ class _Run:
         return [[(item, quoted)] for item in items]
 
     def _output(self, body: Node) -> str | None:
-        """Return what commands print; None if that is unknown."""
+        """Return the output of commands; None if that is unknown."""
         before, self._captured = self._captured, []
         state, self.state = self.state, self.state.copy()
         try:

@@ -306,7 +306,7 @@ _OF_MS_SWIFT = frozenset(
 
 
 def _frozen_weights(settings: Settings, bits: str, method: str, kind: str) -> str:
-    """Return how frozen weights are stored; other numbers and methods are not understood."""
+    """Return the storage type of frozen weights; other numbers and methods are not understood."""
     count = settings.number(bits)
     if count is None:
         settings.idle(method, kind)

@@ -136,7 +136,7 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _sharding(settings: Settings, config: ParsedConfig) -> None:
-    """Read what data-parallel ranks divide, and what of it runs beside computation."""
+    """Read the sharding of data-parallel ranks, and the overlap of its communication."""
     strategy = settings.ignore("data-parallel-sharding-strategy")
     if settings.flag("use-distributed-optimizer"):
         config.zero = 1
@@ -175,7 +175,7 @@ _OF_PIPELINES = (
 
 
 def schedule_with(virtual_stages: int) -> str:
-    """Return what Megatron runs: Megatron Core, pipeline_parallel/schedules.py."""
+    """Return the schedule that Megatron runs: Megatron Core, pipeline_parallel/schedules.py."""
     looped = schedule_name("megatron", "forward_backward_pipelining_with_interleaving")
     return looped if virtual_stages > 1 and looped is not None else PLAIN
 

@@ -278,7 +278,7 @@ class ParsedConfig:
     def gather(
         self, settings: Settings, section: str = "", names: Mapping[str, str] | None = None
     ) -> None:
-        """Note what of a section was not read, and what of it decides nothing.
+        """Record the keys of a section that were not read, and those without effect.
 
         `names` are those that the configuration has for keys.
         """

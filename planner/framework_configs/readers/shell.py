@@ -31,7 +31,7 @@ def parsed(
     parse: Callable[[list[str]], ParsedConfig],
     surroundings: ScriptEnvironment | None = None,
 ) -> ParsedConfig:
-    """Return what `parse` makes of the words of the command that trains.
+    """Return the result of `parse` for the words of the command that trains.
 
     DocumentError names the conditions by which a script trains in several ways.
     """
@@ -66,7 +66,7 @@ def _config_of(
     parse: Callable[[list[str]], ParsedConfig],
     errors: dict[str, DocumentError],
 ) -> ParsedConfig | DocumentError:
-    """Return what one way through a script trains, or why that is refused: once for each reason."""
+    """Return the configuration of a way through a script, or its refusal: once for each reason."""
     words = _training_words(way, of)
     try:
         config = parse(words)
@@ -80,7 +80,7 @@ def _which(
     configs: Sequence[tuple[ScriptPath, ParsedConfig | DocumentError]],
     first: ParsedConfig | DocumentError,
 ) -> str:
-    """Say which conditions decide what is trained."""
+    """Return the conditions that decide what is trained."""
     deciding = []
     texts = dict.fromkeys(text for way, _ in configs for text, _ in way.decisions)
     for text in texts:

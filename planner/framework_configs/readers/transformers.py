@@ -187,7 +187,7 @@ def _adapters(settings: Settings, config: ParsedConfig) -> None:
 
 
 def packed_weights(settings: Settings) -> str:
-    """Return how weights that are not trained are stored."""
+    """Return the storage type of frozen weights."""
     four, eight = settings.flag("load_in_4bit"), settings.flag("load_in_8bit")
     if four and eight:
         raise DocumentError("load_in_4bit", "and load_in_8bit are both on; switch one off")
@@ -196,7 +196,7 @@ def packed_weights(settings: Settings) -> str:
 
 
 def read_dropout(settings: Settings, config: ParsedConfig) -> None:
-    """Read whether what goes into adapters is dropped out, which is a tensor of its own."""
+    """Read whether inputs of adapters have dropout, which makes a tensor of its own."""
     if settings.share("lora_dropout"):
         config.options.append("adapter-dropout")
 
