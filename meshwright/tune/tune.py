@@ -1,14 +1,13 @@
 """The command `tune`: try the plans that prediction cannot distinguish, answer by measurement.
 
     FOLDER/
-    ├── profile.yaml      what was measured of the machine before them, if that paid
-    ├── subject.json      what the trials are of
+    ├── profile.yaml      measurements of the machine before the trials, if they paid
+    ├── subject.json      subject of the trials
     ├── trials.jsonl      a line for each finished trial
     ├── constants.yaml    the cluster's constants as trials show them: a profile
     ├── cluster.yaml      the cluster with them, for `plan` and `whatif`
-    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with
-    `--trial-cluster` the
-                          model with fewer layers
+    └── 01/ 02/ ...       plan, configuration and output of each trial; with
+                          `--trial-cluster` the model with fewer layers
 
 The plan so far is written after every trial, so that whenever this ends it is one that ran.  With
 the same arguments it goes on behind the last finished trial.
