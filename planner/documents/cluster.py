@@ -44,14 +44,21 @@ class DeviceCurve(Part):
     """
 
     launch_s: Amount
+    """Seconds to start one kernel."""
     matmul: Fraction
+    """Fraction f of the peak that matrix products reach."""
     attention_forward: Fraction
+    """Fraction f of the peak that fused attention reaches in forward."""
     attention_backward: Fraction
+    """Fraction f of the peak that fused attention reaches in backward."""
     memory: Fraction
+    """Fraction g of the memory bandwidth that kernels reach."""
     spread: Amount
     """Relative error of the curve (0.1: 10 %): fitted where the curve was fitted, else a guess."""
     provenance: Provenance
+    """Origin of these figures."""
     source: Text
+    """Source of these figures, such as a benchmark or a paper."""
 
 
 AttentionKernel = Literal["fa1", "fa2", "fa3"]
@@ -89,22 +96,29 @@ class Accelerator(Part):
     """One device type."""
 
     name: Line
+    """Name of the device type, such as H100-SXM-80GB."""
     kind: AcceleratorKind = "cuda"
+    """Kind of the device: the backend of its programs."""
     memory_bytes: Positive
     """Bytes that a program can use: the total that CUDA reports, which is less than the label and
     the driver say."""
     peak_flops: dict[Precision, Rate]
     """Peak FLOP per second by precision: dense, with fp32 accumulation."""
     memory_bytes_per_s: Rate
+    """Bytes per second of device memory."""
     curve: DeviceCurve
+    """Rates that single kernels reach."""
     kernels: KernelRates = KernelRates()
+    """Rates that kernels reach inside of training steps."""
     architecture: Name | None = None
     """Generation, such as ampere or hopper; figures of frameworks may depend on it."""
     tdp_w: Amount | None = None
+    """Thermal design power in watts; None: not known."""
     multiprocessors: Positive | None = None
     """Number of streaming multiprocessors, or of compute units on AMD, among which a kernel's work
     is divided."""
     sources: dict[str, Text] = Field(default_factory=dict)
+    """Sources of these figures, by field."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -123,6 +137,7 @@ class NarrowGroup(Part):
     members: Devices
     """Largest number of members."""
     fractions: dict[Collective, Amount]
+    """Bus bandwidth of each collective over the tier's `bytes_per_s`."""
 
 
 class LinkTier(Part):
@@ -133,12 +148,14 @@ class LinkTier(Part):
     """
 
     name: Name
+    """Name of the tier, such as nvlink or infiniband."""
     devices: Devices
     """Number of devices that reach each other over this tier or a faster one."""
     latency_s: Amount
     """Seconds of latency of one round of a ring; an all-reduce of n devices has 2 (n - 1) rounds,
     other collectives have n - 1."""
     bytes_per_s: Rate
+    """Bytes per second of one device in one direction while every peer sends too."""
     peer_bytes_per_s: Rate | None = None
     """Bytes per second to one peer on a mesh without a switch; reaching `bytes_per_s` then needs
     all peers at once."""
@@ -154,7 +171,9 @@ class LinkTier(Part):
     """Total rate of all devices' links over the rate of the links that join them: with 4, each
     device has a quarter of its rate where all send at once."""
     provenance: Provenance = "quoted"
+    """Origin of the rate and the latency."""
     source: Text | None = None
+    """Source of the rate and the latency."""
 
     @property
     def rate_text(self) -> str:
@@ -172,9 +191,13 @@ class DeviceGroup(Part):
     """
 
     name: Line
+    """Name of the group, unique in the cluster."""
     accelerator: Accelerator
+    """Device type of all devices of the group."""
     nodes: Devices
+    """Number of nodes."""
     devices_per_node: Devices
+    """Number of devices on each node."""
     host_memory_bytes: Count | None = None
     """Bytes of host memory of one node."""
     host_memory_range_bytes: tuple[Count, Count] | None = None
@@ -209,9 +232,13 @@ class Price(Part):
     """A dated rent for the whole cluster."""
 
     usd_per_device_hour: Amount
+    """US dollars for one device and hour."""
     commitment: Literal["on_demand", "reserved", "spot", "owned"]
+    """Kind of contract."""
     date: Text
+    """Date of the price."""
     source: Text
+    """Source of the price."""
 
 
 class ClusterSpec(Document):
@@ -220,9 +247,13 @@ class ClusterSpec(Document):
     kind_of_document: ClassVar[str] = "cluster"
 
     name: Line
+    """Name of the cluster."""
     groups: tuple[DeviceGroup, ...]
+    """Device groups; one where all nodes are alike."""
     tiers: tuple[LinkTier, ...]
+    """Links between devices, the fastest first; the last tier joins all devices."""
     price: Price | None = None
+    """Rent of the whole cluster; None: not known."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -52,14 +52,21 @@ class StepRecord(Part):
     """Figures of one step; one line of metrics.jsonl."""
 
     step: Positive
+    """Number of the step, from 1."""
     loss: float
+    """Mean loss of the step."""
     grad_norm: float
+    """Norm of the gradients before clipping."""
     step_s: Amount
+    """Seconds of the step."""
     tokens_per_s: Amount | None = None
+    """Trained tokens per second."""
     samples_per_s: Amount | None = None
     """Samples per second of a script whose samples need not have tokens."""
     epoch: Count
+    """Number of the epoch."""
     learning_rate: Amount | None = None
+    """Learning rate of the step."""
     mfu: Amount | None = None
     """Model FLOPs utilization of this step: the model's FLOPs per second over the devices' peak."""
     eval_loss: float | None = None
@@ -72,6 +79,7 @@ class StepRecord(Part):
 
 class _Event(Part):
     at_unix_s: Amount
+    """Time of the event in Unix seconds."""
 
 
 class Attempt(_Event):
@@ -81,9 +89,11 @@ class Attempt(_Event):
     plan: Text
     """Digest of the plan."""
     devices: Positive
+    """Number of devices of the attempt."""
     after_step: Count = 0
     """Number of the step after which the attempt continues."""
     predicted_step_s: Amount | None = None
+    """Predicted seconds of a step."""
 
 
 class Expected(_Event):
@@ -93,9 +103,13 @@ class Expected(_Event):
     seconds: dict[Text, Amount]
     """Seconds by part; their sum is the wall clock."""
     failures: Amount
+    """Expected number of failures."""
     goodput: Proportion
+    """Share of the wall clock in which steps advance the training."""
     goodput_low: Proportion
+    """Lower end of the range of the goodput."""
     goodput_high: Proportion
+    """Upper end of the range of the goodput."""
 
     @property
     def is_of_training(self) -> bool:
@@ -112,7 +126,9 @@ class StepDone(_Event):
 
     event: Literal["step"] = "step"
     record: StepRecord
+    """Figures of the step."""
     predicted_s: Amount | None = None
+    """Predicted seconds of the step."""
 
 
 class PhaseDone(_Event):
@@ -120,8 +136,11 @@ class PhaseDone(_Event):
 
     event: Literal["phase"] = "phase"
     phase: Phase
+    """Phase that is complete."""
     measured_s: Amount
+    """Measured seconds of the phase."""
     predicted_s: Amount | None = None
+    """Predicted seconds of the phase."""
 
 
 class Saved(_Event):
@@ -129,12 +148,15 @@ class Saved(_Event):
 
     event: Literal["saved"] = "saved"
     step: Count
+    """Step whose state is saved."""
     blocked_s: Amount
     """Seconds that training waited for the checkpoint."""
     written_s: Amount
     """Seconds from the begin of the checkpoint until it was valid."""
     predicted_blocked_s: Amount | None = None
+    """Predicted seconds for which training waits."""
     predicted_written_s: Amount | None = None
+    """Predicted seconds until the checkpoint is valid."""
 
 
 class SaveFailed(_Event):
@@ -142,7 +164,9 @@ class SaveFailed(_Event):
 
     event: Literal["save_failed"] = "save_failed"
     step: Count
+    """Step whose state is not saved."""
     why: Text
+    """Reason of the failure."""
 
     @property
     def text(self) -> str:
@@ -158,7 +182,9 @@ class CopyInterval(_Event):
 
     event: Literal["copies"] = "copies"
     every_steps: Positive
+    """Steps between two copies."""
     step_s: Amount
+    """Seconds of a step."""
     state_bytes: Count
     """Bytes of the state of one rank."""
 
@@ -178,10 +204,15 @@ class Incident(_Event):
 
     event: Literal["incident"] = "incident"
     cause: Cause
+    """Cause of the incident."""
     rank: Count | None = None
+    """Rank of the incident; None: not known, or none."""
     node: Count | None = None
+    """Node of the incident; None: not known, or none."""
     after_step: Count = 0
+    """Last step before the incident."""
     evidence: Text
+    """Evidence for the cause, in words."""
 
 
 class Drift(_Event):
@@ -191,24 +222,32 @@ class Drift(_Event):
     cause: Text
     """Part of a step with the largest miss."""
     rank: Count | None = None
+    """Rank that fell behind; None: all ranks."""
     stage: Count | None = None
+    """Pipeline stage of that rank."""
     after_step: Count = 0
+    """Last step before the change."""
     measured_s: Amount
+    """Measured seconds."""
     predicted_s: Amount
     """Predicted seconds; for a straggler, the seconds that its peers take."""
     text: Text
+    """Sentence of the report."""
 
 
 class RankPart(Part):
     """Mean seconds of a rank's step and of its parts."""
 
     rank: Count
+    """Number of the rank."""
     stage: Count = 0
+    """Pipeline stage of the rank."""
     data_s: Amount
     """Seconds of reading the rank's batch."""
     work_s: Amount | None = None
     """Seconds of the rank's own work; None where they are not separated from waiting for others."""
     step_s: Amount
+    """Seconds of the step."""
 
 
 class Paced(_Event):
@@ -216,6 +255,7 @@ class Paced(_Event):
 
     event: Literal["paced"] = "paced"
     after_step: Count
+    """Last step of the average."""
     ranks: tuple[RankPart, ...]
     """Ranks with their seconds, the slowest first."""
 
@@ -225,14 +265,19 @@ class Decision(_Event):
 
     event: Literal["decision"] = "decision"
     reaction: Reaction
+    """Reaction that was chosen."""
     why: Text
+    """Reason for the reaction."""
     predicted_s: Amount | None = None
     """Predicted seconds until training goes on."""
     every_steps: Positive | None = None
     """Steps between checkpoints from here on."""
     devices: Positive | None = None
+    """Number of devices from here on."""
     plan: Text | None = None
+    """Digest of the plan from here on."""
     plan_source: PlanSource | None = None
+    """Origin of that plan."""
 
 
 class AttemptEnded(_Event):
@@ -240,7 +285,9 @@ class AttemptEnded(_Event):
 
     event: Literal["ended"] = "ended"
     stopped: Text
+    """Reason of the end."""
     after_step: Count
+    """Last step of the attempt."""
 
 
 Event = Annotated[

@@ -155,6 +155,7 @@ class Kernels(Part):
     """Kernels that run, and the rates that they reach."""
 
     norm: Kernel = "fused"
+    """Norms as one kernel, or as the tensor operations of a module."""
     gate: Kernel = "fused"
     """SwiGLU as one kernel, or as an activation and a product with a tensor each."""
     rotary: Kernel = "fused"
@@ -302,6 +303,7 @@ class RecomputeRule(Part):
     every second product's; all outputs but products', attention's and those of collectives that
     shrink; all of every second block; or what belongs to `modules`."""
     modules: tuple[RecomputeModule, ...] = ()
+    """Modules that selective recompute of `modules` recomputes."""
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
     reentrant: Flag = False
@@ -426,7 +428,9 @@ class PerPass(Part):
     """Seconds of one forward and of one backward."""
 
     forward: Amount = 0.0
+    """Seconds of one forward."""
     backward: Amount = 0.0
+    """Seconds of one backward."""
 
 
 class Host(Part):
@@ -539,12 +543,19 @@ class Seen(Part):
     """Runs that fitted figures come from."""
 
     accelerators: tuple[Text, ...]
+    """Device types of the runs."""
     parameters: tuple[Amount, Amount]
+    """Smallest and largest number of parameters."""
     devices: tuple[Positive, Positive]
+    """Smallest and largest number of devices."""
     seq_len: tuple[Positive, Positive]
+    """Smallest and largest sequence length in tokens."""
     pretraining: Flag = True
+    """The runs include pretraining."""
     tuning: Flag = False
+    """The runs include fine-tuning."""
     eight_bits: Flag = False
+    """The runs include products in 8 bits."""
     releases: dict[Text, Text] = Field(default_factory=dict)
     """The last release of each product, as runs name them: `nemo: "26.08"`."""
 
@@ -553,27 +564,34 @@ class RunsWith(Part):
     """Options of measured runs beside the framework that the table of the runs does not list."""
 
     options: tuple[Text, ...]
+    """Options of such runs."""
     when: tuple[ConditionText, ...] = ()
     """Conditions that all hold for the layout of such a run."""
     source: Text | None = None
     """Source of the table whose runs alone show the options; None where a launch script or code
     shows them."""
     why: Text
+    """Reason to infer the options."""
 
 
 class Accuracy(Part):
     """Measurements of a framework's runs; `planner.costs.uncertainty` makes ranges of them."""
 
     seen: Seen | None = None
+    """Runs that the fitted figures come from; None: there are none."""
     runs_with: tuple[RunsWith, ...] = ()
+    """Options that runs had and their tables do not list."""
 
 
 class Versions(Part):
     """Software versions that a framework's figures describe."""
 
     of: Text
+    """Name of the software."""
     since: Text | None = None
+    """First version that the figures describe."""
     until: Text | None = None
+    """Last version that the figures describe."""
     earlier: Text | None = None
     """Framework that describes earlier releases.  FlashAttention dates from 2022: a run without
     fused attention of a framework whose later releases have it is read as a run of that earlier
@@ -586,17 +604,22 @@ class Release(Part):
     of: Text
     """Product whose versions are counted: `transformers`, `nemo`, `mlperf`."""
     since: Text
+    """First version with these options."""
     options: tuple[Text, ...] = ()
+    """Default options of runs."""
     source: Text
+    """Source of the options."""
 
 
 class OptionChoice(Part):
     """Options of a framework that shorten a step, and their requirements."""
 
     options: tuple[Text, ...]
+    """Options that are tried together."""
     when: tuple[ConditionText, ...] = ()
     """Conditions that all hold for a layout that gains by the options."""
     needs: Text
+    """Requirements of the options, in words."""
 
 
 class Basis(Part):
@@ -605,6 +628,7 @@ class Basis(Part):
     fields: tuple[Text, ...]
     """Paths of figures, such as `host.layer_s`."""
     provenance: Provenance
+    """Origin of the figures: derived from code, measured, fitted to runs, or assumed."""
     source: Text
     """Source file, paper, machine or table."""
     runs: Positive | None = None
@@ -624,11 +648,15 @@ class Framework(Document):
 
     kind_of_document: ClassVar[str] = "framework"
     name: Text
+    """Name of the framework."""
     aliases: tuple[Text, ...] = ()
+    """Other names of the framework."""
     extends: Text | None = None
     """Framework whose figures hold where this one gives none."""
     summary: Text
+    """Description in a sentence."""
     versions: Versions | None = None
+    """Software versions that the figures describe."""
     types: Types = Types()
     sharding: Sharding = Sharding()
     kernels: Kernels = Kernels()
@@ -646,11 +674,13 @@ class Framework(Document):
     space: Space | None = None
     """Space of layouts that is searched; None where layouts are priced and not searched."""
     accuracy: Accuracy = Accuracy()
+    """Measurements of the framework's runs."""
     releases: tuple[Release, ...] = ()
     """Releases of products; a run has the last one that is no later than its own."""
     choices: tuple[OptionChoice, ...] = ()
     """Options that a search tries where they are allowed (`--allow framework-options`)."""
     basis: tuple[Basis, ...] = ()
+    """Provenance of the figures; each figure that differs from its default has one."""
 
     @model_validator(mode="after")
     def _figures_have_a_basis(self) -> Self:

@@ -50,10 +50,13 @@ class Facts(NamedTuple):
     """Values that conditions refer to: a model, a cluster, a job and a layout."""
 
     model: ModelGraph
+    """Model."""
     cluster: ClusterSpec | None
     """Cluster; None where a layout is checked without one."""
     job: Job
+    """Work of a step."""
     layout: Layout
+    """Layout."""
 
 
 Value = int | str
@@ -154,7 +157,9 @@ class Product(NamedTuple):
     """Factors that are multiplied; a single one may be a word."""
 
     number: int
+    """Product of the numbers."""
     names: tuple[str, ...]
+    """Names of the facts that are multiplied."""
 
     def value_of(self, facts: Facts) -> Value:
         """Return its value."""
@@ -189,8 +194,11 @@ class Compared(NamedTuple):
     """A parsed condition."""
 
     product: Product
+    """Left side of the comparison."""
     sign: str
+    """Sign of the comparison."""
     values: tuple[str, ...]
+    """Right side: the accepted values, or one number."""
 
     def is_fulfilled(self, facts: Facts) -> bool:
         """Return True if the condition holds."""
@@ -237,16 +245,22 @@ class Divisible(Part):
     """`by` divides `what`, wherever all of `when` hold."""
 
     what: ProductText
+    """Product that must be divisible."""
     by: ProductText
+    """Divisor."""
     when: tuple[ConditionText, ...] = ()
+    """Conditions under which the rule holds; empty: always."""
     why: Text
+    """Reason of the rule."""
 
 
 class Conflict(Part):
     """Layouts that do not run: all of `when` holds, and not all of `needs`, or `needs` is empty."""
 
     when: tuple[ConditionText, ...]
+    """Conditions that hold together."""
     needs: tuple[ConditionText, ...] = ()
+    """Conditions that must then hold too; empty: no such layout runs."""
     why: Text
     """Reason; `{family}` and other names of facts stand for their values."""
     place: Text | None = None
@@ -265,6 +279,7 @@ class Space(Part):
     virtual_stages: Positive = 8
     """Largest number of stages on a rank that the search tries; with 1 a rank has exactly one."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    """Recomputations that layers may have."""
     selective_core: Flag = False
     """Blocks may recompute written-out attention too."""
     recompute_by_layer: Flag = True
@@ -279,15 +294,21 @@ class Space(Part):
     tensor: Positive | None = None
     """Largest tensor-parallel degree; None: no limit."""
     context: Positive | None = None
+    """Largest context-parallel degree; None: no limit."""
     expert: Positive | None = None
+    """Largest expert-parallel degree; None: no limit."""
     pipeline: Positive | None = None
+    """Largest pipeline-parallel degree; None: no limit."""
     within_node: tuple[Axis, ...] = ()
     """Axes whose ranks must be in one node."""
     axis_order: Literal["any", "fixed"] = "any"
     """`fixed`: tensor is innermost, then context, data and pipeline; `any`: every order."""
     activations: tuple[Activations, ...] = ("keep", "offload", "compress")
+    """Treatments of stored activations."""
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+    """States that may be on the host."""
     gradient_compressions: tuple[GradientCompression, ...] = ("full", "bf16", "fp16", "powersgd")
+    """Forms of gradients between data-parallel ranks."""
     prefetch: tuple[Prefetch, ...] = (0,)
     """Prefetch depths that a layout may ask for; 0 is the framework's own behaviour."""
     reshard_after_forward: Flag = False
@@ -295,7 +316,9 @@ class Space(Part):
     chunked_loss: Flag = False
     """A layout may compute its loss in chunks."""
     scales: tuple[Scales, ...] = ("tensorwise",)
+    """Scales of fp8 operands, the default first."""
     weight_gather_dtypes: tuple[WeightGatherDtype, ...] = ("full",)
+    """Types of gathered weights."""
     dispatches: tuple[Dispatch, ...] = ("alltoall",)
     """Dispatches that a layout may name."""
     hierarchical_all_to_all: Flag = False
@@ -303,6 +326,7 @@ class Space(Part):
     compile: tuple[Compile, ...] = ("none",)
     """Kinds of compilation that a layout may name; other layouts follow the framework."""
     tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
+    """Executions of tensor-parallel collectives."""
     precisions: tuple[Precision, ...] | None = None
     """Executed precisions; None: all."""
     optimizers: tuple[Optimizer, ...] = ("adamw",)
@@ -310,6 +334,7 @@ class Space(Part):
     trains_working: Flag = False
     """16-bit weights may be trained without an fp32 copy, where the framework usually keeps one."""
     objectives: tuple[Objective, ...] = ("sft",)
+    """Training objectives."""
     packed_weights: tuple[FrozenWeights, ...] = ()
     """Types in which frozen weights may be packed."""
     pads_vocabulary: Flag = False
@@ -318,7 +343,9 @@ class Space(Part):
     """The tensor degree may be a multiple of the number of key heads; each rank then has one whole
     head."""
     divisible: tuple[Divisible, ...] = ()
+    """Divisibility rules."""
     conflicts: tuple[Conflict, ...] = ()
+    """Combinations that do not run."""
 
     def usual_scales(self, precision: Precision) -> Scales:
         """Return the default scales of a layout: with fp8 the first of the space."""

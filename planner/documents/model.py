@@ -75,15 +75,20 @@ class BatchLeaf(Part):
     shape: tuple[Count, ...] | None = None
     """Shape without the dim of samples; None for a tensor that is not divided among samples."""
     dtype: Line
+    """Type of the tensor's elements."""
 
 
 class Experts(Part):
     """The mixture-of-experts part of a model's blocks."""
 
     count: Positive
+    """Number of routed experts of a block."""
     per_token: Positive
+    """Number of experts that each token uses."""
     ffn_size: Positive
+    """Width of one expert."""
     shared: Count = 0
+    """Number of shared experts, which every token uses."""
     shared_ffn_size: Count = 0
     """Width of all shared experts together; 0 means `shared` x `ffn_size`."""
     shared_gate: Flag = False
@@ -94,6 +99,7 @@ class Experts(Part):
     """Number of groups of experts, from `groups_per_token` of which a token's experts are chosen
     (node-limited routing); None: the choice is from all experts."""
     groups_per_token: Positive | None = None
+    """Number of groups that a token's experts are chosen from."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -120,42 +126,66 @@ class LatentAttention(Part):
     q_rank: Count
     """0 means that queries are projected directly."""
     kv_rank: Positive
+    """Rank of the latent keys and values."""
     rope_head_dim: Positive
+    """Features of a head that are rotated."""
     nope_head_dim: Positive
+    """Features of a head that are not rotated."""
     value_head_dim: Positive
+    """Features of a head's values."""
 
 
 class Patches(Part):
     """The image side of a vision transformer."""
 
     image_size: Positive
+    """Side of the image in pixels."""
     patch_size: Positive
+    """Side of a patch in pixels."""
     channels: Positive = 3
+    """Number of colour channels."""
 
 
 class Architecture(Part):
     """Configuration figures of a transformer; `family` fixes what the figures leave open."""
 
     family: Name
+    """Family of the model, such as llama; it determines what the figures leave open."""
     hidden_size: Positive
+    """Width of the residual stream."""
     layers: Annotated[Positive, Field(le=MOST_LAYERS)]
+    """Number of blocks."""
     heads: Positive
+    """Number of attention heads of a block."""
     kv_heads: Positive
+    """Number of heads of keys and values, a divisor of `heads`."""
     head_dim: Positive
+    """Features of a head."""
     ffn_size: Positive
+    """Width of a plain MLP."""
     vocab_size: Count
+    """Number of tokens in the vocabulary; 0 for models without one."""
     gated_mlp: Flag
+    """MLPs have a gate beside the up projection."""
     norm: Literal["rms", "layer"] = "rms"
+    """Kind of norms: RMS norm or layer norm."""
     pre_norm: Flag = True
     """Norms are before attention and MLP, and one is before the head; else they are after attention
     and MLP, and none is before the head."""
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
+    """Kind of positions."""
     max_positions: Positive = 131072
+    """Largest sequence length in tokens."""
     tied_embeddings: Flag = False
+    """The output projection shares the embedding's weights."""
     qkv_bias: Flag = False
+    """Projections of queries, keys and values have a bias."""
     output_bias: Flag = False
+    """The output projection of attention has a bias."""
     mlp_bias: Flag = False
+    """Products of MLPs have a bias."""
     qk_norm: Flag = False
+    """Queries and keys are normed."""
     post_norms: Flag = False
     """Norms also follow attention and MLP, as in Gemma-2."""
     sliding_window: Count = 0
@@ -166,7 +196,9 @@ class Architecture(Part):
     """Indices of global blocks that follow no such period, beside a window and `sliding_every`
     1."""
     causal: Flag = True
+    """Tokens attend to earlier tokens only."""
     token_types: Count = 0
+    """Number of token types with an embedding, as in BERT."""
     embedding_size: Count = 0
     """Width of the token embedding where it differs from hidden_size (OPT-350M); 0: the same."""
     classes: Count = 0
@@ -189,8 +221,11 @@ class Architecture(Part):
     head_transform: Flag = False
     """A dense layer, activation and norm before the output projection, as BERT has."""
     experts: Experts | None = None
+    """Mixture of experts; None: all blocks are dense."""
     latent: LatentAttention | None = None
+    """Multi-head latent attention; None: usual attention."""
     patches: Patches | None = None
+    """Image patches; None: the model reads tokens."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -219,10 +254,13 @@ class LayerTrace(Part):
     """Cost of one sample in a layer without built-in arithmetic, as traced in fp32."""
 
     forward_flops: Amount
+    """FLOPs of forward."""
     stored_bytes: Count
     """Bytes saved for backward, without parameters."""
     transient_bytes: Count
+    """Peak bytes inside forward or backward beyond those that stay."""
     output_bytes: Count
+    """Bytes of the output."""
 
 
 class DividedLayer(Part):
@@ -231,7 +269,9 @@ class DividedLayer(Part):
     tensor: Annotated[Positive, Field(ge=2)]
     """Ranks that divide the layer."""
     parameters: Count
+    """Parameters of the share."""
     trace: LayerTrace
+    """Cost of one sample in the share."""
     sums_bytes: tuple[Count, ...] = ()
     """Bytes of each activation that ranks sum in forward, and again in a recomputation."""
     last_sum_bytes: Count = 0
@@ -252,6 +292,7 @@ class TracedExperts(Part):
     hidden: Positive
     """Features of a token."""
     parameters: Positive
+    """Parameters of the experts."""
     exchanged_bytes: Count
     """Bytes in fp32 of one sample's tokens on the way to their chosen experts."""
     per_token: Positive = 1
@@ -269,7 +310,9 @@ class TracedLogits(Part):
     width: Positive
     """Features of a row."""
     outputs: Positive
+    """Number of outputs of a row."""
     trace: LayerTrace
+    """Cost of one sample in the layer without its loss."""
 
     @property
     def flops(self) -> float:
@@ -281,15 +324,18 @@ class Layer(Part):
     """One layer, or `repeat` consecutive layers that are alike."""
 
     name: Annotated[Name, Field(max_length=190)]
+    """Name of the layer; repeated layers get an index."""
     kind: Name
     """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ...
 
     Those that route tokens to experts end in `moe_block`, those with a window begin with `local_`.
     """
     repeat: Positive = 1
+    """Number of consecutive layers that are alike."""
     parameters: Count
     """Parameters of one such layer; a weight tied to another layer's counts there, not here."""
     trace: LayerTrace | None = None
+    """Cost of one sample, for layers without built-in arithmetic."""
     divided: Annotated[tuple[DividedLayer, ...], Field(min_length=1)] | None = None
     """Share of a rank by tensor degree; the layer is whole on each rank with other degrees."""
     largest: Count | None = None
@@ -299,7 +345,9 @@ class Layer(Part):
     """Bytes in fp32 of the keys and values of one sample in a traced layer; ranks that divide
     positions gather them."""
     experts: TracedExperts | None = None
+    """Experts of a traced layer."""
     logits: TracedLogits | None = None
+    """Product that makes the logits of a traced layer."""
     tied: Positive | None = None
     """Parameters of other layers that this layer reads too; a stage without those layers has copies
     of them."""
@@ -316,7 +364,9 @@ class Edge(Part):
     """Data that flows from one layer to another, where the graph is not a chain."""
 
     source: Name
+    """Layer that produces the data."""
     target: Name
+    """Layer that reads the data."""
 
 
 class ModelGraph(Document):
@@ -326,6 +376,7 @@ class ModelGraph(Document):
     not_digested: ClassVar[frozenset[str]] = frozenset({"files"})  # figures count, not comments
 
     name: Name
+    """Name of the model."""
     source: Line | None = None
     """Origin of the modules for the runtime: a catalogue name, a folder, `file.py:factory`, or
     `script:build` where the user's script passes them to meshwright.Engine."""
@@ -341,7 +392,9 @@ class ModelGraph(Document):
     optimizer_bytes: Amount | None = None
     """Mean bytes of optimizer state per parameter, where a script's optimizer is not AdamW."""
     architecture: Architecture | None = None
+    """Figures of a transformer; None for other models."""
     layers: tuple[Layer, ...]
+    """Layers in the order of the chain."""
     edges: tuple[Edge, ...] = ()
     """Edges of a graph; empty for a chain in the order of `layers`.  In a graph, the stages between
     a layer and the last reader of its output pass the output on, since ranks exchange with their

@@ -106,13 +106,19 @@ class Job:
     """Work of one step."""
 
     seq_len: int
+    """Tokens of a sample."""
     global_batch: int
+    """Samples of a step."""
     precision: Precision = "bf16"
+    """Type of matrix products."""
     lora: Lora | None = None
     """Adapters that are trained instead of the model; None trains the whole model."""
     optimizer: Optimizer = "adamw"
+    """Update rule of weights."""
     master_weights: MasterWeights = "fp32"
+    """Type of the weights that are trained."""
     objective: Objective = "sft"
+    """Training objective."""
     document_len: int | None = None
     """Mean over tokens of the length of their document, in tokens: the sum of squared document
     lengths over the sum of lengths.  Attention stays within documents; None: a sample is one
@@ -261,10 +267,15 @@ class Mesh(Part):
     """Parallel degrees, and the order of the axes; the innermost one uses the fastest links."""
 
     tensor: Devices = 1
+    """Tensor-parallel degree."""
     context: Devices = 1
+    """Context-parallel degree, which divides the sequence."""
     data_shard: Devices = 1
+    """Number of data-parallel ranks that divide states (ZeRO, FSDP)."""
     data_replicate: Devices = 1
+    """Number of replicas of these groups."""
     pipeline: Devices = 1
+    """Pipeline-parallel degree."""
     expert: Devices = 1
     """Expert degree, a divisor of data_shard x context x tensor; it takes no ranks of its own."""
     expert_tensor: Devices = 1
@@ -273,6 +284,7 @@ class Mesh(Part):
     sequence_parallel: Flag = True
     """Tensor parallelism also divides the residual stream.  Written only where it does not."""
     order: tuple[Axis, ...] = INSIDE_OUT
+    """All axes, the innermost first; ranks that are neighbours on it are neighbouring devices."""
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -316,7 +328,9 @@ class PlacedLayer(Part):
     """One layer of a stage, and the treatment of its activations."""
 
     layer: Name
+    """Name of the layer in the model."""
     recompute: Recompute = "none"
+    """Recomputation of the layer in backward."""
     activations: Activations = "keep"
     """Treatment of the tensors that recomputation leaves to store.  Written only where they do not
     stay on the device."""
@@ -333,6 +347,7 @@ class Stage(Part):
     """Consecutive layers on one pipeline rank, in order."""
 
     layers: tuple[PlacedLayer, ...]
+    """Layers of the stage in the order of the model."""
     group: Line | None = None
     """Device group that runs the stage, a name in `Plan.groups`, where devices differ."""
 
@@ -341,7 +356,9 @@ class PlannedGroup(Part):
     """Devices of the cluster that are alike; devices are numbered group by group."""
 
     name: Line
+    """Name of the device group."""
     devices: Devices
+    """Number of devices of the group."""
 
 
 class Share(Part):
@@ -350,16 +367,19 @@ class Share(Part):
     group: Line
     """Device group, a name in `Plan.groups`."""
     micro_batches: Samples
+    """Micro-batches of the rank in a step."""
 
 
 class PlannedModel(Part):
     """Model of the plan."""
 
     name: Name
+    """Name of the model."""
     source: Line
     """A catalogue name, a Hugging Face folder or config.json (with `:recorded` where its model is
     recorded), `file.py:factory`, or `script:build`."""
     digest: Line
+    """Digest of the model's layers and figures."""
     graph: ModelGraph | None = None
     """Layers and their figures, where computing them would run the user's code; None for other
     models."""
@@ -394,7 +414,9 @@ class Plan(Document):
     kind_of_document: ClassVar[str] = "plan"
 
     model: PlannedModel
+    """Model that the plan trains."""
     cluster: Line
+    """Cluster that the plan is for: an expression, a file, or a name."""
     framework: Text = "native"
     """Training framework (planner/catalog/frameworks); `planner.catalog.framework` finds it."""
     seq_len: SampleTokens = 1
@@ -405,14 +427,20 @@ class Plan(Document):
     batch: dict[Line, BatchLeaf] | None = None
     """Tensors of one sample of a user-defined batch, by their places in its pytree."""
     global_batch: Samples
+    """Samples of a step."""
     precision: Precision
+    """Type of matrix products."""
     mesh: Mesh
+    """Parallel degrees and their order."""
     zero: Literal[0, 1, 2, 3]
+    """ZeRO level: 0 divides nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
     schedule: ScheduleName
+    """Pipeline schedule."""
     virtual_stages: Positive = 1
     """Number of stages on each pipeline rank; `rank_of_stage` of planner.schedules.schedule places
     them."""
     micro_batch: Samples
+    """Samples of a micro-batch on each data-parallel rank."""
     micro_batches: Samples
     """Micro-batches per data-parallel rank and step: global_batch = micro_batch x micro_batches x
     data.
@@ -420,7 +448,9 @@ class Plan(Document):
     Where `shares` differ, it is the largest share.
     """
     offload: Offload = "none"
+    """States on the host."""
     gradient_compression: GradientCompression = "full"
+    """Form of gradients between data-parallel ranks."""
     prefetch: Prefetch = 0
     """Prefetch depth of ZeRO-3 in units.  Written only where it is not 0."""
     reshard_after_forward: Devices | None = None
@@ -437,12 +467,14 @@ class Plan(Document):
     """Number of ranks that receive a token once and pass it on among themselves, with experts on
     ranks of several nodes.  Written only there."""
     loss: ChunkedLoss | None = None
+    """Chunks of the output projection's loss; None: the loss is computed from all logits."""
     compile: Compile = "none"
     """Compiled graphs.  Written only where there are any."""
     tensor_overlap: TensorOverlap = "none"
     """Execution of tensor-parallel collectives of compiled blocks.  Written only where it is not
     none."""
     training: Training = Training()
+    """Settings of the optimizer."""
     timeout_s: Timeout = 600.0
     """Seconds after which a waiting collective ends the run."""
     groups: tuple[PlannedGroup, ...] | None = None

@@ -33,8 +33,11 @@ class StagePrediction(Part):
     forward_s: Finite
     """Seconds of the forward of one micro-batch."""
     backward_s: Finite
+    """Seconds of the backward of one micro-batch."""
     peak_memory_bytes: Finite
+    """Peak bytes of device memory."""
     memory_capacity_bytes: Finite
+    """Bytes of device memory that a program can use."""
     memory_parts: dict[Text, Finite]
     """Bytes by cause; their sum is peak_memory_bytes."""
     host_bytes: Finite = 0.0
@@ -61,9 +64,11 @@ class HostUse(Part):
     """Use of host memory on the node with the highest share in use."""
 
     used_bytes: Finite
+    """Bytes in use."""
     room_bytes: Finite | None = None
     """Bytes of host memory that may be filled; None where the node's memory is unknown."""
     memory_bytes: Finite | None = None
+    """Bytes of the node's host memory; None: not known."""
     range_bytes: tuple[Finite, Finite] | None = None
     """Smallest and largest memory in bytes of such nodes, where the node's own memory is
     assumed."""
@@ -90,8 +95,11 @@ class Assumption(Part):
     """A figure that was not measured on this machine for this model, and its provenance."""
 
     what: Text
+    """Name and value of the figure."""
     provenance: Text
+    """Origin of the figure: quoted, fitted, assumed, and so on."""
     source: Text
+    """Source of the figure."""
 
 
 class Prediction(Document):
@@ -100,13 +108,19 @@ class Prediction(Document):
     kind_of_document: ClassVar[str] = "prediction"
 
     plan_digest: Text | None = None
+    """Digest of the plan; None for a layout without a plan."""
     layout: Text
+    """Text of the layout."""
     step_time_s: Finite
+    """Seconds of a step."""
     step_time_low_s: Finite
+    """Lower end of the range of the step time in seconds."""
     step_time_high_s: Finite
+    """Upper end of the range of the step time in seconds."""
     step_parts: dict[Text, Finite]
     """Seconds of the critical stage by cause; their sum is step_time_s."""
     tokens_per_s: Finite
+    """Trained tokens per second of all devices."""
     samples_per_s: Finite | None = None
     """Samples per second of a script's own module, whose samples are not divided into tokens; else
     None."""
@@ -119,12 +133,14 @@ class Prediction(Document):
     compile_s: Finite = 0.0
     """Seconds of compilation before the first step; they are in no step."""
     fits: Flag
+    """True if the plan is predicted to fit in memory."""
     fit_probability: Finite | None = None
     """Probability that the plan fits in memory, since memory use differs from its prediction; None
     where the spread is unknown."""
     peak_memory_range_bytes: tuple[Finite, Finite] | None = None
     """Range in bytes that contains the peak of the fullest stage in 80 of 100 runs."""
     stages: tuple[StagePrediction, ...]
+    """Predictions of the pipeline stages in order."""
     links: Text | None = None
     """Rates of the links between devices, where none was measured."""
     host: HostUse | None = None
@@ -132,6 +148,7 @@ class Prediction(Document):
     overflows: tuple[Memory, ...] = ()
     """Kinds of memory that are too small; empty if the plan fits."""
     assumptions: tuple[Assumption, ...] = ()
+    """Figures that were not measured."""
     idle_devices: Count = 0
     """Devices of the cluster that no rank uses."""
     notes: tuple[Text, ...] = ()
@@ -223,14 +240,18 @@ class Loser(Part):
     """A configuration with one of the smallest lower bounds, and the reason why it lost."""
 
     layout: Text
+    """Text of the configuration."""
     lower_bound_s: Finite
+    """Lower bound in seconds on its step."""
     reason: Text
+    """Reason why it lost."""
 
 
 class Finalist(Part):
     """A configuration whose plan was simulated."""
 
     layout: Text
+    """Text of the configuration."""
     closed_form_s: Finite
     """Seconds of a step by the closed form, which orders the first plans."""
     step_time_s: Finite
@@ -241,7 +262,9 @@ class PlanProof(Part):
     """Proof about the plan that is the answer."""
 
     layout: Text
+    """Text of the plan's layout."""
     step_time_s: Finite
+    """Simulated seconds of the plan's step."""
     lower_bound_s: Finite
     """Lower bound in seconds on the step of every plan of the space."""
     gap: Finite
@@ -257,9 +280,11 @@ class Certificate(Document):
 
     format: Literal[2] = 2  # type: ignore[assignment]
     statement: Text
+    """Statement of the proof in words."""
     model: Text
     """Cost model whose simulated step the proof is about."""
     solver: Text
+    """Solver of the partition problems."""
     optimal: Flag
     """True if no plan has a shorter step than the fastest simulated one."""
     objective_s: Finite
@@ -269,11 +294,13 @@ class Certificate(Document):
     gap: Finite
     """(objective - lower bound) / objective."""
     configurations: Positive
+    """Number of configurations of the search space."""
     counts: dict[Text, Count]
     """Number of configurations that each argument excludes; their sum is `configurations`."""
     looked_at: dict[Text, Count] | None = None
     """Number of entries of the search by kind of bound."""
     runners_up: tuple[Loser, ...] = ()
+    """Configurations with the smallest lower bounds among the excluded ones."""
     layout: Text | None = None
     """The configuration of the fastest plan that was simulated."""
     finalists: tuple[Finalist, ...] = ()

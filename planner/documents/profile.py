@@ -54,12 +54,19 @@ class Birth(Part):
     """Place, time and command of the measurements."""
 
     command: Text
+    """Command of the measurements."""
     date: Text
+    """Date of the measurements."""
     host: Text
+    """Name of the machine."""
     device: Text
+    """Name of the device."""
     ranks: Positive
+    """Number of ranks that measured."""
     threads_per_rank: Positive
+    """Number of threads of each rank."""
     software: dict[str, Text]
+    """Versions of packages."""
     load: Amount | None = None
     """Mean number of running processes in the minute before; above 0, others used the machine."""
 
@@ -73,20 +80,29 @@ class LayerMeasurement(Part):
     """
 
     kind: Name
+    """Kind of the layer."""
     tensor: Positive
+    """Number of ranks that divide the layer's tensors."""
     context: Positive = 1
+    """Number of ranks that share a sequence."""
     expert: Positive = 1
     """Number of ranks that divide a block's experts."""
     sequence_parallel: Flag
+    """Tensor parallelism divides the residual stream along the sequence."""
     micro_batch: Positive
+    """Samples of a micro-batch."""
     seq_len: Positive
+    """Tokens of a sample."""
     precision: Precision
+    """Type of matrix products."""
     recompute: Recompute
+    """Recomputation of the layer."""
     compiled: Flag = False
     """Layer ran as one graph; for embedding and head, which are not compiled, the blocks did."""
     loss: ChunkedLoss | None = None
     """Chunked loss of a head; None: the loss is computed from all logits."""
     forward_s: Amount
+    """Seconds of forward."""
     backward_s: Amount
     """Seconds of backward, including the recomputed forward."""
     recompute_s: Amount | None = None
@@ -104,41 +120,57 @@ class LayerMeasurement(Part):
     spread: Amount
     """Interquartile range over median of forward + backward."""
     samples: Positive
+    """Number of measured passes."""
 
 
 class StageMeasurement(Part):
     """Consecutive layers from the model's first one under one setting, run as a whole."""
 
     layers: tuple[Name, ...] = Field(min_length=1)
+    """Names of the layers."""
     tensor: Positive = 1
+    """Number of ranks that divide the layers' tensors."""
     context: Positive = 1
+    """Number of ranks that share a sequence."""
     expert: Positive = 1
+    """Number of ranks that divide experts."""
     micro_batch: Positive
+    """Samples of a micro-batch."""
     seq_len: Positive
+    """Tokens of a sample."""
     precision: Precision
+    """Type of matrix products."""
     recompute: Recompute
     """Recomputation of every layer."""
     forward_s: Amount
+    """Seconds of forward."""
     backward_s: Amount
+    """Seconds of backward."""
     resident_bytes: Count
     """Bytes of a rank's share of parameters and buffers."""
     stored_bytes: Count
     """Bytes saved between forward and backward, without parameters and without the last layer's
     output.  Tensors that several layers share count once."""
     forward_transient_bytes: Count
+    """Peak bytes inside forward above those that are alive between forward and backward."""
     backward_transient_bytes: Count
     """Peak bytes above the bytes that are alive between forward and backward, without parameter
     gradients."""
     spread: Amount
+    """Interquartile range over median."""
     samples: Positive
+    """Number of measured passes."""
 
 
 class LinkPoint(Part):
     """One message size: `size_bytes` is what nccl-tests call size."""
 
     size_bytes: Positive
+    """Size of the message in bytes."""
     seconds: Amount
+    """Median seconds."""
     spread: Amount
+    """Interquartile range over median."""
 
 
 class LinkPiece(Part):
@@ -147,7 +179,9 @@ class LinkPiece(Part):
     from_bytes: Positive
     """Smallest measured size in bytes on the line."""
     to_bytes: Positive
+    """Largest measured size in bytes on the line."""
     latency_s: Amount
+    """Seconds of the line at size 0."""
     bytes_per_s: Rate | None = None
     """Bytes per second; None: seconds do not depend on the size."""
 
@@ -156,6 +190,7 @@ class LinkFit(Part):
     """Lines through all points of a curve; meshwright.planner.costs.alpha_beta_fit draws them."""
 
     pieces: tuple[LinkPiece, ...] = Field(min_length=1)
+    """Lines in the order of their sizes."""
     residual: Amount
     """Largest relative distance of a point from its line, in seconds over the point's seconds."""
 
@@ -168,12 +203,16 @@ class CollectiveCurve(Part):
     """
 
     tier: Name
+    """Name of the link tier."""
     operation: Collective
+    """Collective."""
     ranks: Positive
+    """Number of ranks of a group."""
     inner: Positive = 1
     """Number of neighbours among `ranks` that reach each other over faster tiers; 1: none do.  As
     many groups as there are such neighbours work at the same time."""
     points: tuple[LinkPoint, ...]
+    """Measured points, the smallest size first."""
     fit: LinkFit | None = None
     """Lines that give seconds at other sizes; None: log-log interpolation between points."""
 
@@ -209,14 +248,18 @@ class NumaNode(Part):
     """Cores and the memory that is close to them."""
 
     cores: Count
+    """Number of cores."""
     memory_bytes: Count
+    """Bytes of memory."""
 
 
 class Interface(Part):
     """A network interface, as the system describes it."""
 
     name: Text
+    """Name of the interface."""
     address: Text | None = None
+    """Network address of the interface."""
     bits_per_s: Rate | None = None
     """Bits per second that the driver reports; virtual interfaces report nothing, or any number."""
 
@@ -225,40 +268,59 @@ class MeasuredDevice(Part):
     """One rank's device, and the rates that it reaches while all others work too."""
 
     name: Text
+    """Name of the device."""
     rank: Count
+    """Rank that uses the device."""
     memory_bytes: Count | None = None
     """Memory in bytes that the driver reports."""
     reached_bytes: Count | None = None
     """Bytes that could be allocated in large pieces; None: not tried, as for host memory."""
     bus: Text | None = None
+    """Address on the PCI bus."""
     pcie: Text | None = None
+    """Generation and width of the PCI Express link."""
     numa: Count | None = None
+    """Number of the NUMA node that is close to the device."""
     flops: Rate | None = None
     """FLOP per second of a matrix product in fp32 (bf16 on accelerators)."""
     spread: Amount = 0.0
+    """Interquartile range over median of the matrix product."""
     host_to_device_bytes_per_s: Rate | None = None
+    """Bytes per second of copies from the host."""
     device_to_host_bytes_per_s: Rate | None = None
+    """Bytes per second of copies to the host."""
 
 
 class DeviceLink(Part):
     """Link between two devices of a node, as `nvidia-smi topo` names it: NV18, PIX, PHB, SYS."""
 
     first: Count
+    """Number of the first device."""
     second: Count
+    """Number of the second device."""
     kind: Text
+    """Kind of the link."""
 
 
 class MeasuredNode(Part):
     """One machine and its parts."""
 
     name: Text
+    """Name of the node."""
     processor: Text
+    """Name of the processor."""
     cores: Positive
+    """Number of cores."""
     memory_bytes: Count
+    """Bytes of host memory."""
     numa: tuple[NumaNode, ...] = ()
+    """NUMA nodes of the machine."""
     interfaces: tuple[Interface, ...] = ()
+    """Network interfaces."""
     devices: tuple[MeasuredDevice, ...] = ()
+    """Devices of the machine's ranks."""
     device_links: tuple[DeviceLink, ...] = ()
+    """Links between the machine's devices."""
     disk_write_bytes_per_s: Rate | None = None
     """Bytes per second of writing to the place of checkpoints until the data is on the disk."""
     disk_read_bytes_per_s: Rate | None = None
@@ -269,33 +331,44 @@ class NodePair(Part):
     """Messages from one node to another; each node takes part in one pair at a time."""
 
     source: Count
+    """Number of the node that sends."""
     target: Count
+    """Number of the node that receives."""
     bytes_per_s: Rate
+    """Bytes per second of large messages."""
     latency_s: Amount
+    """Seconds of a small message."""
     spread: Amount
+    """Interquartile range over median of the seconds."""
 
 
 class Finding(Part):
     """A property of the machine that its user should know."""
 
     what: Literal["link", "device", "noise", "clock", "spread", "layers"]
+    """Kind of the finding."""
     subject: Text
+    """Name of the part."""
     share: Amount | None = None
     """Share of the rate that its peers reach."""
     text: Text
+    """Sentence of the report."""
 
 
 class TierCalibration(Part):
     """Constants of a tier's links fitted to runs; None: not fitted."""
 
     bytes_per_s: Rate | None = None
+    """Bytes per second of the tier."""
     latency_s: Amount | None = None
+    """Seconds of latency of a round."""
 
 
 class Calibration(Part):
     """Constants of a cluster fitted to whole runs on it, of whatever model; None: not fitted."""
 
     accelerator: Line
+    """Name of the device type."""
     pace: Rate | None = None
     """Factor on all seconds over those with the other constants; None: not known."""
     matmul: Fraction | None = None
@@ -303,6 +376,7 @@ class Calibration(Part):
     memory: Fraction | None = None
     """Share of the memory bandwidth that kernels reach."""
     tiers: dict[str, TierCalibration] = Field(default_factory=dict)
+    """Constants of tiers, by their names."""
     step_s: Amount | None = None
     """Fixed seconds of a step."""
     action_s: Amount | None = None
@@ -310,10 +384,12 @@ class Calibration(Part):
     slack: Amount | None = None
     """Reserved memory over allocated memory."""
     runs: Positive
+    """Number of runs."""
     spread: Amount
     """Logarithmic spread: 80 of 100 runs left out of the fit are within a factor exp(spread) of the
     prediction."""
     source: Text
+    """Source of the runs."""
 
 
 class Profile(Document):
@@ -322,16 +398,27 @@ class Profile(Document):
     kind_of_document: ClassVar[str] = "profile"
 
     model: Name
+    """Name of the model."""
     model_digest: Line
+    """Digest of the model."""
     birth: Birth
+    """Place, time and command of the measurements."""
     layers: tuple[LayerMeasurement, ...]
+    """Measurements of layers."""
     stages: tuple[StageMeasurement, ...] = ()
+    """Measurements of several layers as a whole."""
     collectives: tuple[CollectiveCurve, ...] = ()
+    """Measurements of collectives."""
     overheads: Overheads | None = None
+    """Measured costs of the runtime."""
     nodes: tuple[MeasuredNode, ...] = ()
+    """Machines of the measurements."""
     pairs: tuple[NodePair, ...] = ()
+    """Messages between pairs of nodes."""
     findings: tuple[Finding, ...] = ()
+    """Properties of the machine that its user should know."""
     calibration: Calibration | None = None
+    """Constants fitted to whole runs."""
 
 
 Profiles = Profile | Mapping[str, Profile] | None

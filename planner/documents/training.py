@@ -78,6 +78,7 @@ class Lora(Part):
     """Low-rank adapters beside frozen linear layers."""
 
     rank: Annotated[Positive, Field(le=MOST_RANK)]
+    """Rank of the adapters."""
     alpha: Annotated[Rate, Field(le=1e6)] = 16.0
     """Numerator of the scale alpha / rank of the adapters' output."""
     targets: tuple[Text, ...] = ("all-linear",)
@@ -109,6 +110,7 @@ class Training(Part):
     """Settings of the optimizer and the schedule of its learning rate."""
 
     optimizer: Optimizer = "adamw"
+    """Update rule of weights."""
     master_weights: MasterWeights = "fp32"
     """Type of the master weights.  Written only where there are none."""
     objective: Objective = "sft"
@@ -116,14 +118,21 @@ class Training(Part):
     learning_rate: Fraction = 3e-4
     """Highest learning rate, reached at the end of the warm-up."""
     warmup_steps: Steps = 0
+    """Number of first steps over which the learning rate rises to its highest value."""
     beta1: Share = 0.9
+    """Decay of the first moment."""
     beta2: Share = 0.95
+    """Decay of the second moment."""
     epsilon: Fraction = 1e-8
+    """Constant in the denominator of the update."""
     weight_decay: Amount = 0.1
+    """Decoupled weight decay; a step takes learning_rate x weight_decay of each weight."""
     clip_norm: Amount = 1.0
     """Largest norm of the gradients; 0: no clipping."""
     seed: Count = 0
+    """Seed of initial weights and of the order of samples."""
     rate_schedule: RateSchedule = "constant"
+    """Schedule of the learning rate after the warm-up."""
     rate_steps: Steps = 0
     """Step at which a falling schedule has reached its floor, where it stays."""
     decay_steps: Steps = 0
