@@ -146,7 +146,7 @@ class Chain:
         self.kinds = {name: every[name] for name in self.parts}
         """Kind by layer, in order."""
         self.whole = list(self.kinds)[-1] == list(every)[-1]
-        """It ends in the model's last layer, and so in a loss."""
+        """True if the chain ends in the model's last layer, and so in a loss."""
         self._data_rank = self.place.data_rank
 
     def _plan(self, names: Sequence[str]) -> Plan:

@@ -47,7 +47,7 @@ from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 
 LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 6
-"""If nothing spreads by more than the target."""
+"""Number of rounds that suffice if nothing spreads by more than the target."""
 MOST_ROUNDS = 20
 TARGET_SPREAD = 0.1
 """Interquartile range over median of a pass through the chain."""

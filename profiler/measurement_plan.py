@@ -53,7 +53,7 @@ class LayerRequest:
 
     @property
     def division(self) -> Degrees:
-        """Over how many ranks tensor, context and expert parallelism divide the layers."""
+        """Numbers of ranks over which tensor, context and expert parallelism divide the layers."""
         return self.tensor, self.context, self.expert
 
 
@@ -216,7 +216,7 @@ class Budget:
     """Seconds for each part of a profile."""
 
     group_s: float
-    """For each size of group of ranks."""
+    """Seconds for each size of group of ranks."""
     pairs_s: float
     layers_s: float
     stages_s: float

@@ -60,7 +60,7 @@ any case."""
 REDUCED_BYTES = 4
 """Bytes of an element of a gradient between ranks."""
 MICRO_BATCHES = 16
-"""In the tiny pipeline: enough that filling it is a small part."""
+"""Number of micro-batches in the tiny pipeline: enough that filling it is a small part."""
 
 Seconds = tuple[float, float]
 """Seconds of forward and of backward of one micro-batch."""

@@ -49,7 +49,7 @@ class FallbackPlan(Part):
     """Devices of each of several nodes, where one of them has lost some."""
     path: Text
     plan: Text
-    """Its digest."""
+    """Digest of the plan."""
     devices: Positive
     step_s: Amount
     memory_bytes: Amount

@@ -488,7 +488,7 @@ class ScaleUp:
 
     @functools.cached_property
     def _step_s(self) -> float:
-        """Predicted, by the plan of now."""
+        """Predicted seconds of a step by the current plan."""
         return _predicted_step_s(self._fit)
 
     @functools.cached_property

@@ -69,7 +69,7 @@ class Submission:
     text: str
     file: Path | None = None
     said: str = ""
-    """By the scheduler's own command."""
+    """Answer of the scheduler's own command."""
 
 
 def submit(

@@ -133,9 +133,9 @@ class _SshHost:
     name: str
     process: asyncio.subprocess.Process
     last: collections.deque[str]
-    """Its last lines."""
+    """Last lines of its output."""
     node: int | None = None
-    """None before it is started."""
+    """Number of its node; None before it is started."""
     has_results: bool = False
     code: int | None = None
     follows: bool = False

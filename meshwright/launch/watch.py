@@ -153,7 +153,7 @@ def run_reading(run: WatchedRun) -> RunReading:
 
 
 MANY_TIMES = 3.0
-"""By how much a step may exceed its prediction before it is an alarm: no range is so wide."""
+"""Factor by which a step may exceed its prediction before an alarm; no range is as wide."""
 
 
 def slowness_text(step_s: float | None, predicted_s: float | None) -> str:

@@ -34,8 +34,8 @@ from meshwright.runtime.run.run_report import WARM_UP_STEPS
 
 LOG = "output.log"
 LEAST, USUAL, MOST = 3, 10, 40
-"""Timed steps of a trial; more than usual where they are noisy, while they take no longer than what
-came before them."""
+"""Numbers of timed steps of a trial; more than usual where they are noisy, while they take no
+longer than everything before them."""
 WANTED, BORNE = 0.01, 0.02
 """Standard errors of the median, as a share, at which no more steps are requested: at any time, and
 after the usual ones."""
@@ -43,7 +43,7 @@ SLOWER, SURELY = 1.1, 3.0
 """A plan is surely slower than the best one if every step of it is by this factor, and its median
 by this many standard errors of both."""
 GRACE_S = 20.0
-"""Between asking a child to end and killing it."""
+"""Seconds between asking a child to end and killing it."""
 LOOK_S = 0.1
 TAIL_BYTES = 1 << 16
 STEADY = Steadiness()

@@ -73,7 +73,7 @@ class AcceleratorEntry(Part):
     """A bridge between pairs of cards that a node may have and usually has not."""
     host_link_bytes_per_s: Rate | None = None
     network_bytes_per_s: Rate | None = None
-    """Between nodes, of one device, as its usual node has it."""
+    """Bytes per second of one device between nodes, in its usual node."""
     note: Text | None = None
     sources: dict[str, Text] = Field(default_factory=dict)
 

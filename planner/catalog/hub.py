@@ -47,7 +47,7 @@ class FetchedConfig:
 
 
 FETCHED: list[FetchedConfig] = []
-"""In order."""
+"""Configurations that this process has fetched, in order."""
 
 
 def is_hub_name(text: str) -> bool:

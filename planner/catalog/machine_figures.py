@@ -37,7 +37,7 @@ from meshwright.planner.errors import DocumentError, LaunchError
 DAYS = 30
 """Figures that are older are measured again."""
 MEMORY_FACTOR = 2
-"""By which free memory may differ from the cached figure."""
+"""Factor by which free memory may differ from the cached figure."""
 MEASURE = """
 import json, socket, threading, time
 import numpy

@@ -124,7 +124,7 @@ class LatentAttention(Part):
     """Multi-head latent attention (DeepSeek-V2): low-rank queries, keys and values."""
 
     q_rank: Count
-    """0 means that queries are projected directly."""
+    """Rank of the latent queries; 0 means that queries are projected directly."""
     kv_rank: Positive
     """Rank of the latent keys and values."""
     rope_head_dim: Positive

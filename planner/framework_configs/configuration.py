@@ -199,7 +199,7 @@ FRAMEWORKS = {
         megatron.deepspeed_obstacles, megatron.deepspeed_text, megatron.outside
     ),
 }
-"""By the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
+"""Writers by the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
 
 WHOLE_RECIPES = ("nanotron", "fsdp", "accelerate")
 """Frameworks whose file is a whole recipe, or contains no part of one."""

@@ -288,7 +288,7 @@ READERS: dict[str, Callable[..., ParsedConfig]] = {
     "nemo": nemo.read,
     "slurm": read_batch_script,
 }
-"""By the framework, or the kind of file, that is imported from."""
+"""Readers by the framework, or the kind of file, that is imported from."""
 _LOOK_AROUND = (
     *("megatron", "torchtitan", "torchtitan@0.2", "accelerate", "transformers", "trl"),
     *("llama-factory", "axolotl", "ms-swift", "slurm"),

@@ -25,7 +25,7 @@ _BAR = re.compile(
 )
 """A bar of tqdm: its name, steps done and to do, and the rate."""
 _OF_STEPS = re.compile(r"\b(?:step|train|epoch|iter)", re.IGNORECASE)
-"""In names of bars that count steps of training."""
+"""Words in the names of progress bars that count training steps."""
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory|ran out of device memory"
 )
@@ -185,7 +185,7 @@ READERS: dict[str, Reader] = {
     "accelerate": _measured(accelerate),
     "fsdp": _measured(accelerate),
 }
-"""By the base of a plan's framework."""
+"""Readers of logs by the base of a plan's framework."""
 
 
 def out_of_memory(text: str) -> bool:

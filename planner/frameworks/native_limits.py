@@ -193,7 +193,7 @@ class Obstacle(NamedTuple):
     """
 
     place: str
-    """In a plan."""
+    """Place in a plan."""
     text: str
 
     def __str__(self) -> str:

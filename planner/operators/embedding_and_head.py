@@ -237,7 +237,7 @@ def head(a: Architecture, setting: Setting) -> OperatorTable:
 
 
 GATHERED_LOGIT_BYTES = 4
-"""Per logit of bringing all shares together: the parts in 16 bits and their concatenation."""
+"""Bytes per logit of gathering all shares: the parts in 16 bits and their concatenation."""
 LOSS_BYTES, LOSS_BACKWARD_BYTES = 16, 12
 """Traffic per logit of a loss that is one operator."""
 

@@ -256,7 +256,7 @@ def _goes_beside_shared(a: Architecture) -> bool:
 def _dispatch_and_combine(
     a: Architecture, setting: Setting, whole: str, combined: str, full: float
 ) -> tuple[list[Operator], str, list[Operator]]:
-    """Each token to each of its experts, what has arrived there, and what is made of it, back.
+    """Exchange of each token with each of its experts, there and back.
 
     `full` are bytes of a rank's tokens.
     """

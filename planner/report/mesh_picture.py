@@ -33,7 +33,7 @@ class Axis:
     name: str
     ranks: int
     stride: int
-    """Between neighbours on the axis, in ranks."""
+    """Distance in ranks between neighbours on the axis."""
     link: str
     """The slowest link that the axis crosses."""
 

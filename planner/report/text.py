@@ -67,7 +67,7 @@ MOST_SIZES = 16
 ROUNDED = 5e-4
 """A gap that is shown as none."""
 AMORTISED_STEPS = 1000
-"""Over which the seconds of compilation are shown."""
+"""Number of steps over which the seconds of compilation are shown."""
 SURE = 0.95
 """A plan that fits with a lower probability is extra to."""
 NOTED = (CAVEAT_SOURCE,)

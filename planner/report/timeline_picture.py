@@ -33,7 +33,7 @@ MOST_ACTIONS = 9_000
 MOST_TITLED = 600
 """Actions of a timeline whose every action has a title and its micro-batch in it."""
 WIDTH, LEFT, ROW, TOP = 7200, 560, 200, 300
-"""In tenths of a pixel, so that places are whole numbers."""
+"""Sizes in tenths of a pixel, so that places are whole numbers."""
 ROOM_FOR_NUMBER = 110
 
 

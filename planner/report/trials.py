@@ -34,7 +34,7 @@ class MovedConstant:
     before: tuple[float, float, float]
     after: tuple[float, float, float]
     learnt: float
-    """By which share of its spread it is surer."""
+    """Share of its spread by which the constant became more certain."""
 
 
 def page(

@@ -100,7 +100,7 @@ class Pins:
     reshard_after_forward: int | None = None
     """Ranks over which ZeRO-3 divides parameters from forward to backward."""
     loss: ChunkedLoss | Literal["full"] | None = None
-    """In chunks, or of all logits."""
+    """Loss in chunks, or of all logits (`full`); None: not pinned."""
     scales: Scales | None = None
     weight_gather_dtype: WeightGatherDtype | None = None
     dispatch: Dispatch | None = None

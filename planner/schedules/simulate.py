@@ -24,7 +24,7 @@ _MICRO_BATCH = itemgetter(Action._fields.index("micro_batch"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When every action of every rank starts and ends."""
+    """Start and end of every action of every rank."""
 
     makespan_s: float
     orders: tuple[Order, ...]

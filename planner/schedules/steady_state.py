@@ -322,7 +322,7 @@ def _compile_cut(
     )
     first = {action: at for at, (_, action) in enumerate(begin)}
     middle: dict[tuple[int, Kind, int], tuple[int, int]] = {}
-    """By stage, kind and micro-batch modulo the period: place in the layer, and micro-batch."""
+    """Place in the layer and micro-batch, by stage, kind and micro-batch modulo the period."""
     for at, (_, (stage, kind, m)) in enumerate(layer):
         middle[stage, kind, m % period] = at, m
     last_begun, last_layer = [-1] * ranks, [-1] * ranks

@@ -85,7 +85,7 @@ class ScoredRow:
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """Predicted, of the kind and rank that the row names."""
+        """Predicted peak in GiB, of the kind and rank that the row names."""
         if self.prediction is None or self.setup is None:
             return None
         seen = self.measured
@@ -128,9 +128,9 @@ class Validation:
 
     rows: tuple[ScoredRow, ...]
     sources: dict[str, Score]
-    """Over complete rows (tier A)."""
+    """Scores by source over complete rows (tier A)."""
     incomplete: dict[str, Score]
-    """Over rows with gaps in their inputs (tier B)."""
+    """Scores by source over rows with gaps in their inputs (tier B)."""
     skipped: dict[str, int]
     """Rows that could not be predicted, by reason."""
     fallbacks: dict[str, int]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 Row = Mapping[str, str]
 
 MOST = 1e15
-"""Above every count that a table can mean."""
+"""Bound above every count that a table can mean."""
 
 EMPTY = frozenset({"", "-", "?", "n/a", "na", "nan", "null", "unknown"})
 

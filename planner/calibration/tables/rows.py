@@ -418,7 +418,8 @@ def _without_sources(name: str, left: frozenset[str], sources: frozenset[str]) -
 
 
 _KNOWN: dict[tuple[int, tuple[str, ...], float | None], tuple[Framework, Framework]] = {}
-"""By a framework's id, which stays alive so that the id stays its own, and options."""
+"""Cached values by a framework's id and options; the framework stays alive so that its id stays its
+own."""
 
 
 def _with_options(

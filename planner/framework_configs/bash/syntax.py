@@ -84,7 +84,7 @@ class Simple:
     """Assignments are arguments of `export`, `declare` and their like."""
     stdin: list[Word] = field(default_factory=list)
     redirected: bool = False
-    """Its output goes elsewhere."""
+    """True if its output is redirected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ class ParsedConfig:
     recompute_every: int = 1
     """Every n-th block of a rank is recomputed."""
     loss_chunks: int | None = None
-    """In how many parts a micro-batch's loss is computed; None: from all logits."""
+    """Number of parts in which a micro-batch's loss is computed; None: one, from all logits."""
     recomputed: int | None = None
     """The number of blocks of each stage, from its first; None: all."""
     blocks: list[int] | None = None
