@@ -89,7 +89,7 @@ class Parts:
     def once(self, name: str, measure: Callable[[], Any], *, keep: bool = True) -> Any:
         """Return a part, measured if any rank lacks it.  Plain data; all ranks call it together.
 
-        What may change from one day to the next is not to be cached.
+        Values that may change from one day to the next must not be cached.
         """
         if not keep:
             return measure()

@@ -150,7 +150,7 @@ class Chain:
         self._data_rank = self.place.data_rank
 
     def _plan(self, names: Sequence[str]) -> Plan:
-        # Of ZeRO, which experts on ranks of their own ask for, nothing is done: see `_place`.
+        # ZeRO, which experts on ranks of their own need, is not applied: see `_place`.
         mesh = self.division.mesh
         zero = int(mesh.data_shard > 1)
         return plan_of(self._model, [list(names)], seq_len=self.seq_len, mesh=mesh, zero=zero)
@@ -292,7 +292,7 @@ class Chain:
     def batch(self, micro_batch: int) -> tuple[Tensor, Any]:
         """Return this rank's tokens of one micro-batch, and the targets.
 
-        Of a recorded module those are all of the batch, and for a script's own, whose samples are
+        For a recorded module those are all of the batch; for a script's own, whose samples are
         those of its example, the first are any tensor of it.  Ranks of one tensor group have the
         same; those of a context group have parts of the same.
         """

@@ -154,8 +154,8 @@ def disturbances(noise: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
 def interpolation(profile: Profile) -> Iterator[Finding]:
     """Yield the errors of interpolated seconds, by leaving out each measured one in turn.
 
-    Of every micro-batch between two others, all layer kinds together.  Between measured ones the
-    gaps are half as wide, so this bounds their error as long as seconds grow smoothly.
+    It does so for every micro-batch between two others, all layer kinds together.  Between measured
+    ones the gaps are half as wide, so this bounds their error as long as seconds grow smoothly.
     """
     passes: dict[tuple[int, int, int, str], dict[int, float]] = {}
     for m in profile.layers:

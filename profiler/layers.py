@@ -4,8 +4,8 @@ A trial is a forward and a backward of one micro-batch through the whole chain. 
 activations between layers cut it at the layers' borders: a layer's forward ends where the next one
 begins, and since autograd runs later operators first, a layer's backward is what happens between
 the arrival of its output's gradient and that of its input's.  Gradients of parameters are added to
-earlier ones, as in all micro-batches of a step but the first.  The last layer has the loss too.
-What a layer computes again is a forward within the backward, and timed as such.
+earlier ones, as in all micro-batches of a step but the first.  The last layer has the loss too.  A
+layer's recomputation is a forward within the backward, and timed as such.
 
 A table of tokens takes so little beside blocks that one look at it per trial, right after all ranks
 met, shows more of the meeting: such layers run some more times by themselves, each time with caches

@@ -137,7 +137,7 @@ def curves(
         seen: list[tuple[int, float]] = [(0, 0.0)]
         for size in sorted(sizes_bytes):
             if size > MIB and _straight_on(seen, size) > LONGEST_S:
-                # What else runs only ever adds time: perhaps the last message was disturbed.
+                # Other programs can only add time: perhaps the last message was disturbed.
                 last, seconds = seen[-1]
                 again = [clock.seconds(works[last, operation]) for _ in range(AGAIN)]
                 seen[-1] = (last, min(seconds, slowest([min(again)])[0]))
@@ -356,7 +356,7 @@ def _one_way(*, sends: bool, peer: int, device: torch.device, budget_s: float) -
         long_s.append(sent_s(3 * small))
     state[0] = 0
     dist.send(state, peer)
-    # What else runs on the two nodes only ever adds time; the cable is what the fastest show.
+    # Other programs on the two nodes can only add time; the fastest messages show the cable.
     return NodePair(
         source=0,
         target=0,

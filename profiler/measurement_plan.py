@@ -96,7 +96,8 @@ def wishes(
 ) -> list[LayerRequest]:
     """Return all settings that a plan can have, most valuable first.
 
-    Of what no good plan uses, layers that tensor parallelism divides come before others.
+    Among settings that no good plan uses, layers that tensor parallelism divides come before
+    others.
     """
     values = used(plans)
     sizes = sorted({*micro_batches, *(size for _, size, _, _ in values)})
@@ -127,7 +128,7 @@ def used(
 ) -> dict[tuple[Degrees, int, Recompute, bool], float]:
     """Return the value of each (degrees, micro-batch, recompute, compiled) that plans use.
 
-    What is compiled is measured eager too: others are scaled by it.
+    Compiled layers are measured eager too: others are scaled by it.
     """
     values: dict[tuple[Degrees, int, Recompute, bool], float] = {}
     for value, plan in plans:

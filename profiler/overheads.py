@@ -1,18 +1,14 @@
 """Overheads of the runtime beside layers and links: measured through the runtime itself.
 
-What is small is measured on a tiny model, in which nothing else is large:
-    shard_unit_s        a chain wrapped for data parallelism that does not communicate, less the
-                        same chain unwrapped, per unit and pass
-    step_s              from the call of a step to its first layer, and from the last gradient to
-                        the end: batch, norm, clipping, report
-    pipeline_action_s   what must be added to every action for the simulated pipeline of these tiny
-                        layers to take as long as the real one
-What grows with the model is measured on its own layers:
-    optimizer_s_per_parameter
-    gather_copy_s_per_byte, reduce_copy_s_per_byte, overlap
-                        data parallelism of every kind, less the chain unwrapped: what is more than
-                        the measured collectives is copies, what is less is overlap
-All ranks work at the same time, and the slowest counts.
+Small costs are measured on a tiny model, in which nothing else is large: shard_unit_s        a
+chain wrapped for data parallelism that does not communicate, less the same chain unwrapped, per
+unit and pass step_s              from the call of a step to its first layer, and from the last
+gradient to the end: batch, norm, clipping, report pipeline_action_s   what must be added to every
+action for the simulated pipeline of these tiny layers to take as long as the real one What grows
+with the model is measured on its own layers: optimizer_s_per_parameter gather_copy_s_per_byte,
+reduce_copy_s_per_byte, overlap data parallelism of every kind, less the chain unwrapped: what is
+more than the measured collectives is copies, what is less is overlap All ranks work at the same
+time, and the slowest counts.
 """
 
 from __future__ import annotations
@@ -241,7 +237,7 @@ def _collectives_s(
     """Seconds of one collective per unit, by the measured curve of all ranks, or of the most."""
     of_operation = [curve for curve in curves if curve.operation == operation]
     most = max(curve.ranks for curve in of_operation)
-    # Of as many ranks, those of the widest tier, which is measured last.
+    # Among groups of equally many ranks, those of the widest tier, which is measured last.
     curve = [c for c in of_operation if c.ranks == most][-1]
     return sum(interpolated_s(curve, size) for size in sizes_bytes)
 

@@ -120,9 +120,9 @@ def profile(
 
     Called once on every node, with the same arguments beside `node_rank`; all get the same.
     `cluster` is `local`, `local:N` for N ranks on each node, or a document of just these nodes.
-    What was measured before, of the same model by the same software on the same machines, is not
-    measured again unless `fresh`; one that was cut short goes on.  Several nodes measure their
-    links always.  A module that a script builds is measured from its file.
+    Earlier measurements of the same model by the same software on the same machines are reused
+    unless `fresh`; one that was cut short goes on.  Several nodes measure their links always.  A
+    module that a script builds is measured from its file.
     """
     if script is None and is_script(model.source or ""):
         raise DocumentError(

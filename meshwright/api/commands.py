@@ -112,7 +112,7 @@ class PlanCommand(PlanOptions):
 def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
-    Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
+    Among plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
     `gap=0.01` takes minutes, if need be, until no plan is more than 1 % faster in simulated time,
     and may find a faster one on the way; `progress` usually gets how far the search is.
 
@@ -127,9 +127,9 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
     Plans fit with `fit_probability` at least, since needs of memory differ from their prediction
     (`meshwright.planner.costs.uncertainty`); 0.5 takes the prediction as it is.
 
-    `framework` trains: its own space is searched, priced as it trains.  Of a
-    profile another framework than ours takes constants of the cluster; layers measured in our
-    runtime are not that framework's, and are left out.
+    `framework` trains: its own space is searched, priced as it trains.  Another framework than ours
+    uses a profile's constants of the cluster; layers measured in our runtime are not that
+    framework's, and are left out.
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
@@ -312,7 +312,7 @@ def compare(
 ) -> tuple[Alternative, ...]:
     """Say what plans take beside the fastest that fits, each on its own cluster or on one.
 
-    Of plans that do other amounts of work in a step, seconds of as much work are compared.
+    Plans that do different amounts of work in a step are compared by the seconds of equal work.
     """
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
@@ -658,7 +658,7 @@ def predicted_plan(
 def _refuse_other_layers(request: Request) -> None:
     """Refuse pins of layers that the framework has not: blocks would be priced as something else.
 
-    Of a whole layout that it does not run there is a price all the same, with the reason.
+    A whole layout that it does not run still has a price, with the reason.
     """
     space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
@@ -774,8 +774,8 @@ def profile(
     """Measure a model's layers and the links of these machines.
 
     `budget` is about how long it may take (`5min`); what is most valuable to a plan is measured
-    first.  What was measured before of the same model, software and machines is not measured again
-    unless `fresh`, and a profile that was cut short goes on.
+    first.  Earlier measurements of the same model, software and machines are reused unless `fresh`,
+    and an interrupted profile is continued.
 
     On several nodes it is called once on each, with the same arguments; which of them this is say
     `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.

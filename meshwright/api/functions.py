@@ -68,12 +68,11 @@ def plan(
     that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
     and a count, and `inputs(batch)` what the module is given (runtime.engine.engine has all three).
     `optimizer` and `groups` are as the Engine has them, and tried for the bytes of their state;
-    without them memory is that of AdamW.
-    Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
-    is planned in fp32 unless `precision` says otherwise, as a plain script trains.
-    Of plans within 1.5 % of the fastest the simplest is taken, unless the fastest is preferred.
-    `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload"; so is
-    `fit_probability`, with which the plan fits at least.
+    without them memory is that of AdamW.  Only shapes and types of the example `batch` count;
+    without `global_batch` it is one.  A module is planned in fp32 unless `precision` says
+    otherwise, as a plain script trains.  Among plans within 1.5 % of the fastest the simplest is
+    taken, unless the fastest is preferred.  `fix`, `allow` and `require` are as on the command
+    line: "pipeline=2", "offload"; so is `fit_probability`, with which the plan fits at least.
 
     >>> import meshwright
     >>> plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", seq_len=1024, global_batch=64)

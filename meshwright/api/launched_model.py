@@ -1,4 +1,4 @@
-"""Of which figures a plan is made that `launch` runs: of a model without an adapter, recorded ones.
+"""Figures of a plan that `launch` runs: of a model without an adapter, recorded ones.
 
 The planner has figures of more families than the runtime has adapters.  The library's own class of
 such a model trains as it was recorded, so that plans for our own runtime are made of the recording.

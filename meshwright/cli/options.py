@@ -289,7 +289,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose `options` are a mapping of the options of a plan that were given.
 
-    What is not given is left out, so that the record's own default counts.
+    Options that are not given are left out, so that the record's own defaults count.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []

@@ -140,7 +140,7 @@ def fallback(
 ) -> LaunchablePlan:
     """Return the same training planned for what is left: out of the book, or solved now.
 
-    That is `left` nodes, with `each` devices where that is given, or devices of one node.
+    These are `left` nodes, with `each` devices where that is given, or devices of one node.
     """
     plans = FallbackPlans(run.checkpoint or Path())
     entry, source = plans.entry_or_solution(fit, left, each)

@@ -41,8 +41,8 @@ def for_fewer(
 ) -> Path:
     """Plan the same training for the `left` nodes, or devices of one node; return the plan's file.
 
-    Of one node's devices some may be left out if that is faster.  Nodes have `each`
-    devices where that is given: one of them has lost some.
+    Some of one node's devices may be left out if that is faster.  Nodes have `each` devices where
+    that is given: one of them has lost some.
     """
     clusters = _smaller(machine, left)
     if each is not None:

@@ -336,7 +336,8 @@ def _pod(
     if "cpus" in settings:
         limits["cpu"] = settings["cpus"]
     kept = "/tmp"
-    # What is mounted, and where.  Ranks of a node share tensors; the usual 64 MiB are too few.
+    # Mounted volumes and their places.  Ranks of a node share tensors; the usual 64 MiB are too
+    # few.
     volumes: list[tuple[dict[str, Any], str]] = [
         ({"name": "plan", "configMap": {"name": name}}, MOUNTED),
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm"),

@@ -1,6 +1,6 @@
 """One trial: a plan run for a few steps by a command of its own, and ended when enough is known.
 
-What runs is `meshwright launch`, or a command that a template names.  Either is a child in a
+A trial runs `meshwright launch`, or a command that a template names.  Either is a child in a
 session of its own, which the kernel ends with this process, however that ends.  Its steps are read
 from its metrics, or from what its framework prints.
 """

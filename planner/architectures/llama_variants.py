@@ -1,7 +1,7 @@
 """Configurations of later decoders that are built as Llama, DeepSeek-V3 or Qwen3-MoE are.
 
-What sets them apart beside their figures (scales of embeddings and residuals, layers without
-rotation, thetas of their own) costs nothing that is counted.
+Their differences beside their figures (scales of embeddings and residuals, layers without rotation,
+thetas of their own) have no counted cost.
 """
 
 from __future__ import annotations

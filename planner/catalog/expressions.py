@@ -283,7 +283,7 @@ def _some_groups(whole: ClusterSpec, kept: Sequence[int]) -> ClusterSpec:
 def groups_part(called: str, cluster: ClusterSpec, kept: Sequence[int]) -> tuple[str, ClusterSpec]:
     """Return the name of some groups of the cluster `called`, and that part.
 
-    Of kinds of nodes that `+` joins the others are left out, with the limits of their networks.
+    Where `+` joins kinds of nodes, the others are left out, with the limits of their networks.
 
     >>> called = "2xa100-sxm-80gb+8xh100-sxm-80gb+4xl40s"
     >>> name, part = groups_part(called, resolve_cluster(called), (1,))

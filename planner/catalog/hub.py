@@ -119,7 +119,7 @@ def _unreachable() -> str | None:
 def cached_config(name: str) -> Path | None:
     """Return the config.json of a model in the hub's cache; None where there is none.
 
-    Of several revisions that of `main` counts, else the one fetched last.
+    Among several revisions, `main` counts, else the one fetched last.
     """
     folder = cache_folder() / f"models--{name.replace('/', '--')}"
     main = folder / "refs" / "main"

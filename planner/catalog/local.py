@@ -4,7 +4,7 @@ Devices are looked up in the catalogue by the name that their driver gives.  Cor
 that were measured of one thread and cached (planner.catalog.machine_figures), so that all commands
 and all ranks plan for the same cluster.
 
-How the devices of one host are joined, as `nvidia-smi topo -m` prints it.
+Links between the devices of one host, as `nvidia-smi topo -m` prints them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A row holds the names and values of an axis, the field of a framework's space th
 executed values, and the words of refusals.  A layout's text, the fields that a plan writes, pins,
 allowances, facts of frameworks, exports and new plans read the rows; no file repeats them.  The
 fields of Layout, Plan and Pins are declared by hand for their types;
-`tests/planner/documents/test_axes.py` compares them with the rows.  What an axis costs, and how it
-runs, is code.
+`tests/planner/documents/test_axes.py` compares them with the rows.  The cost and the execution of
+an axis are code.
 """
 
 from __future__ import annotations

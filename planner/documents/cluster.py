@@ -346,7 +346,7 @@ class ClusterSpec(Document):
 
         inside = None if group.tiers is None else fewer(group.tiers)
         if group.host_memory_bytes is not None and group.host_memory_range_bytes is not None:
-            # What is assumed of a host is a share for each device.
+            # The assumed host memory is a share for each device.
             sizes = (group.host_memory_bytes, *group.host_memory_range_bytes)
             host, *span = (size * devices_per_node // group.devices_per_node for size in sizes)
             shape |= {"host_memory_bytes": host, "host_memory_range_bytes": (span[0], span[1])}

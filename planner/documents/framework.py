@@ -752,9 +752,9 @@ def resting_on(
 ) -> frozenset[str]:
     """Return the fitted figures that are not supported without the runs of some sources.
 
-    Those that fewer than two other studies of `sources` support, and which runs were measured.  A
-    basis's `source` contains their names; what is derived from code or measured by itself rests on
-    no run.
+    Fewer than two other studies of `sources` support them.  `accuracy.seen`, the measured runs, is
+    such a figure too.  A basis's `source` contains their names; what is derived from code or
+    measured by itself rests on no run.
     """
     paths: set[str] = set()
     for entry in framework.basis:

@@ -1,10 +1,10 @@
 """A plan as the configuration of a framework, or why that cannot run it.
 
-What is written asks for the plan's parallel degrees, batches, schedule, recomputation, sharding,
+A configuration contains the plan's parallel degrees, batches, schedule, recomputation, sharding,
 precision, optimizer and learning rates; model, data and number of steps are the other's own.  A
 plan that uses what a framework does not support is refused, and what a framework sets in its
-training script is named: nothing is left out silently.  Which releases read what is written, and
-what they make of it, is measured in `docs/results/exports.md`.
+training script is named: nothing is left out silently.  `docs/results/exports.md` measures which
+releases read the configurations, and the results.
 """
 
 from __future__ import annotations

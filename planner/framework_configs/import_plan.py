@@ -1,6 +1,6 @@
 """A configuration of another framework as a plan: what it says, and what had to be assumed.
 
-What a configuration says is taken over; what it leaves open is what that framework does
+The settings of a configuration are taken over; what it leaves open is what that framework does
 then, or what is assumed, which is named.  Its layers are divided among stages by the framework's
 own rule.
 

@@ -148,8 +148,8 @@ _REGISTRY = "config_registry"
 def _settings(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield the assignments to fields of a Trainer.Config."""
     plan, mesh = wanted.plan, wanted.plan.mesh
-    # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
-    # schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
+    # The samples that a data-parallel rank takes at once: a forward's samples, or those of a whole
+    # pipeline schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
     pipelined = mesh.pipeline > 1
     forwards = plan.micro_batches if pipelined else 1
     yield f"training.local_batch_size = {plan.micro_batch * forwards}"

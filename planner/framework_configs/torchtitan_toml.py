@@ -56,8 +56,8 @@ def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan, mesh = wanted.plan, wanted.plan.mesh
     replicas, shards = mesh.data_replicate, mesh.data_shard
-    # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
-    # schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
+    # The samples that a data-parallel rank takes at once: a forward's samples, or those of a whole
+    # pipeline schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
     at_once = plan.micro_batch * (plan.micro_batches if mesh.pipeline > 1 else 1)
     lines = [
         *_converters(wanted),

@@ -1,7 +1,7 @@
 """Test whether a framework executes a layout: the search asks it of every layout.
 
-Of `native` planner.frameworks.native_limits says it, for what the runtime does and for models; of
-other frameworks the data of their space do, beside what no framework could do as the planner
+For `native` they are in planner.frameworks.native_limits, by the runtime's abilities and by models;
+of other frameworks the data of their space do, beside what no framework could do as the planner
 describes it.
 """
 

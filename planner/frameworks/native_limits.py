@@ -1,24 +1,23 @@
 """Limits of the native framework, our runtime.
 
-planner.frameworks.native_limits lists the executed fields.  What goes with what stands in the data
-of its space (planner/catalog/frameworks/native.yaml), as that of every framework does; here is what
-depends on more than a few facts: on what divides what, on devices.  Each obstacle has its place in
-a plan, as `mesh.tensor`, and a text with the value seen and the way out.  The search asks `refusal`
-for every layout; `runtime.engine.unsupported` asks `obstacle` about a plan's layout and adds what
-only a plan's stages and files tell.  A possibility is listed here only after it has trained like
-one process in tests/runtime/test_matrix.py, whose rows it then joins.
+planner.frameworks.native_limits lists the executed fields.  Combinations are in the data of its
+space (planner/catalog/frameworks/native.yaml), as for every framework; this module has the limits
+that depend on more than a few facts: on divisibility, on devices.  Each obstacle has its place in a
+plan, as `mesh.tensor`, and a text with the value seen and the way out.  The search asks `refusal`
+for every layout; `runtime.engine.unsupported` asks `obstacle` about a plan's layout and adds limits
+that only a plan's stages and files show.  A possibility is listed here only after it has trained
+like one process in tests/runtime/test_matrix.py, whose rows it then joins.
 
 A model without an adapter cannot be launched, but its plans can be studied, with a `caveat`; what
 the runtime cannot execute is refused of every model alike.
 
-Which fields of a Layout the runtime executes: for `meshwright launch`, and for a script.
+Claims: the fields of a Layout that the runtime executes, for `meshwright launch` and for a script.
 
 Every field of Layout has a claim of each.  A value other than the field's default that no claim
 covers is refused by name: by the search, by `launch` and by `meshwright.Engine` alike.  A new field
 has no claim, and is refused until it is executed.
 
-What goes with what stands in planner.frameworks.native_limits and in the data of its space; nothing
-here depends on a model.
+Claims do not depend on a model.
 """
 
 from __future__ import annotations
@@ -281,8 +280,8 @@ def _studied_only(reason: Obstacle | None) -> Assumption | None:
 def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activations) -> str | None:
     """Return why a layer cannot be treated so, or None if it can.
 
-    What is recomputed from 8 bits may choose other experts than the forward did.  On one rank that
-    is one more inexactness; over several, uncounted tokens would arrive.  Unfilled rows of gathered
+    A recomputation from 8 bits may choose other experts than the forward did.  On one rank that is
+    one more inexactness; over several, uncounted tokens would arrive.  Unfilled rows of gathered
     tokens contain old memory (NaN at times), and 8 bits share a scale between neighbours.
     """
     if layout.expert > 1 and recompute != "none" and activations == "compress":

@@ -51,7 +51,7 @@ def embedding(a: Architecture, setting: Setting) -> OperatorTable:
     rows = a.vocab_size * width * e / t
     # OPT looks positions up like tokens; of GPT-2's table the first rows are taken.
     places = {"places": 1.0 * setting.seq_len / t * INDEX} if a.family == "opt" else {}
-    # Of a divided table a rank keeps the ids that it has rows for, and a mask of the others.
+    # With a divided table a rank keeps the ids that it has rows for, and a mask of the others.
     kept = {"own_ids": ids + setting.tokens} if setting.divides_tensors else {}
     saved = (*(kept or ("x",)), *places)
     kernels = setting.kernels

@@ -1,9 +1,9 @@
 """Routing of tokens among experts, and the number of them that reach each node and rank.
 
-What nodes and ranks a token goes to is that of balanced routers: every expert is as likely as every
-other.  Node-limited routing (DeepSeek-V3, section 2.1.2, arXiv:2412.19437) first chooses groups of
-experts and then experts of those alone, so that a token goes to few nodes.  How much more than the
-mean the busiest rank gets of natural routers is `Routing.busiest_load`.
+Nodes and ranks of a token are those of balanced routers: every expert is as likely as every other.
+Node-limited routing (DeepSeek-V3, section 2.1.2, arXiv:2412.19437) first chooses groups of experts
+and then experts of those alone, so that a token goes to few nodes.  `Routing.busiest_load` is the
+load of the busiest rank over the mean, under natural routers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Routing:
         experts' loads over their mean, of which f, the spread, is a share: √(k n / c - 1) is that
         of c experts with all tokens.  E(n) is the expected largest of n standard normal deviations.
         Every layer waits for its busiest rank.  At most all tokens choose as many experts of one
-        rank as they can.  What a rank keeps of l `layers` is uneven by less, since another rank is
+        rank as they can.  The load of l `layers` on a rank is less uneven, since another rank is
         busiest in each.
 
         >>> [round(Routing(128, 8, spread=0.3).busiest_load(n), 2) for n in (1, 8, 16, 128)]

@@ -164,8 +164,8 @@ def _of_gathered_tokens(
     """Routed experts of tokens that all ranks gather (runtime/parallel/expert_parallel.py).
 
     Buffers have rows for the most tokens that a rank may get, those of all n ranks min(choices, own
-    experts) times.  What is multiplied are rows that are filled: as many as each rank sends, n / c
-    of the traffic of an exchange, c being the choices of a token.
+    experts) times.  Only filled rows are multiplied: as many as each rank sends, n / c of the
+    traffic of an exchange, c being the choices of a token.
     """
     experts = a.experts
     assert experts is not None
@@ -382,8 +382,8 @@ def _sent_to_experts(
 ) -> list[Operator]:
     """Tokens on their way to experts, or back, and between the ranks that divide each expert.
 
-    Those gather the tokens that each of them was sent, and scatter the sums that they have of them.
-    Source: Megatron-LM, MoEAlltoAllTokenDispatcher.
+    These ranks gather the tokens that each of them received, and scatter their sums.  Source:
+    Megatron-LM, MoEAlltoAllTokenDispatcher.
     """
     experts = a.experts
     assert experts is not None

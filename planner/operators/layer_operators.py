@@ -103,8 +103,8 @@ def step_flops(
     N are the parameters that multiply a token (all but the input embedding and the experts that it
     is not sent to), k the keys that a query attends to, on average: half of the sequence, or of the
     token's document, under a causal mask.  Pairs that a mask leaves out do not count, nor does
-    recomputation.  Traced layers count three times their forward FLOPs.  Of `frozen` weights, under
-    adapters, no gradient is worked out: 4 N, twice the forward FLOPs of traced ones.
+    recomputation.  Traced layers count three times their forward FLOPs.  Under adapters, `frozen`
+    weights have no gradient: 4 N, twice the forward FLOPs of traced ones.
     """
     attended_len = seq_len if document_len is None else min(document_len, seq_len)
 

@@ -2,11 +2,11 @@
 
 A table lists operators in forward order with their FLOPs, the bytes they move through memory or
 over links, the tensors they make and the tensors that their backward needs.  Shapes are local: one
-rank, one micro-batch, after tensor, context and expert parallelism.  What is stored under a
-recompute choice, and what a layer needs beyond that while it runs, is read off the table by
-following every tensor from its birth to its last use.
+rank, one micro-batch, after tensor, context and expert parallelism.  Stored bytes under a recompute
+choice, and a layer's working memory beyond these, are computed from the table by following every
+tensor from its birth to its last use.
 
-Which operators a transformer has is in `planner.operators.layer_operators`; seconds are in
+`planner.operators.layer_operators` lists the operators of a transformer; seconds are in
 `meshwright.planner.costs.compute`.
 """
 
@@ -507,7 +507,7 @@ class OperatorTable:
     def recomputed_bytes(self, recompute: Recompute) -> float:
         """Bytes that recomputation brings back beyond what is saved.
 
-        What selective recompute saved and recomputation never reaches stays as well.
+        Tensors that selective recompute saved and recomputation never reaches stay as well.
         """
         if recompute == "none":
             return 0.0

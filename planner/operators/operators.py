@@ -258,8 +258,8 @@ def linear(
 def _restored_bytes(setting: Setting, product: Operator) -> float:
     """Bytes of a weight brought back from 4 bits, there while it is multiplied in either pass.
 
-    With it come its blocks' scales, rounded ones brought back to fp32 (bitsandbytes,
-    functional.py, dequantize_4bit).  Of matrices that are multiplied one by one it is the largest.
+    With it come its blocks' scales, rounded ones brought back to fp32 (bitsandbytes, functional.py,
+    dequantize_4bit).  For matrices that are multiplied one by one it is the largest.
     """
     widest = reduce(larger, product.outputs.values()) / sum(product.outputs.values())
     share = widest if product.kernels > 1 else 1.0

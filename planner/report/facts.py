@@ -1,6 +1,6 @@
 """A command's first answer: labelled facts in at most ten lines, whatever the terminal's width.
 
-What has no place there is left out whole or cut, and is in the long answer (`--explain`).
+Facts without room there are left out or cut, and are in the long answer (`--explain`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def solution_text(
 ) -> RenderableType:
     """Return the step, and a row for each stage: layers, their options, seconds, memory.
 
-    Of many stages the slowest are shown; with `explain` all are.
+    Among many stages the slowest are shown; with `explain` all are.
     """
     instance, solution = problem.instance(), result.split
     proof = "optimal" if solution.optimal else f"within {percent_text(solution.gap)}"

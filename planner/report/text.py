@@ -324,7 +324,7 @@ def stages_text(plan: Plan) -> str:
 def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     """Return one row per stage: devices where they differ, layers, recompute, seconds, memory.
 
-    Of many stages, neighbours that differ in memory alone share a row.
+    Where there are many stages, neighbours that differ in memory alone share a row.
     """
     columns = ["stage", *(("devices",) if plan.groups else ()), "layers", "recompute"]
     figures = ["forward", "backward", "peak memory", "of"] if prediction is not None else []

@@ -258,9 +258,9 @@ def tuning_batch(devices: int) -> int:
 def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
     """Return the one layout that the pins of a request describe.
 
-    What they leave open takes the plainest value: data parallelism the devices that are left,
-    sharded by ZeRO-1, and a micro-batch 1 sample.  Devices are left `idle` only if their number is
-    named.
+    Choices that they leave open take the plainest value: data parallelism the devices that are
+    left, sharded by ZeRO-1, and a micro-batch 1 sample.  Devices are left `idle` only if their
+    number is named.
     """
     cluster, job, pins = request.cluster, request.job, request.pins
     tensor, pipeline = pins.tensor or 1, pins.pipeline or 1

@@ -7,8 +7,8 @@ part of them that its W take, a step of m micro-batches on P ranks of V stages t
 
 and rank r has the activations of in_flight_r micro-batches, all its stages together.
 
-How exact that is, against the simulator and with no transfer time (transfers are charged to t_r);
-the last column is for stages whose times scatter by 10 % (`forward_apart`: see
+Accuracy against the simulator, without transfer time (transfers are charged to t_r); the last
+column is for stages whose times scatter by 10 % (`forward_apart`: see
 meshwright.planner.solver.partition_problem):
 
     schedule         uniform stages                uneven stages, form / simulated

@@ -136,7 +136,7 @@ def most_in_flight(
 ) -> int:
     """Return the most micro-batches of any stage that hold activations at once on a rank.
 
-    Of 1F1B these are min(m, P - s), of GPipe m.
+    They are min(m, P - s) for 1F1B, m for GPipe.
 
     zbv on fewer than 2 P - 1 micro-batches may have one less.
 

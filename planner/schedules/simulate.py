@@ -87,7 +87,7 @@ def timeline(
     done_s = [-1.0] * (3 * stages * count)
     waiting: dict[int, int] = {}
     position = [0] * len(orders)
-    # What a rank does next: the action that it waited for, then the rest of its order.
+    # A rank's next actions: the one that it waited for, then the rest of its order.
     first: list[Sequence[Action]] = [()] * len(orders)
     rest = [iter(order) for order in orders]
     clock = [0.0] * len(orders)

@@ -309,7 +309,7 @@ def _compile_cut(
 ) -> Cut:
     """Return a cut with its nodes in the order of their arcs."""
     stages, ranks = len(home), len(once)
-    # Which backwards are split may depend on how many micro-batches are left.
+    # The set of split backwards may depend on the number of remaining micro-batches.
     splits = split_of(twice), split_of(twice), split_of(once)
     sizes = [len(b) - len(a) for a, b in zip(once, twice, strict=True)]
     parts = (

@@ -1,6 +1,6 @@
 """Python's collector of cycles, off where millions of objects are made and few are in a cycle.
 
-What a process frees while it does the same again and again stays with it.
+Memory that a process frees while it repeats the same work stays with it.
 
 glibc gives the top of its heap back to the system whenever more of it is free than some threshold,
 and the next allocation takes a page fault for each 4 KiB, of 2 µs on a virtual machine.  A training
@@ -22,8 +22,8 @@ def pause_collector() -> Iterator[None]:
     """Keep the collector from looking for cycles: objects without one are freed as ever.
 
     It would go through all objects again and again, a sixth of a large search's seconds and a fifth
-    of a large table's.  What is left in the end counts as old, or the collector would go through
-    all of it at once; unless objects were frozen before, which would count as old too.
+    of a large table's.  Objects that remain at the end count as old, or the collector would go
+    through all of them at once; unless objects were frozen before, which would count as old too.
     """
     collecting = gc.isenabled()
     gc.disable()

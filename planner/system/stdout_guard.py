@@ -84,7 +84,7 @@ def _flush() -> None:
 def stdout_is_lost() -> bool:
     """Return True if what was printed cannot be written: a full disk, or no reader.
 
-    What is left of it is dropped then, or Python would complain of it at its end.
+    The rest of the output is dropped then, or Python would report it at its end.
     """
     if sys.stdout is None:
         return False

@@ -1,6 +1,6 @@
 """Plans worth a trial: those of the space that may be faster than the one predicted fastest.
 
-Of each mesh the search gives its best plan; the meshes that may win are searched again with the
+The search gives the best plan of each mesh; the meshes that may win are searched again with the
 micro-batch halved and doubled and with everything recomputed, since those are choices about which
 constants in doubt decide.  What is left is what may win: under the belief before any trial it is
 faster than the fastest with a probability of CHANCE at least.

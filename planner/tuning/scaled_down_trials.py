@@ -3,8 +3,8 @@
 A stand-in keeps what a device does with a micro-batch: tensor, context and expert degrees and so
 the shapes of products, the micro-batch, ZeRO level, recomputation, and over which tier of links
 each axis goes.  It has fewer data-parallel ranks and stages, micro-batches in proportion to stages,
-so that pipelines idle alike, and as many layers on a stage as fit, up to those of the plan.  What
-that does not show is how steps grow with devices, and links that the smaller cluster does not have.
+so that pipelines idle alike, and as many layers on a stage as fit, up to those of the plan.  Such
+trials do not show the growth of steps with devices, or links that the smaller cluster lacks.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> 
 def small_layout(layout: Layout, large: ClusterSpec, small: ClusterSpec) -> Layout | None:
     """Return a layout as it is tried on fewer devices; None where they are too few.
 
-    No axis goes over other links than the large one's where the smaller cluster has those.  Of what
-    is left, the one that shows most axes over their own links, on most devices.
+    No axis goes over other links than the large one's where the smaller cluster has those.  Among
+    the remaining layouts, it is the one that shows most axes over their own links, on most devices.
     """
     tier_names = {tier.name for tier in small.tiers}
     wanted = {axis: _tier(layout, axis, large) for axis in AXES}

@@ -1,8 +1,8 @@
 """A row of a table of real runs, read as what was run: model, cluster, framework and layout.
 
-The table is CSV with a header; unknown cells are empty and other columns are ignored.  What a row
-leaves open is filled in by stated conventions (`Setup.assumed` lists them); a row that lacks what
-no convention can give becomes a `Skipped` with its reason.
+The table is CSV with a header; unknown cells are empty and other columns are ignored.  Stated
+conventions fill in missing cells of a row (`Setup.assumed` lists them); a row that lacks what no
+convention can give becomes a `Skipped` with its reason.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _options_of_run(
 ) -> tuple[str, ...]:
     """Return the options of a run: those of its framework's runs and release, and its own.
 
-    What comes later changes what came before.
+    Later options change earlier ones.
     """
     options = [
         *_runs_with(framework, facts),
@@ -371,7 +371,7 @@ def closest_framework(
 
     Attention that is not `fused` implies releases before 2022, where those have a document.  An
     unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
-    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  Of
+    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  For
     fine-tuning in 8 bits, in which the former does not train, kernels are Transformer Engine's:
     `megatron`.
     """

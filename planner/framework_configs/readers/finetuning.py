@@ -329,6 +329,6 @@ def _in_own_words(
             words[at] = theirs.get(key, key) + sign + value
     unread = {word.partition("=")[0] for word in config.unknown}
     config.understood = sum(key not in unread for key in data)
-    # What was put in as usual is no setting of the file.
+    # An inserted default is no setting of the file.
     config.without_effect = [word for word in config.without_effect if word in data]
     return config

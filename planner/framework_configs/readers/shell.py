@@ -127,7 +127,7 @@ def _training_words(way: ScriptPath, of: str) -> list[str]:
     """Return the words of the one command that trains."""
     candidates = _candidates(way)
     training = [command for command in candidates if _trains(command)] or candidates
-    # Of nodes that are started one after the other, each with its number, one represents all.
+    # Where nodes are started one after the other, each with its number, one represents all.
     training = list({_without_rank(command): command for command in reversed(training)}.values())
     training.reverse()
     if len(training) > 1:

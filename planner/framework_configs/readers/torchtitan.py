@@ -354,7 +354,7 @@ def of_sections(sections: dict[str, Any]) -> ParsedConfig:
     _rates(parts["optimizer"], parts["lr_scheduler"], config)
     _recompute(parts["activation_checkpoint"], config)
     _compile(parts["compile"], config)
-    # Of its section `compile` since 0.3, and of `parallelism` before.
+    # In its section `compile` since 0.3, and in `parallelism` before.
     async_ = [
         parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
     ]
