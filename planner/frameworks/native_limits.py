@@ -1,12 +1,12 @@
 """Limits of the native framework, our runtime.
 
-planner.frameworks.native_limits lists the executed fields.  Combinations are in the data of its
-space (planner/catalog/frameworks/native.yaml), as for every framework; this module has the limits
-that depend on more than a few facts: on divisibility, on devices.  Each obstacle has its place in a
-plan, as `mesh.tensor`, and a text with the value seen and the way out.  The search asks `refusal`
-for every layout; `runtime.engine.unsupported` asks `obstacle` about a plan's layout and adds limits
-that only a plan's stages and files show.  A possibility is listed here only after it has trained
-like one process in tests/runtime/test_matrix.py, whose rows it then joins.
+This module lists the executed fields, and the limits that depend on more than a few facts: on
+divisibility, on devices.  Combinations are in the data of its space, as for every framework
+(planner/catalog/frameworks/native.yaml).  Each obstacle has its place in a plan, as `mesh.tensor`,
+and a text with the value seen and the way out.  The search asks `refusal` for every layout;
+`runtime.engine.unsupported` asks `obstacle` about a plan's layout and adds limits that only a
+plan's stages and files show.  A possibility is listed here only after it has trained like one
+process in tests/runtime/test_matrix.py, whose rows it then joins.
 
 A model without an adapter cannot be launched, but its plans can be studied, with a `caveat`; what
 the runtime cannot execute is refused of every model alike.
