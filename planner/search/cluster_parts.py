@@ -7,8 +7,8 @@ are looked at in the order of a bound that depends on their number of devices al
 to that.  What is left falls to the bounds of its configurations, or is searched like the whole.
 
 Devices of a CPU are processes, of which the user says how many there are.  Of several groups of
-devices every set is a part too, and every part of each group alone (planner.search.group_sets); of
-a set that keeps several groups all devices are used.
+devices every set is a part too, and every part of each group alone (planner.search.group_sets).
+Where some devices of several groups may be faster, plans are looked for, and nothing is proven.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
 from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.goals import SimulatedStepGoal
 from meshwright.planner.search.group_sets import (
+    fewer_devices,
     least_together_s,
     on_group_set,
     proper_sets,
@@ -59,6 +60,8 @@ BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
 SOLVED, PROGRAMS = 4, 1
 """Of the usual effort, what a part gets beside a plan that is known: whether it is faster matters
 more than by how little it is not."""
+MOST_FEWER = 24
+"""Parts with some devices of several groups of which plans are looked for."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
 
@@ -119,25 +122,36 @@ def parts_of(
         yield ClusterPart(part, bound_s, whole=False, kept=kept, degrees=degrees)
 
 
-def parts_of_groups(request: Request, store: FigureStore) -> Iterator[ClusterPart]:
-    """Yield all groups, each alone with its parts, and the sets that leave some out."""
+def parts_of_groups(
+    request: Request, least: Sequence[LeastSteps], store: FigureStore
+) -> Iterator[ClusterPart]:
+    """Yield all groups, each alone with its parts, and the sets that leave some out.
+
+    `least` is of each group alone.
+    """
     groups = request.cluster.groups
-    least: list[LeastSteps] = []
-    for at in range(len(groups)):
+    for at, of_group in enumerate(least):
         alone = on_group_set(request, (at,))
-        least.append(LeastSteps(alone, store))
-        yield from parts_of(alone, least[-1], DegreeBounds(alone, store, least[-1]), (at,))
+        yield from parts_of(alone, of_group, DegreeBounds(alone, store, of_group), (at,))
     yield ClusterPart(request, least_together_s(request, groups, least), whole=True)
     for kept in proper_sets(len(groups)):
         bound_s = least_together_s(request, [groups[at] for at in kept], [least[at] for at in kept])
         yield ClusterPart(on_group_set(request, kept), bound_s, whole=False, kept=kept)
 
 
-def _in_order(parts: Iterable[ClusterPart]) -> list[ClusterPart]:
-    """Return the lowest bound first, then the most devices; sets of several groups come last."""
-    return sorted(
-        parts, key=lambda part: (part.is_set, part.bound_s, -part.request.cluster.devices)
-    )
+def _in_order(parts: Iterable[ClusterPart], request: Request) -> list[ClusterPart]:
+    """Return the lowest bound first, then the most devices; sets of several groups come last.
+
+    Of several groups each comes first alone, which is soon searched and limits the search of all.
+    """
+    sizes = [group.devices for group in request.cluster.groups]
+
+    def rank(part: ClusterPart) -> tuple[object, ...]:
+        devices = part.request.cluster.devices
+        alone = len(part.kept) == 1 and devices == sizes[part.kept[0]]
+        return part.is_set, not alone, bool(part.kept), part.bound_s, -devices
+
+    return sorted(parts, key=rank)
 
 
 @pause_collector()
@@ -155,19 +169,23 @@ def search_parts(
 
     NoPlanFits says why the whole cluster has no plan, where no part has one either.
     """
-    quietly = partial(search, solver=solver, top=top, effort=effort)
+    # Plans on a single group of several are those of other parts.
+    fewest = 2 if request.cluster.is_mixed else 1
+    quietly = partial(search, solver=solver, top=top, effort=effort, fewest_groups=fewest)
     aloud = partial(quietly, progress=progress, gap_progress=gap_progress)
     check_request(request, solver)
     if not has_parts(request):
         fastest = aloud(request)
         part = ClusterPart(request, 0.0, whole=True)
         return PartAnswer(part, fastest, with_preference(request, fastest, prefer))
-    store = FigureStore()
-    if len(request.cluster.groups) > 1:
-        waiting = _in_order(parts_of_groups(request, store))
+    store, groups = FigureStore(), len(request.cluster.groups)
+    if groups > 1:
+        least = [LeastSteps(on_group_set(request, (at,)), store) for at in range(groups)]
+        waiting = _in_order(parts_of_groups(request, least, store), request)
     else:
-        least = LeastSteps(request, store)
-        waiting = _in_order(parts_of(request, least, DegreeBounds(request, store, least)))
+        least = [LeastSteps(request, store)]
+        degrees = DegreeBounds(request, store, least[0])
+        waiting = _in_order(parts_of(request, least[0], degrees), request)
     parts = _PartSearch(prefer=prefer, effort=effort, store=store, links=request.cluster.tiers)
     while waiting:
         part = waiting[0]
@@ -175,14 +193,20 @@ def search_parts(
             part = parts.likeliest(waiting) or part
         waiting.remove(part)
         parts.look_at(part, aloud if part.whole else quietly)
+    if groups > 1:
+        parts.look_for_fewer(request, least, quietly)
     best = parts.best
     if best is None:
         search(request, solver=solver, store=store)  # says why
         raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
     if parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
-    groups = len(request.cluster.groups)
-    certificate = of_parts(best.answer.certificate, parts.bounds_s, left=parts.left, groups=groups)
+    certificate = of_parts(
+        best.answer.certificate,
+        parts.bounds_s,
+        left=parts.left,
+        unproven=parts.fewer if groups > 1 else None,
+    )
     return replace(best, answer=replace(best.answer, certificate=certificate))
 
 
@@ -205,6 +229,8 @@ class _PartSearch:
     searched: int = 0
     left: int = 0
     """Parts that were not looked at to the end."""
+    fewer: int = 0
+    """Parts with some devices of several groups of which plans were looked for."""
 
     @property
     def limit_s(self) -> float:
@@ -239,6 +265,28 @@ class _PartSearch:
             self.left += not excluded
             return
         self._search(part, searched)
+
+    def look_for_fewer(
+        self, request: Request, least: Sequence[LeastSteps], searched: Callable[..., Answer]
+    ) -> None:
+        """Look for plans on some devices of several groups; nothing is proven of these."""
+        for bound_s, kept, shapes in fewer_devices(request, least, self.limit_s):
+            limit_s = self.limit_s
+            if bound_s >= limit_s or self.fewer == MOST_FEWER:
+                break
+            self.fewer += 1
+            part = ClusterPart(on_group_set(request, kept, shapes), bound_s, False, kept)
+            with contextlib.suppress(NoPlanFits, DocumentError):
+                quick = search(
+                    part.request,
+                    below_s=min(ANY_S, limit_s * (1 + MARGIN)),
+                    effort=BRIEF,
+                    store=self.store,
+                    faster_than=None if self.best is None else _ranked(self.best.answer),
+                    fewest_groups=len(kept),
+                )
+                if quick.prediction.step_time_s < limit_s:
+                    self._search(part, searched)
 
     def _bound_s(self, part: ClusterPart, best: Answer) -> float:
         """Return what no plan of a part takes less than, as far as that matters beside the best."""
@@ -282,7 +330,7 @@ class _PartSearch:
         """Search a part; its answer may be the best."""
         self.searched += 1
         effort = self.effort
-        if self.best is not None and effort is USUAL:
+        if self.best is not None and effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
         try:
             fastest = searched(

@@ -73,6 +73,8 @@ LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 """What `meshwright predict` prices and no search of the native framework looks at unasked."""
 LEFT_OUT_OF_PARTS = LEFT_OUT.removeprefix(f"{UNSEARCHED[0]}, ")
 """The same where all parts of a cluster are looked at."""
+LEFT_OUT_OF_GROUPS = f"some devices of several groups, {LEFT_OUT_OF_PARTS}"
+"""The same of a cluster of several groups."""
 
 
 @dataclass(slots=True)
@@ -156,22 +158,28 @@ def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certi
 
 
 def of_parts(
-    certificate: Certificate, bounds_s: Sequence[float], *, left: int, groups: int = 1
+    certificate: Certificate, bounds_s: Sequence[float], *, left: int, unproven: int | None
 ) -> Certificate:
     """Return the certificate of a part with what is proven of the cluster and all of its parts.
 
-    `left` of them were not looked at to the end, and count by their bounds.  Of several `groups`
-    no part has fewer devices of more than one.
+    `left` of them were not looked at to the end, and count by their bounds.  Of several groups,
+    plans of `unproven` parts were looked for that have some devices of more than one.
     """
     bound_s = min(certificate.objective_s, *bounds_s)
     claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
-    claim += ", none with some devices of several groups" if groups > 1 else ""
+    claim += ", none with some devices of several groups" if unproven is not None else ""
     claim += f"; {left} of them are excluded no further." if left else "."
+    if unproven:
+        claim += (
+            f" Of {unproven} parts with some devices of several groups plans were looked for, and "
+            "nothing is proven."
+        )
     update: dict[str, object] = {
         "lower_bound_s": bound_s,
         "gap": _gap(certificate.objective_s, bound_s),
         "optimal": bound_s >= certificate.objective_s * (1 - PROVEN),
         "parts": len(bounds_s),
+        "unproven_parts": unproven,
     }
     proof = certificate.plan
     if proof is not None:
