@@ -279,8 +279,8 @@ class Certificate(Document):
     """How many parts of the cluster the bound is valid for, all devices among them; the
     configurations are those of the part that the plan is for."""
     unproven_parts: Count | None = None
-    """Of a cluster of several groups: parts with some devices of more than one, of which plans were
-    looked for and nothing is proven."""
+    """Parts of the cluster of which nothing is proven, though they may be faster by arithmetic; of
+    several groups, how many with some devices of more than one were looked at for faster plans."""
 
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""

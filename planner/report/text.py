@@ -25,8 +25,8 @@ from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.search.answer import Alternative
 from meshwright.planner.search.proof_account import (
     LEFT_OUT,
-    LEFT_OUT_OF_GROUPS,
     LEFT_OUT_OF_PARTS,
+    LEFT_OUT_OF_SOME,
 )
 
 
@@ -292,7 +292,7 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
         yield Fact(label="proof", text=proof.statement)
         unsearched = LEFT_OUT if certificate.parts is None else LEFT_OUT_OF_PARTS
         if certificate.unproven_parts is not None:
-            unsearched = LEFT_OUT_OF_GROUPS
+            unsearched = LEFT_OUT_OF_SOME
         yield Fact(label="left out", text=unsearched)
     else:
         if proof.gap < ROUNDED:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.catalog.expressions import part_name
 from meshwright.planner.costs.cost_cache import FigureStore
@@ -49,10 +50,13 @@ from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 from meshwright.planner.system.gc_pause import pause_collector
 
-MOST_BOUNDED = 64
-"""Parts whose configurations are bounded, beside a plan that is known."""
-MOST_SEARCHED = 48
-"""Parts that are searched like the whole cluster."""
+if TYPE_CHECKING:
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+
+MOST_FAMILIES = 6_000
+"""Families of layouts of all parts that are bounded or searched beside a plan that is known."""
+MOST_LIKELY = 16
+"""Parts among which the one is looked for that is likely to be the fastest."""
 SEARCHED_IN_ORDER = 3
 """Parts that are searched before the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
@@ -187,10 +191,11 @@ def search_parts(
         degrees = DegreeBounds(request, store, least[0])
         waiting = _in_order(parts_of(request, least[0], degrees), request)
     parts = _PartSearch(prefer=prefer, effort=effort, store=store, links=request.cluster.tiers)
+    tried_likeliest = False
     while waiting:
         part = waiting[0]
-        if parts.searched == SEARCHED_IN_ORDER and parts.best is not None:
-            part = parts.likeliest(waiting) or part
+        if parts.searched >= SEARCHED_IN_ORDER and parts.best is not None and not tried_likeliest:
+            tried_likeliest, part = True, parts.likeliest(waiting) or part
         waiting.remove(part)
         parts.look_at(part, aloud if part.whole else quietly)
     if groups > 1:
@@ -204,8 +209,8 @@ def search_parts(
     certificate = of_parts(
         best.answer.certificate,
         parts.bounds_s,
-        left=parts.left,
-        unproven=parts.fewer if groups > 1 else None,
+        unproven=parts.unproven,
+        fewer=parts.fewer if groups > 1 else None,
     )
     return replace(best, answer=replace(best.answer, certificate=certificate))
 
@@ -225,12 +230,15 @@ class _PartSearch:
     """Of each part, what no plan of it takes less than."""
     whole_s: float = 0.0
     """Of all devices."""
-    bounded: int = 0
     searched: int = 0
-    left: int = 0
+    families: int = 0
+    """Of the parts that were looked at."""
+    unproven: int = 0
     """Parts that were not looked at to the end."""
     fewer: int = 0
     """Parts with some devices of several groups of which plans were looked for."""
+    _spaces: dict[str, list[Candidates]] = field(default_factory=dict)
+    """[cluster] Of a part, what may be faster than the best plan that was known."""
 
     @property
     def limit_s(self) -> float:
@@ -245,26 +253,57 @@ class _PartSearch:
         """
         first: ClusterPart | None = None
         least_s = self.limit_s
-        for part in waiting[:MOST_BOUNDED]:
-            if part.bound_s >= least_s or part.is_set:
+        for part in waiting[:MOST_LIKELY]:
+            if part.bound_s >= least_s or part.degrees is None or self.is_spent:
                 break
             with contextlib.suppress(NoPlanFits, DocumentError):
-                quick = search(part.request, below_s=least_s, effort=BESIDE, store=self.store)
+                quick = search(
+                    part.request,
+                    below_s=least_s,
+                    effort=BESIDE,
+                    store=self.store,
+                    candidates=self._may_be_faster(part, part.degrees),
+                )
                 if quick.prediction.step_time_s < least_s:
                     first, least_s = part, quick.prediction.step_time_s
         return first
 
     def look_at(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
-        """Exclude a part, or search it; it counts by its bound where neither is worth the time."""
-        if part.bound_s < self.limit_s and self.best is not None and self.bounded < MOST_BOUNDED:
-            self.bounded += 1
-            part = replace(part, bound_s=self._bound_s(part, self.best.answer))
-        excluded = part.bound_s >= self.limit_s
-        if excluded or (self.searched >= MOST_SEARCHED and not part.whole):
+        """Exclude a part, or search it, unless that is too much together with the others."""
+        if part.bound_s >= self.limit_s:
             self.bounds_s.append(part.bound_s)
-            self.left += not excluded
             return
-        self._search(part, searched)
+        if self.is_spent and not part.whole:
+            self.unproven += 1
+            return
+        if self.best is None or part.degrees is None:
+            self._search(part, searched)
+            return
+        candidates = self._may_be_faster(part, part.degrees)
+        del self._spaces[part.request.cluster_name]
+        bound_s = self._bound_s(part, candidates, self.best.answer)
+        if bound_s >= self.limit_s:
+            self.bounds_s.append(bound_s)
+            return
+        self._search(part, searched, candidates)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether enough of the parts was looked at."""
+        return self.families >= MOST_FAMILIES
+
+    def _may_be_faster(self, part: ClusterPart, degrees: DegreeBounds) -> list[Candidates]:
+        """Return the layouts of a part whose degrees may be faster than the best that is known."""
+        name, request = part.request.cluster_name, part.request
+        if name not in self._spaces:
+            some = degrees.below(request, self.limit_s)
+            spaces: list[Any] = []
+            if some:
+                with contextlib.suppress(DocumentError):
+                    spaces = list(spaces_of(request, store=self.store, degrees=some))
+            self._spaces[name] = [space.candidates for space in spaces]
+            self.families += sum(len(of.families) for of in self._spaces[name])
+        return self._spaces[name]
 
     def look_for_fewer(
         self, request: Request, least: Sequence[LeastSteps], searched: Callable[..., Answer]
@@ -288,27 +327,13 @@ class _PartSearch:
                 if quick.prediction.step_time_s < limit_s:
                     self._search(part, searched)
 
-    def _bound_s(self, part: ClusterPart, best: Answer) -> float:
+    def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates], best: Answer) -> float:
         """Return what no plan of a part takes less than, as far as that matters beside the best."""
         goal = SimulatedStepGoal(_ranked(best), BOUNDED)
-        if part.degrees is None:
+        if part.request.model.edges and candidates:
             return part.bound_s
-        degrees = part.degrees.below(part.request, goal.limit_s)
-        if not degrees:
-            return max(part.bound_s, goal.step_s)
         queue, spent = Queue(goal), Spent()
-        try:
-            spaces = list(spaces_of(part.request, store=self.store, degrees=degrees))
-        except DocumentError:
-            return math.inf
-        chains = [
-            SimulatedChain(space, goal, spent, 0.0)
-            for space in spaces
-            if isinstance(space, ChainSpace)
-        ]
-        if len(chains) < len(spaces):
-            return part.bound_s
-        queue.run(*chains)
+        queue.run(*(SimulatedChain(ChainSpace(of), goal, spent, 0.0) for of in candidates))
         lowest = queue.lowest()
         bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
         return max(part.bound_s, bound_s)
@@ -326,10 +351,18 @@ class _PartSearch:
         are_same = joined == links.model_copy(update={"devices": joined.devices})
         return max(part.bound_s, self.whole_s if are_same else 0.0)
 
-    def _search(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
-        """Search a part; its answer may be the best."""
+    def _search(
+        self,
+        part: ClusterPart,
+        searched: Callable[..., Answer],
+        candidates: Sequence[Candidates] = (),
+    ) -> None:
+        """Search a part; its answer may be the best.
+
+        `candidates` are all of it that may be faster than the best that is known.
+        """
         self.searched += 1
-        effort = self.effort
+        effort, limit_s = self.effort, self.limit_s
         if self.best is not None and effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
         try:
@@ -339,10 +372,13 @@ class _PartSearch:
                 effort=effort,
                 store=self.store,
                 faster_than=None if self.best is None else _ranked(self.best.answer),
+                candidates=candidates,
             )
         except NoneFaster:
             if part.is_set:
                 self.bounds_s.append(self._set_bound_s(part))
+            elif candidates:
+                self.bounds_s.append(limit_s)
             return
         except NoPlanFits:
             return
@@ -350,11 +386,15 @@ class _PartSearch:
             if part.whole:
                 raise
             return
-        self.bounds_s.append(fastest.certificate.lower_bound_s)
+        is_faster = fastest.prediction.step_time_s < limit_s
+        if is_faster and candidates:  # a certificate is of all that a part has
+            self.searched -= 1
+            self._search(part, searched)
+            return
+        self.bounds_s.append(min(fastest.certificate.lower_bound_s, limit_s))
         if part.whole:
             self.whole_s = fastest.certificate.lower_bound_s
-        limit_s = self.limit_s
-        if fastest.prediction.step_time_s >= limit_s:
+        if not is_faster:
             return
         answer = PartAnswer(part, fastest, with_preference(part.request, fastest, self.prefer))
         self.whole = answer if part.whole else self.whole
