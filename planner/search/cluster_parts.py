@@ -43,7 +43,7 @@ from meshwright.planner.search.group_sets import (
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_preference
 from meshwright.planner.search.proof_account import of_parts
-from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort, GapProgress
+from meshwright.planner.search.proof_budget import BRIEF, NEAR, USUAL, Effort, GapProgress
 from meshwright.planner.search.queue import Queue
 from meshwright.planner.search.search import MARGIN, check_request, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
@@ -64,8 +64,11 @@ BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
 SOLVED, PROGRAMS = 4, 1
 """Of the usual effort, what a part gets beside a plan that is known: whether it is faster matters
 more than by how little it is not."""
-MOST_FEWER = 24
-"""Parts with some devices of several groups of which plans are looked for."""
+MOST_FEWER = 120
+"""Over the devices of a cluster: parts with some devices of several groups of which plans are
+looked for."""
+QUICK = replace(BESIDE, likely=0, tried=0)
+"""What looking for a plan of such a part may take."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
 
@@ -309,22 +312,23 @@ class _PartSearch:
         self, request: Request, least: Sequence[LeastSteps], searched: Callable[..., Answer]
     ) -> None:
         """Look for plans on some devices of several groups; nothing is proven of these."""
+        most = max(2, MOST_FEWER // request.cluster.devices)
         for bound_s, kept, shapes in fewer_devices(request, least, self.limit_s):
             limit_s = self.limit_s
-            if bound_s >= limit_s or self.fewer == MOST_FEWER:
-                break
+            if bound_s >= limit_s or self.fewer == most:
+                continue
             self.fewer += 1
             part = ClusterPart(on_group_set(request, kept, shapes), bound_s, False, kept)
             with contextlib.suppress(NoPlanFits, DocumentError):
                 quick = search(
                     part.request,
                     below_s=min(ANY_S, limit_s * (1 + MARGIN)),
-                    effort=BRIEF,
+                    effort=QUICK,
                     store=self.store,
                     faster_than=None if self.best is None else _ranked(self.best.answer),
                     fewest_groups=len(kept),
                 )
-                if quick.prediction.step_time_s < limit_s:
+                if quick.prediction.step_time_s < limit_s * (1 + NEAR):
                     self._search(part, searched)
 
     def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates], best: Answer) -> float:

@@ -91,7 +91,9 @@ def fewer_devices(
 ) -> list[GroupShapes]:
     """Return the sets of which some devices may take less than some seconds, least bound first.
 
-    `least` is of each group alone.
+    `least` is of each group alone.  A rank of a pipeline has as many devices on every group, so
+    that numbers with a common divisor allow more: before all others comes the first of each
+    divisor that all devices together do not have.
     """
     groups, below = request.cluster.groups, []
     for kept in (*proper_sets(len(groups)), tuple(range(len(groups)))):
@@ -114,7 +116,15 @@ def fewer_devices(
         for place in np.argwhere((bounds_s < limit_s) & (devices < devices.max())).tolist():
             chosen = tuple(of_group[at] for of_group, at in zip(shapes, place, strict=True))
             below.append(GroupShapes(float(bounds_s[tuple(place)]), kept, chosen))
-    return sorted(below)
+    below.sort()
+    known = {math.gcd(*(group.devices for group in groups))}
+    firsts, others = list[GroupShapes](), list[GroupShapes]()
+    for part in below:
+        divisor = math.gcd(*(nodes * each for nodes, each in part.shapes))
+        is_new = all(other % divisor for other in known)
+        known.add(divisor)
+        (firsts if is_new else others).append(part)
+    return firsts + others
 
 
 def _shapes(group: DeviceGroup) -> list[Shape]:

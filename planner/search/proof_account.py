@@ -162,18 +162,15 @@ def of_parts(
 ) -> Certificate:
     """Return the certificate of a part with what is proven of the cluster and its parts.
 
-    Nothing is proven of `unproven` others.  Of several groups, plans of `fewer` parts were looked
-    for that have some devices of more than one, and nothing is proven of these either.
+    Nothing is proven of `unproven` others, nor, of several groups, of `fewer` parts with some
+    devices of more than one, of which plans were looked for.
     """
     bound_s = min(certificate.objective_s, *bounds_s)
     claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
-    claim += ", none with some devices of several groups" if fewer is not None else ""
-    claim += f"; of {unproven} others nothing is proven." if unproven else "."
+    claim += f"; of {unproven} others nothing is proven" if unproven else ""
     if fewer:
-        claim += (
-            f" Of {fewer} parts with some devices of several groups plans were looked for, and "
-            "nothing is proven."
-        )
+        claim += f"; plans of {fewer} with some devices of several groups were looked for, no proof"
+    claim += "."
     update: dict[str, object] = {
         "lower_bound_s": bound_s,
         "gap": _gap(certificate.objective_s, bound_s),
