@@ -6,6 +6,7 @@ a Profile.  Fractions of a quoted rate that kernels or collectives reach carry t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -227,6 +228,33 @@ class DeviceGroup(Part):
         """Devices in the group."""
         return self.nodes * self.devices_per_node
 
+    def smaller(self, nodes: int, devices_per_node: int) -> DeviceGroup:
+        """Return some nodes of the group, and some devices of each."""
+        shape: dict[str, object] = {"nodes": nodes, "devices_per_node": devices_per_node}
+        if self.tiers is not None:
+            shape["tiers"] = self.fewer_tiers(self.tiers, nodes, devices_per_node)
+        if self.host_memory_bytes is not None and self.host_memory_range_bytes is not None:
+            # What is assumed of a host is a share for each device.
+            sizes = (self.host_memory_bytes, *self.host_memory_range_bytes)
+            host, *span = (size * devices_per_node // self.devices_per_node for size in sizes)
+            shape |= {"host_memory_bytes": host, "host_memory_range_bytes": (span[0], span[1])}
+        return self.model_copy(update=shape)
+
+    def fewer_tiers(
+        self, tiers: tuple[LinkTier, ...], nodes: int, devices_per_node: int
+    ) -> tuple[LinkTier, ...]:
+        """Return links of the group where it has fewer nodes and devices."""
+        kept: dict[int, LinkTier] = {}
+        for tier in tiers:
+            if tier.devices <= self.devices_per_node:
+                reach = min(tier.devices, devices_per_node)
+            else:
+                reach = tier.devices * devices_per_node // self.devices_per_node
+            reach = min(reach, nodes * devices_per_node)
+            if reach > max(kept, default=1):
+                kept[reach] = tier.model_copy(update={"devices": reach})
+        return tuple(kept.values())
+
 
 class Price(Part):
     """A dated rent for the whole cluster."""
@@ -330,29 +358,27 @@ class ClusterSpec(Document):
         Links keep their rates; one that joins no more devices than a faster one is left out.
         """
         [group] = self.groups
-        shape: dict[str, object] = {"nodes": nodes, "devices_per_node": devices_per_node}
-
-        def fewer(tiers: tuple[LinkTier, ...]) -> tuple[LinkTier, ...]:
-            kept: dict[int, LinkTier] = {}
-            for tier in tiers:
-                if tier.devices <= group.devices_per_node:
-                    reach = min(tier.devices, devices_per_node)
-                else:
-                    reach = tier.devices * devices_per_node // group.devices_per_node
-                reach = min(reach, nodes * devices_per_node)
-                if reach > max(kept, default=1):
-                    kept[reach] = tier.model_copy(update={"devices": reach})
-            return tuple(kept.values())
-
-        inside = None if group.tiers is None else fewer(group.tiers)
-        if group.host_memory_bytes is not None and group.host_memory_range_bytes is not None:
-            # The assumed host memory is a share for each device.
-            sizes = (group.host_memory_bytes, *group.host_memory_range_bytes)
-            host, *span = (size * devices_per_node // group.devices_per_node for size in sizes)
-            shape |= {"host_memory_bytes": host, "host_memory_range_bytes": (span[0], span[1])}
         return ClusterSpec(
             name=f"{self.name}:{nodes}x{devices_per_node}"[-200:],
-            groups=(group.model_copy(update={**shape, "tiers": inside}),),
-            tiers=fewer(self.tiers),
+            groups=(group.smaller(nodes, devices_per_node),),
+            tiers=group.fewer_tiers(self.tiers, nodes, devices_per_node),
             price=self.price,
         )
+
+    def with_shapes(self, shapes: Sequence[tuple[int, int]]) -> ClusterSpec:
+        """Return the cluster with some nodes of each of its groups, and some devices of each node.
+
+        What joins all groups joins what is left of them, and no faster link joins more.
+        """
+        groups = tuple(
+            group.smaller(*shape) for group, shape in zip(self.groups, shapes, strict=True)
+        )
+        devices = sum(group.devices for group in groups)
+        largest, node = (max(g.devices_per_node for g in each) for each in (self.groups, groups))
+        kept: dict[int, LinkTier] = {}
+        for tier in self.tiers[:-1]:
+            reach = min(tier.devices, node if tier.devices <= largest else devices - 1)
+            if reach > max(kept, default=1):
+                kept[reach] = tier.model_copy(update={"devices": reach})
+        joined = self.tiers[-1].model_copy(update={"devices": devices})
+        return self.model_copy(update={"groups": groups, "tiers": (*kept.values(), joined)})

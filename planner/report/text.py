@@ -23,7 +23,11 @@ from meshwright.planner.documents.units import GIB, bytes_text, percent_text, se
 from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.search.answer import Alternative
-from meshwright.planner.search.proof_account import LEFT_OUT, LEFT_OUT_OF_PARTS
+from meshwright.planner.search.proof_account import (
+    LEFT_OUT,
+    LEFT_OUT_OF_PARTS,
+    LEFT_OUT_OF_SOME,
+)
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
@@ -287,6 +291,8 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
     elif whole:
         yield Fact(label="proof", text=proof.statement)
         unsearched = LEFT_OUT if certificate.parts is None else LEFT_OUT_OF_PARTS
+        if certificate.unproven_parts is not None:
+            unsearched = LEFT_OUT_OF_SOME
         yield Fact(label="left out", text=unsearched)
     else:
         if proof.gap < ROUNDED:
