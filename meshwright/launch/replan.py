@@ -40,7 +40,7 @@ def for_fewer(
 ) -> Path:
     """Plan the same training for the `left` nodes, or devices of one node; return the plan's file.
 
-    Of a node's devices some may be left out if that is faster, as many of each node.  Nodes have
+    Some of a node's devices may be left out if that is faster, as many of each node.  Nodes have
     `each` devices where that is given: one of them has lost some.
     """
     clusters = _smaller(machine, left, each)

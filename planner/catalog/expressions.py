@@ -325,9 +325,9 @@ def groups_part(
     kept: Sequence[int],
     shapes: Sequence[Shape] | None = None,
 ) -> tuple[str, ClusterSpec]:
-    """Return what names some groups of the cluster that is `called` so, and that part.
+    """Return the name of some groups of the cluster `called`, and that part.
 
-    Of kinds of nodes that `+` joins the others are left out, with the limits of their networks.
+    Where `+` joins kinds of nodes, the others are left out, with the limits of their networks.
     `shapes` are the nodes that are kept of each, and the devices of each node; by default all.
 
     >>> called = "2xa100-sxm-80gb+8xh100-sxm-80gb+4xl40s"

@@ -308,8 +308,8 @@ class Certificate(Document):
     plan: PlanProof | None = None
     """The plan that is the answer, which may be simpler than the fastest."""
     parts: Count | None = None
-    """How many parts of the cluster the bound is valid for, all devices among them; the
-    configurations are those of the part that the plan is for."""
+    """Number of parts of the cluster for which the bound holds, including the one with all devices;
+    the configurations are those of the plan's part."""
     unproven_parts: Count | None = None
     """Parts of the cluster of which nothing is proven, though they may be faster by arithmetic; of
     several groups, how many with some devices of more than one were looked at for faster plans."""
