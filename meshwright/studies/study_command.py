@@ -189,7 +189,27 @@ def study_of(
     in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where a cluster
     contains {n}, `solve` finds it.
     """
+    bound = [*buy, *reserved]
+    used: tuple[tuple[str, object, object, str], ...] = (
+        ("solve", solve, any("{n}" in cluster for cluster in clusters), "{n} in --clusters"),
+        ("quota", quota, solve, "--solve, which finds {n}"),
+        ("as-run", as_run, clusters, "--clusters"),
+        ("change", change, clusters, "--clusters"),
+        ("each-provider", each_provider, clusters, "--clusters"),
+        ("wait-months", wait_months, clusters, "--clusters, whose rent of then is compared"),
+        ("market", market, [*clusters, *spot], "--clusters or --spot"),
+        ("lead-days", lead_days is not None, buy, "--buy; --wait-months orders later"),
+        ("years", years, bound, "--buy or --reserved"),
+        ("utilisation", utilisation, [*bound, *owned], "--buy, --reserved or --owned"),
+        ("electricity", electricity, [*buy, *owned], "--buy or --owned; rent includes it"),
+        ("rent-change", rent_change, wait_months or bound, "--wait-months, --buy or --reserved"),
+        ("day-usd", day_usd, by == "weighted", "--by weighted"),
+    )
+    for flag, given, there, what in used:
+        if given and not there:
+            raise DocumentError(flag, f"changes nothing without {what}; add that, or leave it out")
     rent = _without_none({"market": market, "each_provider": each_provider or None}) or None
+    spot_rent = _without_none({"commitment": "spot", "market": market})
     rented = [
         {
             "cluster": cluster,
@@ -220,7 +240,7 @@ def study_of(
             if wait_months
         ),
         *(
-            {"name": f"{cluster} on spot", "cluster": cluster, "rent": {"commitment": "spot"}}
+            {"name": f"{cluster} on spot", "cluster": cluster, "rent": spot_rent}
             for cluster in spot
         ),
         *({"name": f"own {cluster}", "cluster": cluster, "owned": True} for cluster in owned),
@@ -275,7 +295,8 @@ def study_of(
     try:
         return Study.of(study)
     except DocumentError as error:
-        raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
+        path = "wait-months" if error.path.endswith(".wait_months") else error.path
+        raise DocumentError(FLAGS.get(path, path), error.message) from error
 
 
 def _is_given(value: object) -> bool:

@@ -38,6 +38,33 @@ class Fact:
     """Largest number of lines, unless the whole text is asked for."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactCard:
+    """A fact as a card of a page: what is large, and what stands below it."""
+
+    label: str
+    value: str
+    note: str
+
+
+def fact_cards(facts: Iterable[Fact]) -> list[FactCard]:
+    """Return a card for each fact that no other page element has: its first part is large.
+
+    >>> [card] = fact_cards([Fact(label="step", text="1,200 of 2,000, loss 2.31; saved")])
+    >>> card.value, card.note
+    ('1,200 of 2,000', 'loss 2.31; saved')
+    """
+    cards: list[FactCard] = []
+    for fact in facts:
+        place = min((at for at in map(fact.text.find, (", ", "; ", " (")) if at > 0), default=-1)
+        value, note = (fact.text, "") if place < 0 else (fact.text[:place], fact.text[place:])
+        if fact.copied:
+            value, note = fact.text, ""
+        note = note.removeprefix(", ").removeprefix("; ").strip()
+        cards.append(FactCard(label=fact.label, value=value, note=note))
+    return cards
+
+
 class Summary:
     """Facts one below the other under a bold head, if any; `most` lines unless they are `whole`."""
 
@@ -104,7 +131,9 @@ def _wrap_text(
     rows = rows[:most]
     end = width - len(CUT)
     whole_part = left.rfind(", ", 0, end + 2)
-    rows[-1] = Text(left[: whole_part if 2 * whole_part > width else end], style=style)
+    whole_word = left.rfind(" ", 0, end + 1)
+    at = whole_part if 2 * whole_part > width else whole_word if 2 * whole_word > width else end
+    rows[-1] = Text(left[:at], style=style)
     rows[-1].append(CUT)
     return rows
 

@@ -11,7 +11,7 @@ from importlib import resources
 import jinja2
 
 from meshwright.planner.report import svg
-from meshwright.planner.report.facts import Fact
+from meshwright.planner.report.facts import Fact, fact_cards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,5 +56,9 @@ def page(reading: RunReading, *, again_s: float | None = None) -> str:
             curve = svg.StepCurve(name=title, points=points)
             figures.append((title, svg.steps(title, [curve], "step", unit)))
     return environment.from_string(template).render(
-        css=svg.page_css(), reading=reading, figures=figures, again_s=again_s
+        css=svg.page_css(),
+        reading=reading,
+        cards=fact_cards(fact for fact in reading.facts if fact.text != reading.alarm),
+        figures=figures,
+        again_s=again_s,
     )

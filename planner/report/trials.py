@@ -12,6 +12,7 @@ import jinja2
 
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report import svg
+from meshwright.planner.report.facts import fact_cards
 from meshwright.planner.tuning.trial_options import CONSTANTS
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def page(
     return environment.from_string(template).render(
         css=svg.page_css(),
         title=title,
-        facts=facts,
+        cards=fact_cards(facts),
         picture=svg.ranges("Steps before and after trials", rows, "seconds a step"),
         plans=rows,
         left_out=len(names) - len(rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -47,13 +48,13 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
         Fact(
             label="answer",
             text=sentence,
-            lines=6 if place < headlines else 3,
+            lines=8 if place < headlines else 4,
             detail=place >= headlines and sentence not in result.sizes,
         )
         for place, sentence in enumerate(verdicts(result))
     ]
     facts += [
-        Fact(label="" if place else "asked", text=sentence, detail=place > 0)
+        Fact(label="" if place else "asked", text=sentence, detail=place > 0, lines=4)
         for place, sentence in enumerate(asked)
     ]
     first = result.best
@@ -72,7 +73,7 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
                 Fact(
                     label=f"{rank.place}{' (tied)' if rank.tied else ''}",
                     text=_brief(result, model, rank),
-                    detail=not listed and (bool(asked) or index > 0),
+                    detail=not listed and len(result.ranks) > 1 and (bool(asked) or index > 0),
                 )
             )
     if len(result.ranks) == 1:  # before the last of three
@@ -110,10 +111,9 @@ def a_day_text(
     """Return tokens a day, the date of the result, and the RAM that a node needs."""
     parts = [f"{count_text(_daily_tokens(outcome))} tokens"]
     if outcome.result_hours is not None and not outcome.jobs:
-        day = (today or datetime.date.today()) + datetime.timedelta(
-            hours=min(outcome.result_hours.value, MOST_HOURS)
-        )
-        parts.append(f"the result on {day.isoformat()}")
+        days = math.ceil(min(outcome.result_hours.value, MOST_HOURS) / 24)
+        day = (today or datetime.date.today()) + datetime.timedelta(days=days)
+        parts.append(f"the result by {day.isoformat()}")
     ram = outcome.host_bytes + BYTES_PER_WEIGHT.get(tuning, 2.0) * outcome.parameters
     return f"{'; '.join(parts)}; a node needs {bytes_text(ram)} of RAM or more"
 
@@ -143,7 +143,15 @@ def _brief(result: Result, model: str, rank: Rank) -> str:
             parts.append(f"{short_usd_text(hourly)} an hour")
     if outcome.usd is not None:
         parts.append(short_usd_text(outcome.usd))
-    return ", ".join([*parts, *(f"misses {miss}" for miss in outcome.misses)])
+    if outcome.unmeasured:
+        parts.append("rates of data sheets")
+    missed = {miss.partition(":")[0] for miss in outcome.misses}
+    unsure = [
+        f"{goal} met with probability {chance:.2g} only"
+        for goal, chance in outcome.chances.items()
+        if goal not in missed and chance < result.study.goal.confidence
+    ]
+    return ", ".join([*parts, *(f"misses {miss}" for miss in outcome.misses), *unsure])
 
 
 def result_text(result: Result, *, whole: bool = True) -> RenderableType:
