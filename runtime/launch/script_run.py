@@ -26,7 +26,7 @@ from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import HandedOver, Interrupted, LaunchError, MeshwrightError
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.checkpoint import commit_recovery
+from meshwright.runtime.checkpoint import commit_recovery, object_store
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.failure_report import (
     RankFailed,
@@ -228,7 +228,8 @@ def run_script(
             if slots is not None and saved is not None:
                 newest = rescue(slots, saved, say=say)
                 if newest is not None and isinstance(error, _Ended):
-                    error.rest = f"; {newest} is complete and can be gone on from{error.rest}"
+                    name = object_store.shown(newest)
+                    error.rest = f"; {name} is complete and can be gone on from{error.rest}"
             if isinstance(error, _Ended):
                 raise LaunchError(f"{error}{error.rest}") from None
             if isinstance(error, KeyboardInterrupt):
@@ -353,6 +354,9 @@ def _attempt(
     folder, ranks = started.folder, started.ranks
     with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as rendezvous:
         _check_script(started.script)  # other nodes are told what this one lacks
+        saved = started.survival.checkpoint
+        if saved is not None:
+            object_store.send_saved(saved, say=say)
         rendezvous.agree(
             {
                 "plan": started.plan.digest,
@@ -360,6 +364,8 @@ def _attempt(
                 "arguments": " ".join(started.arguments),
             }
         )
+        if saved is not None:
+            object_store.fetch_newest(saved, say=say)
         for name in ("logs", "ranks", "flight"):
             folder_within(folder, name, emptied_of="rank-*")
         token = str(rendezvous.all_gather(secrets.token_hex(8))[0])

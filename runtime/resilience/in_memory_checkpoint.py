@@ -36,6 +36,10 @@ MEASURED = 3
 Those that write to a slot for the first time do not count: of 0.3 GB and 3 GB they took 0.28 and
 8.6 processor seconds, and each later one 0.10 and 0.96 (3 GB/s, on an EPYC core)."""
 
+STEADY = 1.5, 1.25
+"""By how much the measured interval is shorter or longer before another is taken: what was printed
+last is true, and is not printed anew with each measurement."""
+
 COPY_OVER_CALLS = 1.7
 """CPU seconds of a copy over those of its calls: the work behind it finds caches and pages changed
 (`benchmarks/elastic_cost.py` measured 1.63, 1.67 and 1.82)."""
@@ -227,7 +231,10 @@ class Mirror:
         self._copies_s.append(time.thread_time() - began_s)
         sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
         copy_s = COPY_OVER_CALLS * statistics.fmean(self._copies_s) + sent_s
-        self.every = self._slowest_interval(copy_s / (COPIES_SHARE * step_s))
+        every = self._slowest_interval(copy_s / (COPIES_SHARE * step_s))
+        shorter, longer = STEADY
+        if self.is_measured_first or not self.every / shorter < every <= self.every * longer:
+            self.every = every
 
     def _slowest_interval(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""
