@@ -364,7 +364,7 @@ def _fetch(store: ObjectStore, target: Path, *, say: Say) -> None:
         replace_file(store.text(f"{target.name}/{META}"), hidden / META)
         done = checkpoint.progress(hidden)
         if any(file.startswith(".") for file in done.files):
-            raise LaunchError(f"{META}: names a file that no checkpoint has")
+            raise LaunchError(f"{META}: names a file that no checkpoint has; delete it")
         is_whole = target.is_dir() and checkpoint.problem(target) is None
         if is_whole and checkpoint.progress(target) == done:
             return
