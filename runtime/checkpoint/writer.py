@@ -39,7 +39,7 @@ from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
 from meshwright.runtime.checkpoint.shard_manifest import WrittenPart
 from meshwright.runtime.checkpoint.storage import TensorWriter
 from meshwright.runtime.checkpoint.tensor_index import INDEX
-from meshwright.runtime.core.object_collectives import broadcast_json, raise_on_all
+from meshwright.runtime.core.object_collectives import broadcast_json, host_group, raise_on_all
 from meshwright.runtime.run.locks_and_signals import alone_in
 from meshwright.runtime.run.metrics import Metrics
 from meshwright.runtime.run.run_clock import unix_now_s
@@ -361,7 +361,7 @@ class SaveSchedule:
         usual_s = statistics.median(step_s[-RECENT:])
         every = torch.tensor([self._figures.every_steps(usual_s)])
         if dist.is_initialized():
-            dist.broadcast(every, src=0)
+            dist.broadcast(every, src=0, group=host_group())
         before, self._every = self._every, int(every)
         if metrics is not None and self._every != before:
             figures = self._figures

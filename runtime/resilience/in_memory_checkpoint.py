@@ -26,7 +26,7 @@ import torch.distributed as dist
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
 from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
-from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.core.object_collectives import all_gather_json, host_group
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.resilience.peer_restore import key_of, restore_from_peers
 from meshwright.runtime.resilience.shared_memory import GENERATIONS, NodeSlots, slots_of_node
@@ -176,7 +176,7 @@ class Mirror:
             return True
         self._asked_step = step - self.every // 2  # where it is not kept, ask again soon
         kept = torch.tensor([int(self._node.kept.has_copy(self._run, self._last_step))])
-        dist.all_reduce(kept, op=dist.ReduceOp.MIN)
+        dist.all_reduce(kept, op=dist.ReduceOp.MIN, group=host_group())
         return bool(kept)
 
     def copy(
@@ -239,5 +239,5 @@ class Mirror:
     def _slowest_interval(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""
         longest = torch.tensor([every])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=host_group())
         return max(1, math.ceil(float(longest)))
