@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.inputs import check_code, machine_of, need_torch, plan_model
 from meshwright.api.option_words import option_words
@@ -70,7 +70,12 @@ def launch(
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
     if elastic and run.checkpoint is None:
         raise DocumentError("elastic", "continues from checkpoints: add --checkpoint FOLDER")
-    more = {"replan": replan, "elastic": elastic, "profile": profile, "trust_code": trust_code}
+    more: dict[str, Any] = {
+        "replan": replan,
+        "elastic": elastic,
+        "profile": profile,
+        "trust_code": trust_code,
+    }
     if where.on != "local":
         return _submit_job(plan_path, run, where, more, dry_run=dry_run)
     where.refuse_job()
@@ -78,15 +83,35 @@ def launch(
         _on_hosts(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
         return None
     need_torch("launching a plan")
+    from meshwright.runtime.checkpoint import object_store  # noqa: PLC0415 - the runtime
+
+    if object_store.address_of(run.checkpoint) is not None and not dry_run:
+        with object_store.spooled(run.checkpoint) as spool:
+            run = run.model_copy(update={"checkpoint": spool})
+            return _launch_here(plan_path, run, where, more, dry_run=False, quiet=quiet)
+    return _launch_here(plan_path, run, where, more, dry_run=dry_run, quiet=quiet)
+
+
+def _launch_here(
+    plan_path: str,
+    run: LaunchRun,
+    where: Where,
+    more: Mapping[str, Any],
+    *,
+    dry_run: bool,
+    quiet: bool,
+) -> LaunchResult | None:
+    """Train as one of the nodes of a run; its checkpoints are in a folder of this node."""
     from meshwright.runtime.launch.failure_report import RankFailed  # noqa: PLC0415 - the runtime
     from meshwright.runtime.launch.launch_config import Launch  # noqa: PLC0415
 
     run_clock.begin()
+    replan, elastic = bool(more["replan"]), bool(more["elastic"])
     node_rank = where.node_rank()
-    fit = LaunchablePlan.read(plan_path, profile)
+    fit = LaunchablePlan.read(plan_path, more["profile"])
     if not dry_run:
-        fit = fit.with_code(trusted=trust_code)
-    elif not trust_code:
+        fit = fit.with_code(trusted=bool(more["trust_code"]))
+    elif not more["trust_code"]:
         check_code(fit.graph, plan_path)
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
     shrunk: Decision | None = None

@@ -33,7 +33,6 @@ from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed
 from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch_config import Launch
@@ -47,6 +46,7 @@ from meshwright.runtime.resilience.membership import Agent, Epoch, LostDevice, P
 from meshwright.runtime.resilience.node_agent import NodeAgent, RunOver, agent_of
 from meshwright.runtime.resilience.replication import KeptCopies, Pairing, partner_places
 from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.resilience.state_rescue import saved_step
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.authenticated_channel import without_secret
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -242,8 +242,7 @@ class Epochs:
         A node that was left out does not know: the others go on.
         """
         assert self._run.checkpoint is not None and self._run.output is not None
-        saved = checkpoint.newest(self._run.checkpoint)
-        done = checkpoint.progress(saved).step if saved is not None else 0
+        done = saved_step(self._run.checkpoint)
         attempts = (
             event for event in events(self._run.output) if isinstance(event, Attempt | AttemptEnded)
         )
@@ -253,8 +252,8 @@ class Epochs:
         notice = f"this node was a spare: {over}"
         if done < self._run.steps and not is_in_time and not is_left_out:
             raise LaunchError(
-                f"{notice}; {saved or 'nothing'} is saved of {self._run.steps} steps; start the "
-                "run again with --resume --or-start"
+                f"{notice}; {f'step {done}' if done else 'nothing'} is saved of {self._run.steps} "
+                "steps; start the run again with --resume --or-start"
             )
         self._print_notice(notice)
 
@@ -275,8 +274,7 @@ class Epochs:
         """Decide the next epoch by the table, and write down what and why."""
         last = proposal.epoch
         assert self._run.checkpoint is not None and self._run.output is not None
-        saved = checkpoint.newest(self._run.checkpoint)
-        stored = checkpoint.progress(saved).step if saved is not None else 0
+        stored = saved_step(self._run.checkpoint)
         if self._scale_up.asked and not proposal.lost and not proposal.ends:
             return self._grown(proposal, stored)
         end = self._end_of(proposal, stored)
