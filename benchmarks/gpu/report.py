@@ -1,6 +1,6 @@
 """What the lines of suite.py say: a page, a curve for the catalogue, figures for a framework.
 
-    python benchmarks/gpu/report.py DIR [-o docs/results/gpu/NAME.md]
+    python benchmarks/gpu/report.py DIR [-o FILE.md]
 
 Everything is a median of what was measured; what no line says is left out.
 """
