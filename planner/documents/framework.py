@@ -431,6 +431,8 @@ class Host(Part):
     window: Literal["kernels", "layer"] = "layer"
     """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
     that the device does for the layer, collectives of its stream too."""
+    adapter_s: PerPass = PerPass()
+    """What each product that has an adapter adds to an eager layer's passes."""
     experts_s: Amount = 0.0
     """What routing, permutation and grouped products add to a block, both passes."""
     rank_s: Amount = 0.0
@@ -790,6 +792,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "wide-states": {"types.gradient": 4, "types.master": 4, "types.moments": 8},
     "narrow-moments": {"types.moments": 4},
     "shifted-logits": {"loss.peak_bytes": 14.0, "loss.fused_bytes": 10.0},
+    "narrow-loss": {"loss.peak_bytes": 6.0},
     "fused-cross-entropy": {"loss.fused": True},
     "fused-norms": {"kernels.norm": "fused", "kernels.rotary": "fused"},
     "fused-gates": {"kernels.gate": "fused"},
@@ -815,6 +818,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "graphed-steps": {
         "host.layer_s": PerPass(),
         "host.kernel_s": PerPass(),
+        "host.adapter_s": PerPass(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
@@ -827,6 +831,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "graphed-layers": {
         "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
         "host.kernel_s": PerPass(),
+        "host.adapter_s": PerPass(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
     },
@@ -846,6 +851,8 @@ OPTION_BASIS: Mapping[str, str] = {
     "fused_linear_cross_entropy)",
     "compiled-loss": "derived: what a compiler keeps of the loss",
     "shifted-logits": "derived: transformers 4.46 to 4.49, loss_utils.py",
+    "narrow-loss": "derived: a model's own loss under DeepSpeed, which has no autocast: "
+    "log-softmax, its gradient and its input's in 16 bits (3 x 2)",
 }
 """What figures of options are fitted to, or derived from."""
 
