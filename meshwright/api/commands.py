@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -26,7 +26,7 @@ from meshwright.api.inputs import (
     profile_for,
 )
 from meshwright.api.launched_model import launched_model
-from meshwright.api.plan_options import PlanOptions, keyword_options
+from meshwright.api.plan_options import PlanOptions, PredictOptions, keyword_options
 from meshwright.planner import catalog as shelves
 from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import hub
@@ -40,10 +40,9 @@ from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
-from meshwright.planner.documents.plan import Job, Layout, Plan
+from meshwright.planner.documents.plan import Job, Layout, Plan, check_size
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.documents.units import (
     bytes_text,
     count_text,
@@ -149,7 +148,21 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         gap=options.gap,
         progress=options.progress,
     )
-    notes = tuple(_length_notes(options.lengths_of_job(), answer.plan, graph, machine))
+    notes = tuple(
+        _length_notes(
+            options.lengths_of_job(),
+            answer.plan.layout,
+            answer.plan.seq_len,
+            lambda seq_len: predict_plan(
+                answer.plan.model_copy(update={"seq_len": seq_len}), graph, machine
+            ),
+        )
+    )
+    if base_of(request.framework.name) != "native":
+        notes = (
+            *notes,
+            *_framework_caveats(answer.plan, graph, machine_of(answer.plan.cluster, measured)),
+        )
     answer = replace(answer, prediction=answer.prediction.with_notes(*unrecorded, *notes))
     if script is not None:
         answer = _of_samples(answer, script.leaves)
@@ -171,22 +184,25 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
 
 
 def _length_notes(
-    of_job: LengthsOfJob, plan: Plan, graph: ModelGraph, machine: ClusterSpec
+    of_job: LengthsOfJob, layout: Layout, seq_len: int, price: Callable[[int], Prediction]
 ) -> Iterator[str]:
-    """Yield the waste of samples with several lengths, and the tokens of a mean step."""
+    """Yield what samples of several lengths waste, and what a step of mean ones takes.
+
+    `price` predicts a step of samples of as many tokens.
+    """
     lengths = of_job.lengths
     if lengths is None:
         return
     if of_job.batching == "packed":
-        empty = 1 - lengths.packed_share(plan.seq_len)
-        yield f"{summary(lengths)}; packed in {plan.seq_len:,}, {empty:.0%} of positions are empty"
+        empty = 1 - lengths.packed_share(seq_len)
+        yield f"{summary(lengths)}; packed in {seq_len:,}, {empty:.0%} of positions are empty"
         return
-    multiple = LENGTH_MULTIPLE * plan.mesh.context * plan.mesh.tensor
-    mean_len = min(plan.seq_len, of_job.mean_len(plan.micro_batch, multiple))
-    mean = predict_plan(plan.model_copy(update={"seq_len": mean_len}), graph, machine)
+    multiple = LENGTH_MULTIPLE * layout.context * layout.tensor
+    mean_len = min(seq_len, of_job.mean_len(layout.micro_batch, multiple))
+    mean_s = price(mean_len).step_time_s
     padded = 1 - lengths.mean / mean_len
     yield (
-        f"a step of mean samples takes {seconds_text(mean.step_time_s)}, {mean_len:,} tokens each, "
+        f"a step of mean samples takes {seconds_text(mean_s)}, {mean_len:,} tokens each, "
         f"{padded:.0%} padding; time and memory above are those of the longest"
     )
     yield summary(lengths)
@@ -332,7 +348,7 @@ def compare(
 
 def _work(plan: Plan) -> int:
     """Return the positions that a step of a plan trains on."""
-    return plan.job.global_batch * plan.job.seq_len
+    return plan.job.sequences * plan.job.seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,6 +429,7 @@ def import_plan(
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    document_len: int | None = None,
     output: str | None = None,
     values: Sequence[str] = (),
 ) -> ImportedPlan:
@@ -420,6 +437,7 @@ def import_plan(
 
     `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
     runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
+    `document_len` is of the data that it packs, as of `plan`.
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
 
@@ -436,6 +454,10 @@ def import_plan(
         )
     except DocumentError as error:
         raise (error if error.file else error.in_file(source)) from error
+    if document_len is not None:
+        check_size("document-len", document_len, imported_plan.plan.seq_len)
+        packed = imported_plan.plan.model_copy(update={"document_len": document_len})
+        imported_plan = replace(imported_plan, plan=packed)
     machine = machine_of(cluster, None)
     graph = (
         plan_model(imported_plan.plan, None) if model is None else model_of(model, seq_len=seq_len)
@@ -498,20 +520,6 @@ class ImportedPlan:
     """Its range is wider where words were not understood."""
 
 
-def refuse_beside_plan(
-    job: Mapping[str, object], *, lora: Sequence[str], optimizer: str, masters: str
-) -> None:
-    """Refuse what a plan has already: values of a job that are given, by their options' names."""
-    training = {
-        "lora": lora or None,
-        "optimizer": None if optimizer == "adamw" else optimizer,
-        "masters": None if masters == "fp32" else masters,
-    }
-    for name, value in {**job, **training}.items():
-        if value is not None:
-            raise DocumentError(name, "a plan has its own already; give a model instead")
-
-
 def of_plan(
     wanted: Plan, cluster: str | None, profile: str | None, *, path: str | None = None
 ) -> Prediction:
@@ -526,11 +534,16 @@ def of_plan(
 def _with_caveats(
     wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profiles = None
 ) -> Prediction:
-    """Return the prediction of a plan, with the reason if its framework does not run it."""
+    """Predict a plan, and say why its framework does not run it, if it does not."""
+    prediction = predict_plan(wanted, graph, machine, measured)
+    return prediction.with_notes(*_framework_caveats(wanted, graph, machine))
+
+
+def _framework_caveats(wanted: Plan, graph: ModelGraph, machine: ClusterSpec) -> tuple[str, ...]:
+    """Return why a plan's framework does not run it, if it does not."""
     from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
 
-    prediction = predict_plan(wanted, graph, machine, measured)
-    return prediction.with_notes(*caveats(wanted, graph, machine))
+    return caveats(wanted, graph, machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,70 +556,31 @@ class PredictedPlan:
     prediction: Prediction
 
 
-def predict(
-    model_or_plan: str,
-    cluster: str | None = None,
-    *,
-    layout: str | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    optimizer: Optimizer = "adamw",
-    masters: MasterWeights = "fp32",
-    profile: str | None = None,
-    framework: str = "native",
-    offline: bool = False,
-) -> Prediction:
+@keyword_options(PredictOptions)
+def predict(model: str, cluster: str | None = None, *, options: PredictOptions) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
     `lora` are settings of adapters that alone are trained, as of `plan`.
     With another framework than ours a layout is priced by its accounting rules.  `offline` fetches
     no model's config.json from the Hugging Face hub.
     """
-    return predicted_plan(
-        model_or_plan,
-        cluster,
-        layout=layout,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        lora=lora,
-        optimizer=optimizer,
-        masters=masters,
-        profile=profile,
-        framework=framework,
-        offline=offline,
-    ).prediction
+    return _predicted(model, cluster, options).prediction
 
 
+@keyword_options(PredictOptions)
 def predicted_plan(
-    model_or_plan: str,
-    cluster: str | None = None,
-    *,
-    layout: str | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    optimizer: Optimizer = "adamw",
-    masters: MasterWeights = "fp32",
-    profile: str | None = None,
-    framework: str = "native",
-    offline: bool = False,
+    model: str, cluster: str | None = None, *, options: PredictOptions
 ) -> PredictedPlan:
-    """Return the answer of `predict` with its model, cluster and job."""
-    if is_plan(model_or_plan):
-        wanted = document.read(Plan, model_or_plan)
-        if layout is not None:
-            raise DocumentError("layout", "a plan has its layout already; give a model instead")
-        job = {"seq-len": seq_len, "global-batch": global_batch, "precision": precision}
-        refuse_beside_plan(job, lora=lora, optimizer=optimizer, masters=masters)
-        if framework != "native":
-            raise DocumentError(
-                "framework", "a plan has its framework already; give a model instead"
-            )
-        prediction = of_plan(wanted, cluster, profile, path=model_or_plan)
+    """Predict as `predict` does, and say for which model, cluster and job."""
+    return _predicted(model, cluster, options)
+
+
+def _predicted(model: str, cluster: str | None, options: PredictOptions) -> PredictedPlan:
+    """Predict a plan in a file, or a layout of a model."""
+    if is_plan(model):
+        wanted = document.read(Plan, model)
+        options.refuse_beside_plan()
+        prediction = of_plan(wanted, cluster, options.profile, path=model)
         return PredictedPlan(
             model=wanted.model.name,
             cluster=cluster or wanted.cluster,
@@ -615,44 +589,60 @@ def predicted_plan(
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
-    with hub.offline(offline):
-        graph = model_of(model_or_plan, seq_len=seq_len)
-    measured = profile_for(graph, profile)
+    with hub.offline(options.offline):
+        graph = model_of(model, seq_len=options.seq_len)
+    measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
-    pins, idle = read_layout(layout or "", ["stale,compress"])
+    layout = options.layout or ""
+    pins, idle = read_layout(layout, ["stale,compress"])
     request = Request.create(
         graph,
         machine,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        lora=lora,
-        optimizer=optimizer,
-        masters=masters,
+        **options.of_request(),
         pins=pins,
         profile=measured,
-        framework=framework,
+        framework=options.framework,
     )
     wanted_layout = pinned_layout(request, idle=idle)
-    check_micro_batches(layout or "", wanted_layout)
-    notes = tuple(without_effect(pins, wanted_layout))
-    if base_of(framework) != "native":
-        from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
-            framework_plan,
-            framework_prediction,
-        )
-        from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
+    check_micro_batches(layout, wanted_layout)
+    price = _native_price if base_of(options.framework) == "native" else _framework_price
+    priced = price(request, wanted_layout).with_notes(*without_effect(pins, wanted_layout))
+    notes = _length_notes(
+        options.lengths_of_job(),
+        wanted_layout,
+        request.job.seq_len,
+        lambda seq_len: price(
+            replace(request, job=replace(request.job, seq_len=seq_len)), wanted_layout
+        ),
+    )
+    return PredictedPlan(
+        model=graph.name,
+        cluster=cluster,
+        job=request.job,
+        prediction=priced.with_notes(*notes),
+    )
 
-        _refuse_other_layers(request)
-        theirs = framework_prediction(request, wanted_layout)
-        priced = theirs.on(machine.devices, used=wanted_layout.devices).with_notes(*notes)
-        priced = priced.with_notes(*caveats(framework_plan(request, wanted_layout), graph, machine))
-    else:
-        reason = refusal(graph, machine, request.job, wanted_layout)
-        if reason is not None:
-            raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
-        priced = layout_prediction(request, wanted_layout).with_notes(*notes)
-    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=priced)
+
+def _native_price(request: Request, layout: Layout) -> Prediction:
+    """Return what our own runtime takes; DocumentError where it does not run a layout."""
+    reason = refusal(request.model, request.cluster, request.job, layout)
+    if reason is not None:
+        raise DocumentError("layout", f"{layout.text()}: {reason}")
+    return layout_prediction(request, layout)
+
+
+def _framework_price(request: Request, layout: Layout) -> Prediction:
+    """Return what another framework takes, and why it does not run a layout, if it does not."""
+    from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
+        framework_plan,
+        framework_prediction,
+    )
+
+    _refuse_other_layers(request)
+    theirs = framework_prediction(request, layout)
+    priced = theirs.on(request.cluster.devices, used=layout.devices)
+    plan = framework_plan(request, layout)
+    return priced.with_notes(*_framework_caveats(plan, request.model, request.cluster))
 
 
 def _refuse_other_layers(request: Request) -> None:
@@ -720,12 +710,13 @@ def _framework_configuration(
         NEED_NODES,
         configuration,
         in_the_script,
+        usual_writer,
         with_environment,
     )
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
-    to = to or base_of(wanted.framework)
+    to = to or usual_writer(wanted, graph)
     if to == "native":
         raise DocumentError("to", "is missing: a native plan is launched; name a framework")
     machine, environment, warnings = None, {}, []

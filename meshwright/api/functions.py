@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api import commands
 from meshwright.api.inputs import need_torch
-from meshwright.api.plan_options import PlanOptions, keyword_options
+from meshwright.api.plan_options import PlanOptions, PredictOptions, keyword_options
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.document import Document
@@ -25,7 +25,6 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
-from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.search.answer import Alternative, Answer
 from meshwright.planner.whatif.run_study import Result
@@ -167,19 +166,9 @@ def tensor_styles(
         return TensorStyles.for_units(DerivedStyles(module, recorder, few).units_at(ranks), ranks)
 
 
+@keyword_options(PredictOptions)
 def predict(
-    model_or_plan: Plan | str | Path,
-    cluster: str | None = None,
-    *,
-    layout: str | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    optimizer: Optimizer = "adamw",
-    masters: MasterWeights = "fp32",
-    profile: str | None = None,
-    framework: str = "native",
+    model: Plan | str | Path, cluster: str | None = None, *, options: PredictOptions
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
@@ -193,28 +182,11 @@ def predict(
     >>> predicted.fits, predicted.step_time_low_s <= step_s <= predicted.step_time_high_s
     (True, True)
     """
-    if not isinstance(model_or_plan, Plan):
-        return commands.predict(
-            str(model_or_plan),
-            cluster,
-            layout=layout,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            precision=precision,
-            lora=lora,
-            optimizer=optimizer,
-            masters=masters,
-            profile=profile,
-            framework=framework,
-        )
-    job = {
-        "layout": layout,
-        "seq_len": seq_len,
-        "global_batch": global_batch,
-        "precision": precision,
-    }
-    commands.refuse_beside_plan(job, lora=lora, optimizer=optimizer, masters=masters)
-    return commands.of_plan(model_or_plan, cluster, profile)
+    if not isinstance(model, Plan):
+        values = {field.name: getattr(options, field.name) for field in fields(options)}
+        return commands.predict(str(model), cluster, **values)
+    options.refuse_beside_plan()
+    return commands.of_plan(model, cluster, options.profile)
 
 
 def compare(
@@ -306,6 +278,7 @@ def import_plan(
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    document_len: int | None = None,
     values: Sequence[str] = (),
 ) -> ImportedPlan:
     """Read another framework's configuration as a plan; nothing in it is executed.
@@ -330,6 +303,7 @@ def import_plan(
         model=model,
         seq_len=seq_len,
         global_batch=global_batch,
+        document_len=document_len,
         values=values,
     )
 

@@ -23,7 +23,7 @@ def option_words(values: Mapping[str, object]) -> Iterator[str]:
     for field, value in values.items():
         if isinstance(value, bool):
             yield from [flag(field)] if value else []
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             yield from (part for item in value for part in (flag(field), str(item)))
         elif value is not None:
             yield from (flag(field), str(value))

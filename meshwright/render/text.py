@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.launch.attempt import LaunchResult
     from meshwright.launch.run_script import ScriptResult
     from meshwright.planner.documents.events import Expected
+    from meshwright.planner.documents.plan import Plan
     from meshwright.planner.documents.prediction import Prediction
     from meshwright.planner.documents.profile import (
         CollectiveCurve,
@@ -73,6 +74,17 @@ def plan_text(
     )
 
 
+def _training_words(plan: Plan) -> str:
+    """Return what a plan trains, and how."""
+    job = plan.job
+    adapters = "all weights"
+    if job.lora is not None:
+        adapters = f"adapters of rank {job.lora.rank} beside {job.lora.weights} weights"
+    documents = "" if job.document_len is None else f", documents of {job.document_len:,}"
+    masters = "" if job.master_weights == "fp32" else ", no fp32 masters"
+    return f"{plan.model.name}, {adapters}, {job.optimizer}{masters}, {job.objective}{documents}"
+
+
 def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator[RenderableType]:
     """Yield plans beside the fastest of them, in ten lines unless all are requested."""
     then = next_fact(f"meshwright compare {choices[0].what} --best", explain=explain)
@@ -111,6 +123,10 @@ def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator
     }
     if len(work) > 1:
         text = "the plans train different numbers of samples or tokens per step; % is of as many"
+        facts.insert(0, Fact(label="warning", text=text, style="yellow"))
+    kinds = [_training_words(choice.plan) for choice in choices if choice.plan]
+    if len(set(kinds)) > 1:
+        text = f"the plans do not train alike: {' | '.join(dict.fromkeys(kinds))}"
         facts.insert(0, Fact(label="warning", text=text, style="yellow"))
     if cost_word(choices) != "cost":
         text = "the plans have different devices: less time may cost more; whatif has prices"

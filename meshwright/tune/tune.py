@@ -23,7 +23,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from meshwright.api.calibration import profile_of_any_model
@@ -38,12 +38,12 @@ from meshwright.api.inputs import (
     profile_for,
 )
 from meshwright.api.launched_model import launched_model
-from meshwright.api.plan_options import PlanOptions
+from meshwright.api.plan_options import JobOptions, PlanOptions, keyword_options
 from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
 from meshwright.planner.costs.predict import predict
 from meshwright.planner.costs.slowdown import pace_of
 from meshwright.planner.documents import document
-from meshwright.planner.documents.cluster import ClusterSpec, Precision
+from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.profile import Calibration, Profile, Profiles
@@ -201,29 +201,38 @@ def _stood_in(small: InSmall | None) -> tuple[TrialCandidate, ...]:
     return tuple(stand_in.candidate for stand_in in small.stand_ins) if small else ()
 
 
-def tune(
-    model: str,
-    cluster: str,
-    *,
-    trial_cluster: str | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    profile: str | None = None,
-    fix: Sequence[str] = (),
-    allow: Sequence[str] = (),
-    framework: str = "native",
-    budget: str | None = None,
-    run: str | None = None,
-    data: str | None = None,
-    tokenizer: str | None = None,
-    trust_code: bool = False,
-    trials: str | None = None,
-    output: str = "plan.yaml",
-    dry_run: bool = False,
-    progress: Progress | None = None,
-    notify: ProgressCallback = lambda text: None,
-) -> TuningResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions(JobOptions):
+    """A job, its space, what trials may take, and how they are run."""
+
+    trial_cluster: str | None = None
+    """A smaller cluster of the same devices, where plans are tried in small."""
+    profile: str | None = None
+    fix: Sequence[str] = ()
+    allow: Sequence[str] = ()
+    framework: str = "native"
+    budget: str | None = None
+    """`8 trials`, or about how long: `20min`."""
+    run: str | None = None
+    """Template of a command that trains by a plan."""
+    data: str | None = None
+    tokenizer: str | None = None
+    trust_code: bool = False
+    trials: str | None = None
+    """Folder of trials; by default beside the plan."""
+    output: str = "plan.yaml"
+    dry_run: bool = False
+    progress: Progress | None = None
+    notify: ProgressCallback = lambda text: None
+
+    def of_plan(self) -> PlanOptions:
+        """Return the options of the plan that is tuned."""
+        job = {each.name: getattr(self, each.name) for each in fields(JobOptions)}
+        return PlanOptions(**job, fix=self.fix, allow=self.allow, framework=self.framework)
+
+
+@keyword_options(TuneOptions)
+def tune(model: str, cluster: str, *, options: TuneOptions) -> TuningResult:
     """Measure what prediction cannot tell apart, and return the plan that is fastest measured.
 
     `model` may be a plan, as `meshwright.plan` saves one of a script's own module: its job and
@@ -239,31 +248,36 @@ def tune(
 
     Raises LaunchError where no plan of the space ran.
     """
-    allowed = TrialBudget(trials=DEFAULT_TRIALS) if budget is None else TrialBudget.read(budget)
+    return _tune(model, cluster, options)
+
+
+def _tune(model: str, cluster: str, options: TuneOptions) -> TuningResult:
+    """Tune as `tune` does."""
+    allowed = (
+        TrialBudget(trials=DEFAULT_TRIALS)
+        if options.budget is None
+        else TrialBudget.read(options.budget)
+    )
     started = time.process_time()
-    folder = Path(trials) if trials else _folder(output)
+    run, trial_cluster, profile = options.run, options.trial_cluster, options.profile
+    folder = Path(options.trials) if options.trials else _folder(options.output)
     if profile is None and document.is_file(folder / PROFILE_FILE):
         profile = str(folder / PROFILE_FILE)
     mine = document.read(Plan, model) if is_plan(model) else None
     if mine is None:
-        options = PlanOptions(
-            seq_len=seq_len,
-            global_batch=global_batch,
-            precision=precision,
-            fix=fix,
-            allow=allow,
-            framework=framework,
-        )
-        graph, options, _ = launched_model(model_of(model, seq_len=seq_len), cluster, options)
+        plan_options = options.of_plan()
+        graph = model_of(model, seq_len=options.seq_len)
+        graph, plan_options, _ = launched_model(graph, cluster, plan_options)
         measured = profile_for(graph, profile)
-        request = options.request(graph, machine_of(cluster, measured), measured, called=cluster)
+        machine = machine_of(cluster, measured)
+        request = plan_options.request(graph, machine, measured, called=cluster)
     else:
-        _refuse_job(seq_len=seq_len, global_batch=global_batch, precision=precision)
+        options.refuse_beside_plan()
         graph = plan_model(mine, model)
         measured = profile_for(graph, profile)
         request = replace(
             Request.of_plan(mine, graph, machine_of(cluster, measured), measured),
-            pins=read_pins(fix, allow),
+            pins=read_pins(options.fix, options.allow),
             called=cluster,
             fit_probability=SURE_TO_FIT,
         )
@@ -276,7 +290,7 @@ def tune(
     fewer = None if trial_cluster is None else machine_of(trial_cluster, measured)
     if fewer is not None:
         check_smaller(fewer, request.cluster)
-    answer = answer_to(request, "simplest", progress=progress)
+    answer = answer_to(request, "simplest", progress=options.progress)
     used = answer.plan.cluster
     if answer.prediction.idle_devices:
         request = replace(request, cluster=machine_of(used, measured), called=used)
@@ -284,7 +298,7 @@ def tune(
             check_smaller(fewer, request.cluster)
     every = tuple(
         candidate if mine is None else _trained_as(candidate, mine)
-        for candidate in _runnable(request, answer, run, progress)
+        for candidate in _runnable(request, answer, run, options.progress)
     )
     small = (
         None
@@ -300,40 +314,24 @@ def tune(
         if trial_cluster is None
         else machine_of(trial_cluster, _without_pace(measured)),
         folder=folder,
-        output=output,
+        output=options.output,
         budget=allowed,
         run=run,
-        options=_options(data, tokenizer, trust_code=trust_code),
-        notify=notify,
+        options=_options(options.data, options.tokenizer, trust_code=options.trust_code),
+        notify=options.notify,
         planned_s=time.process_time() - started,
     )
-    if dry_run:
+    if options.dry_run:
         return tuning.agenda()
     if run is None:
         need_torch("launching a trial")
         ours = cluster.partition(":")[0] == "local" and mine is None
         if ours and profile is None and tuning.profile_pays():
-            notify("measuring this machine first, which tells more for each second than a trial")
-            _profile(model, cluster, request, folder_within(folder.parent, folder.name))
-            return tune(
-                model,
-                cluster,
-                trial_cluster=trial_cluster,
-                seq_len=seq_len,
-                global_batch=global_batch,
-                precision=precision,
-                fix=fix,
-                allow=allow,
-                framework=framework,
-                budget=budget,
-                data=data,
-                tokenizer=tokenizer,
-                trust_code=trust_code,
-                trials=str(folder),
-                output=output,
-                progress=progress,
-                notify=notify,
+            options.notify(
+                "measuring this machine first, which tells more for each second than a trial"
             )
+            _profile(model, cluster, request, folder_within(folder.parent, folder.name))
+            return _tune(model, cluster, replace(options, trials=str(folder)))
     with signals_interrupt():
         return tuning.run_trials()
 
@@ -358,13 +356,6 @@ def _without_pace(measured: Profiles) -> Profiles:
         return measured
     plain = measured.calibration.model_copy(update={"pace": None})
     return measured.model_copy(update={"calibration": plain})
-
-
-def _refuse_job(**asked: object) -> None:
-    """Refuse options that a plan already sets."""
-    given = [name.replace("_", "-") for name, value in asked.items() if value is not None]
-    if given:
-        raise DocumentError(given[0], "a plan has its job already; give a model instead")
 
 
 def _trained_as(candidate: TrialCandidate, mine: Plan) -> TrialCandidate:

@@ -451,8 +451,10 @@ class Host(Part):
     graph_s: Amount = 0.0
     """Seconds of compiling one kind of block, before its first step."""
     window: Literal["kernels", "layer"] = "layer"
-    """Device work that hides the host's work on a layer: the kernels of each pass, or all work for
-    the layer, including collectives of its stream."""
+    """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
+    that the device does for the layer, collectives of its stream too."""
+    adapter_s: PerPass = PerPass()
+    """What each product that has an adapter adds to an eager layer's passes."""
     experts_s: Amount = 0.0
     """Seconds that routing, permutation and grouped products add to a block, over both passes."""
     rank_s: Amount = 0.0
@@ -845,6 +847,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "wide-states": {"types.gradient": 4, "types.master": 4, "types.moments": 8},
     "narrow-moments": {"types.moments": 4},
     "shifted-logits": {"loss.peak_bytes": 14.0, "loss.fused_bytes": 10.0},
+    "narrow-loss": {"loss.peak_bytes": 6.0},
     "fused-cross-entropy": {"loss.fused": True},
     "fused-norms": {"kernels.norm": "fused", "kernels.rotary": "fused"},
     "fused-gates": {"kernels.gate": "fused"},
@@ -870,6 +873,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "graphed-steps": {
         "host.layer_s": PerPass(),
         "host.kernel_s": PerPass(),
+        "host.adapter_s": PerPass(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
@@ -882,6 +886,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "graphed-layers": {
         "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
         "host.kernel_s": PerPass(),
+        "host.adapter_s": PerPass(),
         "host.experts_s": 0.0,
         "host.rank_s": 0.0,
     },
@@ -902,6 +907,8 @@ OPTION_BASIS: Mapping[str, str] = {
     "fused_linear_cross_entropy)",
     "compiled-loss": "derived: what a compiler keeps of the loss",
     "shifted-logits": "derived: transformers 4.46 to 4.49, loss_utils.py",
+    "narrow-loss": "derived: a model's own loss under DeepSpeed, which has no autocast: "
+    "log-softmax, its gradient and its input's in 16 bits (3 x 2)",
 }
 """Source that the figures of each option are fitted to or derived from."""
 

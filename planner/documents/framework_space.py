@@ -374,13 +374,8 @@ EVERYTHING = Space()
 """Space without limits."""
 
 
-def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[str]:
-    """Yield the reasons for which a space does not have a layout.
-
-    With `of_degrees` only what is true of all layouts with the same degrees.
-    """
-    job = facts.job
-    yield from _outside(space, facts, of_degrees=of_degrees)
+def job_obstacles(space: Space, job: Job) -> Iterator[str]:
+    """Yield why a space does not have a job, whatever its layout."""
     if space.precisions is not None and job.precision not in space.precisions:
         yield f"precision {job.precision}: it trains in {' or '.join(space.precisions)}"
     if job.optimizer not in space.optimizers:
@@ -392,6 +387,16 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
     if job.lora is not None and job.lora.weights not in ("full", *space.packed_weights):
         packed = ", ".join(space.packed_weights) or "none"
         yield f"frozen weights in {job.lora.weights}: it packs them as {packed}"
+
+
+def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[str]:
+    """Yield why a space does not have a layout.
+
+    With `of_degrees` only what is true of all layouts with the same degrees.
+    """
+    job = facts.job
+    yield from _outside(space, facts, of_degrees=of_degrees)
+    yield from job_obstacles(space, job)
     for rule in space.divisible:
         if of_degrees and _of_layouts((rule.what, rule.by), rule.when):
             continue

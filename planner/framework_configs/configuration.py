@@ -96,6 +96,17 @@ def obstacles(
     return [*for_all(wanted, how.says), *how.obstacles(wanted)]
 
 
+def usual_writer(plan: Plan, model: ModelGraph, cluster: ClusterSpec | None = None) -> str:
+    """Return whose configuration a plan of a framework is written as, unless somebody names one.
+
+    The first of those around the framework that can say all of the plan.
+    """
+    framework = base_of(plan.framework)
+    writers = (framework, *AROUND.get(framework, ()))
+    able = (to for to in writers if is_written(to) and not obstacles(plan, model, to, cluster))
+    return next(able, framework)
+
+
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
     """Return the reasons for which a framework or its configuration does not have a plan.
 
@@ -104,12 +115,11 @@ def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, .
     """
     if plan.read_from is not None:
         return ()
-    framework, layout = base_of(plan.framework), plan.layout
     request = Request.of_plan(plan, model, cluster)
-    reason = rules_of(request.framework)(model, cluster, plan.job, layout)
+    reason = rules_of(request.framework)(model, cluster, plan.job, plan.layout)
     reasons = [] if reason is None else [reason.removeprefix(f"{request.framework.name}: ")]
-    if is_written(framework):
-        reasons += obstacles(plan, model, framework, cluster)
+    if is_written(base_of(plan.framework)):
+        reasons += obstacles(plan, model, usual_writer(plan, model, cluster), cluster)
     text = "; ".join(dict.fromkeys(reasons))
     return (f"outside of what is planned for {plan.framework}: {text}",) if text else ()
 
@@ -153,7 +163,7 @@ FRAMEWORKS = {
         megatron_bridge.obstacles,
         megatron_bridge.text,
         megatron_bridge.outside,
-        megatron.SAYS | {"lora"},
+        megatron.SAYS | {"lora", "document_len"},
     ),
     "transformers": Written(
         writers.transformers_obstacles,
@@ -201,6 +211,11 @@ FRAMEWORKS = {
 }
 """Writers by the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
 
+AROUND = {
+    "transformers": ("trl", "axolotl", "llama-factory"),
+    "megatron": ("megatron-bridge",),
+}
+"""Programs that train by a framework, and whose configurations say more."""
 WHOLE_RECIPES = ("nanotron", "fsdp", "accelerate")
 """Frameworks whose file is a whole recipe, or contains no part of one."""
 NEED_NODES = ("accelerate",)

@@ -285,11 +285,16 @@ def _dropout_of_input(
     )
 
 
+def adapter_name(product: str) -> str:
+    """Return the name of what stands beside a product that has an adapter."""
+    return f"{product}_adapter"
+
+
 def _adapter(product: Operator, input_bytes: float) -> Operator:
     """Dropout of an adapter's input and the sum of its output with the product's, beside it."""
     moved = 3 * (input_bytes + sum(product.outputs.values()))
     return Operator(
-        name=f"{product.name}_adapter",
+        name=adapter_name(product.name),
         kind="memory",
         inputs=product.inputs,
         outputs={},

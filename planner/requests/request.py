@@ -23,7 +23,13 @@ from meshwright.planner.documents.framework_space import EVERYTHING, Space
 from meshwright.planner.documents.model import ModelGraph, is_script
 from meshwright.planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.training import MasterWeights, Objective, Optimizer, Training
+from meshwright.planner.documents.training import (
+    Lora,
+    MasterWeights,
+    Objective,
+    Optimizer,
+    Training,
+)
 from meshwright.planner.documents.units import MOST_SAMPLES, MOST_TOKENS
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.requests.pins import Pins
@@ -118,7 +124,7 @@ class Request:
         limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
         if seq_len is None:
             seq_len = min(limit, CPU_SEQ_LEN if on_cpu else SEQ_LEN)
-        adapters = Training().with_settings([f"lora.{each}" for each in _settings(lora)]).lora
+        adapters = adapters_of(lora)
         if pins is not None and "quantized" in pins.allowed and adapters is None:
             raise DocumentError(
                 "allow", "quantized packs frozen weights, and all are trained; add --lora rank=16"
@@ -217,6 +223,11 @@ class Request:
         return replace(
             self, cluster=self.cluster.part(groups), profile=of_groups, called=self.cluster_name
         )
+
+
+def adapters_of(texts: Sequence[str]) -> Lora | None:
+    """Return the adapters of settings, as `rank=16`; None where there are none."""
+    return Training().with_settings([f"lora.{each}" for each in _settings(texts)]).lora
 
 
 def _settings(texts: Sequence[str]) -> list[str]:
