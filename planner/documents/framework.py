@@ -140,6 +140,9 @@ class Sharding(Part):
     leaves_frozen: Flag = False
     """Frozen weights that every rank has whole are in no unit of FSDP2: they are used where they
     are; else a shard stands beside the copy that it is gathered into."""
+    leaves_whole: Flag = False
+    """Nor are other weights that every rank has whole: in mixed precision passes compute with
+    copies of them, without hooks of units."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     registered: Flag = False
