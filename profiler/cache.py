@@ -1,4 +1,4 @@
-"""What is cached of a profile on disk: finished ones by content, and the parts of one cut short.
+"""Cache of profiles on disk: finished ones by content, and the parts of one cut short.
 
     CACHE/profiles/                     CACHE is $MESHWRIGHT_CACHE, or ~/.cache/meshwright
     └── 3f9c.../                        one for each model, job, budget, machine and software

@@ -1,4 +1,4 @@
-"""What a profile says about the machine that a person should know: slow links, slow devices, noise.
+"""Diagnostics of a profile that a person should know: slow links, slow devices, noise.
 
 Pure functions of what was measured.  A node's links are judged by the best that it reaches with any
 other node, so that one bad cable is not blamed on all who talk over it; a pair is then judged by

@@ -1,4 +1,4 @@
-"""What a node is made of, as its system tells: processor, memory, interfaces, devices, their links.
+"""Description of a node by its system: processor, memory, interfaces, devices, their links.
 
 Read from /proc, /sys, ioctls and `nvidia-smi`; what is not there is left out.  The disk is the one
 thing that is tried: a file of what a checkpoint's shard may be, written and read back.  Nothing

@@ -1,4 +1,4 @@
-"""What each rank measures for a profile: links, then layers, then the runtime's own costs."""
+"""Measurements of each rank for a profile: links, then layers, then the runtime's own costs."""
 
 from __future__ import annotations
 

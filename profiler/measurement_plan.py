@@ -1,4 +1,4 @@
-"""What is worth measuring, in the order of its value to the decision.
+"""Measurements of a profile, in the order of their value to the decision.
 
 The planner is asked first, with its arithmetic alone: the settings that its best plans use come
 first, each worth as much as its plans come near to the best one.  Then the ends of the range of

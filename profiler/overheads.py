@@ -1,4 +1,4 @@
-"""What the runtime itself costs, beside layers and links: measured through the runtime itself.
+"""Overheads of the runtime beside layers and links: measured through the runtime itself.
 
 What is small is measured on a tiny model, in which nothing else is large:
     shard_unit_s        a chain wrapped for data parallelism that does not communicate, less the

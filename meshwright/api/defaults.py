@@ -1,4 +1,4 @@
-"""What a user does not want to say every time: cluster, framework, precision, prices.
+"""Defaults that a user sets once: cluster, framework, precision, prices.
 
 The command line decides; else an environment variable (`MESHWRIGHT_CLUSTER`, ...), else the file
 that `MESHWRIGHT_DEFAULTS` names (empty: none), else `~/.config/meshwright/defaults.yaml`.  Commands

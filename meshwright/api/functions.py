@@ -1,4 +1,4 @@
-"""What `import meshwright` offers, as functions over documents instead of files.
+"""Functions of `import meshwright`, over documents instead of files.
 
     plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", global_batch=64)
     meshwright.predict(plan).step_time_s

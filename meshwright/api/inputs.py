@@ -1,4 +1,4 @@
-"""What commands are given: models, clusters, jobs, profiles and plans, read and checked."""
+"""Inputs of commands: models, clusters, jobs, profiles and plans, read and checked."""
 
 from __future__ import annotations
 

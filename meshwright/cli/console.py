@@ -1,4 +1,4 @@
-"""Where commands speak: results on stdout, progress bars and messages on stderr."""
+"""Streams of commands: results on stdout, progress bars and messages on stderr."""
 
 from __future__ import annotations
 

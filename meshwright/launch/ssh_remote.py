@@ -1,4 +1,4 @@
-"""What `--hosts` starts on a host: it says what is here, then runs one command.
+"""Program that `--hosts` starts on a host: it describes the host, then runs one command.
 
     <- {"version", "files": {path: checksum}, "devices"}    a line of stdin: what has to be here
     -> MARK {"wrong": [...]}                                a line of stdout

@@ -1,4 +1,4 @@
-"""What commands answer with --json."""
+"""Answers of commands with --json."""
 
 from __future__ import annotations
 

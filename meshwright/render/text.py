@@ -1,4 +1,4 @@
-"""What commands answer, for people: facts in ten lines first, tables where all is asked for."""
+"""Answers of commands for people: facts in ten lines first, tables where all is asked for."""
 
 from __future__ import annotations
 

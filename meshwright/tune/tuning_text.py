@@ -1,4 +1,4 @@
-"""What `tune` answers: ten lines, a table of trials, and one JSON object."""
+"""Answers of `tune`: ten lines, a table of trials, and one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user writes behind a cluster's name: `4x8xh100-sxm-80gb,network=25GB/s,host_memory=1TiB`.
+"""Settings behind a cluster's name: `4x8xh100-sxm-80gb,network=25GB/s,host_memory=1TiB`.
 
 Each setting replaces one figure of the catalogue; one that the cluster has no use for is refused.
 """

@@ -1,4 +1,4 @@
-"""What a user writes for MODEL and CLUSTER, turned into documents.
+"""Expressions of users for MODEL and CLUSTER, turned into documents.
 
 MODEL is a name of the catalogue or of the Hugging Face hub, a `config.json` or a folder that has
 one, or a model document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a

@@ -1,4 +1,4 @@
-"""How fast a cluster does what is not a layer's computation, and where each figure comes from.
+"""Rates of a cluster for all work but a layer's computation, each with its source.
 
 A profile's measured collectives and overheads stand first; without them the figures of the
 framework hold (meshwright.planner.documents.framework), and `assumptions` names each one.

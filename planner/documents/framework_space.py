@@ -1,4 +1,4 @@
-"""What a framework executes, as data: the space of layouts that the search looks at.
+"""The space of layouts that a framework executes, as data: the search looks at nothing else.
 
 Most of it are lists and limits: schedules, recompute kinds, degrees.  What goes with what is said
 by conditions over the names of `FACTS`, as `data_shard x context = 1` or `precision = bf16|fp8`:

@@ -1,4 +1,4 @@
-"""How far apart two numbers may be and still count as equal: one name and one reason each.
+"""Tolerances within which two numbers count as equal: one name and one reason each.
 
 All are relative.  A float has 16 digits, 1e-16; sums lose some of them, the more the longer they
 are and the more cancels.  Each row forgives what the rows above it can leave, so their order is

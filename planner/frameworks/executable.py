@@ -1,4 +1,4 @@
-"""Whether a framework executes a layout: the one question that the search asks of every layout.
+"""Test whether a framework executes a layout: the search asks it of every layout.
 
 Of `native` planner.frameworks.native_limits says it, for what the runtime does and for models; of
 other frameworks the data of their space do, beside what no framework could do as the planner

@@ -1,4 +1,4 @@
-"""What the native framework, our runtime, cannot execute.
+"""Limits of the native framework, our runtime.
 
 Which fields are executed at all stands in planner.frameworks.native_limits.  What goes with what
 stands in the data of its space (planner/catalog/frameworks/native.yaml), as that of every framework

@@ -1,4 +1,4 @@
-"""How many of a model's blocks each stage of a pipeline may have, by the rule of a framework.
+"""Rules of frameworks for the number of a model's blocks in each stage of a pipeline.
 
     any             whatever a plan says
     even            equal counts

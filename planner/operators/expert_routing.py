@@ -1,4 +1,4 @@
-"""How tokens are routed among experts, and to how many nodes and ranks each of them goes.
+"""Routing of tokens among experts, and the number of them that reach each node and rank.
 
 What nodes and ranks a token goes to is that of balanced routers: every expert is as likely as every
 other.  Node-limited routing (DeepSeek-V3, section 2.1.2, arXiv:2412.19437) first chooses groups of

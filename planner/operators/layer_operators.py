@@ -1,4 +1,4 @@
-"""What one layer of a model is, as a table of operators, and what a model counts.
+"""Layers of a model as tables of operators, with counts of parameters and FLOPs.
 
 Symbols: b micro-batch, s sequence, h hidden, a heads, k key-value heads, d head dim, f FFN,
 V vocabulary, E experts, t tensor degree, c context degree, e bytes per element.

@@ -1,4 +1,4 @@
-"""What a study found, for a terminal (rich renderables)."""
+"""Text of a study for a terminal (rich renderables)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the planner: one immutable request, and every default of it.
+"""One immutable request to the planner, and every default of it.
 
 `Request.create` fills in what is left open, alike for every command.  What is published of
 pretraining decides: most models of the catalogue were trained on 4,096 tokens a sample first and on

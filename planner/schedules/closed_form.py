@@ -1,4 +1,4 @@
-"""What each schedule costs in closed form: the numbers by which a solver chooses a split.
+"""Closed forms of the schedules' costs: the numbers by which a solver chooses a split.
 
 With t_r the seconds that rank r spends on one micro-batch, all its stages together, and w_r the
 part of them that its W take, a step of m micro-batches on P ranks of V stages takes

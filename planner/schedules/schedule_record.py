@@ -1,4 +1,4 @@
-"""What a schedule is: the record that says all that anything else needs to know of it.
+"""Record of a schedule: everything that other modules need to know of it.
 
 A record has one function per question; `Shape` is what every one of them is asked about.  What it
 does not say is taken from its orders (in-flight counts) or as the costlier of two cases.  The

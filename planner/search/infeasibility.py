@@ -1,4 +1,4 @@
-"""Why no plan fits: what misses by least, where the bytes are, and a way out.
+"""Reasons why no plan fits: the nearest miss, its largest parts, and a way out.
 
 The layouts that hold least are solved on the same devices with more memory, until they fit: the one
 that needs the least is the closest miss, and its prediction there says which stage has what.

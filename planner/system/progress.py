@@ -1,4 +1,4 @@
-"""What long work says of itself while it runs, to whoever listens."""
+"""Progress of long work, as events for whoever listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trials show of a cluster, as the constants that `plan` and `whatif` take in a profile."""
+"""Constants of a cluster that trials show, as a profile for `plan` and `whatif`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the median of a trial's timed steps may lie off, from the steps of all trials.
+"""Noise of the median of a trial's timed steps, from the steps of all trials.
 
 A few steps that happen to be alike say little of how alike steps are; those of all trials of a
 machine do.  Spreads are standard deviations of steps as a share of their median, pooled over trials

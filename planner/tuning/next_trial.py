@@ -1,4 +1,4 @@
-"""Which option to try next, which is the answer, and how sure that is.
+"""Choice of the option to try next and of the answer, with its probability.
 
 A trial is worth what it is expected to make the answer faster, for each second that it takes (the
 knowledge gradient: Frazier, Powell and Dayanik, INFORMS J. Computing 21 (2009) 599-613).  An answer

@@ -1,4 +1,4 @@
-"""What is believed of the steps of all options at once: Gaussian on logarithms, in closed form.
+"""Belief about the steps of all options at once: Gaussian on logarithms, in closed form.
 
     y_i = ln p_i + x_i·θ + n_i + l_i        Σ their covariance
     measured_i = y_i + noise

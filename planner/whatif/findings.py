@@ -1,4 +1,4 @@
-"""What a study's figures say together, in sentences: what fits, what a change is worth, what pays.
+"""Findings of a study in sentences: what fits, what a change is worth, what pays.
 
 Each function looks at one kind of comparison that a study may hold and says nothing where it has
 none.

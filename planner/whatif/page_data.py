@@ -1,4 +1,4 @@
-"""What a page computes a study's figures from, as plain data: plans, terms, assumptions, goals.
+"""Data from which a page computes a study's figures: plans, terms, assumptions, goals.
 
 The page's modules (`*.mjs` beside this one) are twins of the arithmetic here.  Plans are given:
 what needs another search (a model, a batch, devices, links) cannot be changed on the page.

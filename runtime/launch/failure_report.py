@@ -1,4 +1,4 @@
-"""What ends a launch before its time: the error that says which rank, how, and what can be done.
+"""Report of a failed launch: the error that names the rank, the cause, and the way out.
 
 Incidents are written down, and evidence of them stored, in the folder of the run.
 """

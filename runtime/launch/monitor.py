@@ -1,4 +1,4 @@
-"""What a launcher looks at while its ranks run: their steps, pace, and whether they hang."""
+"""Watch of a launcher over its ranks: their steps, pace, and whether they hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gradients travel between data-parallel ranks, where it is not as they are.
+"""Compression of gradients on their way between data-parallel ranks.
 
     bf16, fp16  the sum over ranks is made in 16 bits: half the bytes.  Each rank divides by the
                 number of ranks first, in fp32, so that sums do not overflow.  Everything before

@@ -1,4 +1,4 @@
-"""What a run is asked for: its launch, and where it runs.
+"""Options of a run: its launch, and the place where it runs.
 
 The descriptions of fields are the command line's help, so that this loads for every `--help`.
 """

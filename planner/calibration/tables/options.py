@@ -1,4 +1,4 @@
-"""What a run had beside its layout, in the words of a table: its `options` and its `loss`.
+"""Options of a measured run beside its layout, in a table's words: `options` and `loss`.
 
 Words are joined by `+`.  Each says one thing: a figure of the framework (an option of
 `planner.documents.framework`), the scales of products in 8 bits, what blocks recompute, or which

@@ -1,4 +1,4 @@
-"""What commands a script starts, with their words; nothing is executed.
+"""Interpreter of shell scripts: lists the commands that a script starts, and executes none.
 
 A value that the script does not say (an unset variable, the output of a program) stays unknown and
 is carried by its name.  Where a condition depends on one, every way through the script is

@@ -1,4 +1,4 @@
-"""What a configuration says, in the words of a plan, and what of it was understood."""
+"""A parsed configuration in the words of a plan, with the words that were not understood."""
 
 from __future__ import annotations
 
