@@ -152,23 +152,21 @@ def shard_costs(
         replicas' backward              Σ (1 - o) all_reduce(q_u) + r q_u
 
     Gradients have q_u bytes: they are reduced in 32 bits, also where parameters are gathered in 16.
-    In 16 bits FSDP wraps replicas too, and their units take time as those of ZeRO do.  Where the
-    differences are more than the collectives o is 0, else the copies g and r are.
+    Where the differences are more than the collectives o is 0, else the copies g and r are.
     """
     clock = Clock(device)
     zero_3 = _over_data(chain, model, zero=3, device=device).module
     zero_2 = _over_data(chain, model, zero=2, device=device).module
     whole = _over_data(chain, model, zero=0, device=device)
-    replicas = Replicas(whole.replicated, backwards=1) if whole.replicated else None
-    reduced = partial(_micro_batch, chain, whole.module, clock)
+    if whole.copies is not None:
+        whole.copies.take_up()
+    replicas = Replicas(whole.replicated, backwards=1, dtype=torch.float32)
     times = _median_seconds(
         {
             "plain": partial(_micro_batch, chain, chain.module, clock),
             "zero 3": partial(_micro_batch, chain, zero_3, clock, sync=True),
             "zero 2": partial(_micro_batch, chain, zero_2, clock, sync=True),
-            "replicas": partial(reduced, replicas=replicas)
-            if replicas
-            else partial(reduced, sync=True),
+            "replicas": partial(_micro_batch, chain, whole.module, clock, replicas=replicas),
         },
         rounds=OWN_LAYER_ROUNDS,
     )
@@ -183,7 +181,7 @@ def shard_costs(
     units_s = len(gathered) * unit_s
     gather_s = times["zero 3"][0] - plain_forward_s - units_s
     reduce_s = times["zero 2"][1] - plain_backward_s - units_s
-    all_reduce_s = times["replicas"][1] - plain_backward_s - (units_s if whole.wrapped else 0.0)
+    all_reduce_s = times["replicas"][1] - plain_backward_s
     gathers_s = _collectives_s("all_gather", gathered, curves)
     reductions_s = _collectives_s("reduce_scatter", reduced_bytes, curves)
     all_reduces_s = _collectives_s("all_reduce", reduced_bytes, curves)

@@ -140,8 +140,11 @@ class Sharding(Part):
     """Gradients in a bucket that ZeRO reduces.  A bucket is a buffer of its own in the type of
     computation; there are two, and one of them is being reduced."""
     leaves_frozen: Flag = False
-    """Frozen weights that every rank has whole are in no unit of FSDP2 and are used where they are;
-    else a shard exists beside the copy that it is gathered into."""
+    """Frozen weights that every rank has whole are in no unit of FSDP2: they are used where they
+    are; else a shard stands beside the copy that it is gathered into."""
+    leaves_whole: Flag = False
+    """Nor are other weights that every rank has whole: in mixed precision passes compute with
+    copies of them, without hooks of units."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     registered: Flag = False
