@@ -556,7 +556,8 @@ class OperatorTable:
         A module that is a checkpoint of its own keeps what others read of it.
         """
         again = self._of_modules
-        others = [op for op in self.operators if op not in again]
+        places = {id(op) for op in again}  # operators of many settings at once are not comparable
+        others = [op for op in self.operators if id(op) not in places]
         outputs = _outputs(again)
         needed = {name for op in again for name in (*op.inputs, *op.saved)} - outputs
         passed = {
