@@ -1,6 +1,6 @@
 """A command's first answer: labelled facts in at most ten lines, whatever the terminal's width.
 
-What has no place there is left out whole or cut, and stands in the long answer (`--explain`).
+Facts without room there are left out or cut, and are in the long answer (`--explain`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Fact:
     label: str
     text: str
     detail: bool = False
-    """Whether it is left out where lines are short."""
+    """True if the fact is left out where lines are short."""
     style: str = ""
     copied: bool = False
-    """Whether readers copy it: no word of it is broken, however long."""
+    """True if readers copy the text: no word of it is broken, however long."""
     lines: int = 2
-    """The most lines, unless all of it is asked for."""
+    """Largest number of lines, unless the whole text is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _lines(blocks: list[list[Text]], shown: set[int]) -> int:
 def _wrap_text(
     console: Console, text: str, width: int, *, style: str, most: int | None, fold: bool = True
 ) -> list[Text]:
-    """Return text as lines of a width, at most `most`; the last says if it is cut."""
+    """Return text as lines of a width, at most `most`; the last one is marked if it is cut."""
     width = max(width, LEAST)
     if fold:
         rows = list(Text(lines(text), style=style).wrap(console, width))

@@ -1,6 +1,6 @@
 """One self-contained HTML page about a run, or about one of its incidents: facts, charts, tables.
 
-It has no script.  While a run lives the page asks its reader's browser to read it again.
+It has no script.  While a run lives, the page makes the browser reload it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class RunTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReading:
-    """What a page or a terminal says of a run, in the order of reading."""
+    """Content of the page of a run, or of its text in a terminal, in the order of reading."""
 
     title: str
     facts: tuple[Fact, ...]
     tables: tuple[RunTable, ...] = ()
     texts: tuple[tuple[str, str], ...] = ()
-    """Headings with what stands below them as it was written: frameworks, ends of logs."""
+    """Headings with verbatim texts below them: frameworks, ends of logs."""
     alarm: str = ""
-    """What is wrong with the run as a whole; it stands above everything."""
+    """Problem of the run as a whole, shown above everything."""
     curve: tuple[tuple[int, float, float], ...] = ()
     """Steps, losses and seconds."""
 

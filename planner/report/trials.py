@@ -35,7 +35,7 @@ class MovedConstant:
     before: tuple[float, float, float]
     after: tuple[float, float, float]
     learnt: float
-    """By which share of its spread it is surer."""
+    """Share of its spread by which the constant became more certain."""
 
 
 def page(
@@ -63,7 +63,7 @@ def page(
 
 
 def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
-    """Yield what is known of plans, the fastest believed first."""
+    """Yield the belief about plans, the fastest first."""
     measured = {option: tuner.measured_step(option).step_s for option in tuner.ran}
     mean = tuner.posterior.mean
     order = sorted(range(len(names)), key=lambda at: (at not in measured, mean[at]))[:MOST_PLANS]

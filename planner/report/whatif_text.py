@@ -36,7 +36,7 @@ FEW = 3
 MOST_ROWS = 12
 """Candidates that have a line each, however many lines that takes."""
 MOST_ASKED = 3
-"""Sentences that answer what is asked beside the best cluster."""
+"""Number of sentences on questions beside the best cluster."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 
@@ -96,11 +96,11 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
 
 
 BYTES_PER_WEIGHT = {"qlora": 0.5}
-"""Of weights as a node reads them once, where they are not of 16 bits."""
+"""Bytes per weight that a node reads once, where weights are not in 16 bits."""
 
 
 def _why_none(outcome: CandidateOutcome) -> str:
-    """Return what the closest plan needs and what would make it fit, or why there is none."""
+    """Return the needs and the remedy of the closest plan, or why there is none."""
     of_first = outcome.binding.splitlines()[0] if outcome.binding else "nothing fits"
     _, closest, rest = of_first.partition("The closest, ")
     return f"the closest, {rest}" if closest else of_first
@@ -226,7 +226,7 @@ def _chance(rank: Rank, by: Order) -> str:
 
 
 def candidate_text(result: Result, rank: Rank) -> Summary:
-    """Return all that is known of an outcome that fits."""
+    """Return all figures of an outcome that fits."""
     outcome = rank.outcome
     facts = [
         ("plan", f"{outcome.framework}: {outcome.layout}"),
@@ -242,7 +242,7 @@ def candidate_text(result: Result, rank: Rank) -> Summary:
 
 
 def limits(outcome: CandidateOutcome) -> list[str]:
-    """Return what an outcome misses, or how surely it meets each goal."""
+    """Return the goals that an outcome misses, or the probability with which it meets each."""
     sold = ["not sold"] if outcome.hypothetical else []
     missed = {miss.partition(":")[0] for miss in outcome.misses}
     kept = [
@@ -327,7 +327,7 @@ def changes_table(title: str, changes: Iterable[Changed]) -> Table:
 
 
 def break_even_table(curves: Iterable[BreakEven]) -> Table:
-    """Return what a useful hour of a device costs at some shares of hours used."""
+    """Return the cost of a useful device-hour at some shares of hours used."""
     table = plain_table(
         "candidate",
         *(f"{100 * share:.0f} %" for share in SHOWN_SHARES),
@@ -340,7 +340,7 @@ def break_even_table(curves: Iterable[BreakEven]) -> Table:
 
 
 def cash_table(curves: Sequence[BreakEven]) -> Table:
-    """Return what all devices of each candidate cost on the first day and in each year."""
+    """Return the cost of all devices of each candidate on the first day and in each year."""
     years = max(len(curve.cash_usd) for curve in curves) - 1
     names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "TCO", "NPV")
     table = plain_table(
@@ -363,7 +363,7 @@ def cash_table(curves: Sequence[BreakEven]) -> Table:
 
 
 def provenance_text(result: Result, today: datetime.date | None = None) -> str:
-    """Say what prices and predictions rest on, and how old the prices are."""
+    """Return the sources of prices and predictions, and the age of the prices."""
     counts: dict[str, int] = {}
     for outcome in result.outcomes:
         for name, count in outcome.provenance.items():

@@ -22,6 +22,7 @@ from meshwright.planner.catalog import (
 )
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.training import Lora, MasterWeights, Objective, Optimizer
 from meshwright.planner.documents.units import (
     Amount,
     Devices,
@@ -103,7 +104,14 @@ class Work(Part):
     precision: Precision | Literal["auto"] | None = None
     """What each cluster has units for, bf16 or fp16, where it is not given; auto tries fewer bits
     where device and framework have them."""
+    document_len: SampleTokens | None = None
+    """Of packed samples: mean over tokens of the length of the token's document."""
     tuning: Tuning = "pretrain"
+    lora: Lora | None = None
+    """Of adapters, where `tuning` is lora or qlora: rank 16 where it is not given."""
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
+    objective: Objective = "sft"
     fit_probability: Fraction | None = None
     """Least probability that a plan fits; where it is not given 95 %, as `plan` has it, and more
     where goals are to be met more surely than with 80 %."""
