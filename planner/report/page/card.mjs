@@ -33,8 +33,8 @@ export function chanceWords(share) {
 
 const DAY = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", year: "numeric" });
 
-/** The date some hours after the page was made. */
-export const dayAfter = (made, hours) => DAY.format(new Date(Date.parse(made) + hours / 24 * DAY_MS));
+/** The date by which some hours after the page was made are over. */
+export const dayAfter = (made, hours) => DAY.format(new Date(Date.parse(made) + Math.ceil(hours / 24) * DAY_MS));
 
 /** On what terms a candidate is had: rent, reserve, buy, lease, own. */
 export function termsOf({ candidate: { terms } }) {
