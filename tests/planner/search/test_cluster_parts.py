@@ -97,8 +97,8 @@ def test_no_answer_is_slower_than_that_of_a_part(seed: int) -> None:
 
 
 def test_the_fastest_part_may_be_the_last_one() -> None:
-    """One device is the fastest of five whose links are slow, and has the highest bound."""
-    check(request_of("5x1xh100-sxm-80gb", "gpt2", 8), "simplest", BRIEF)
+    """One device is the fastest of three whose links are slow, and has the highest bound."""
+    check(request_of("3x1xh100-sxm-80gb", "demo-4m", 8), "simplest", BRIEF)
 
 
 @pytest.mark.matrix
@@ -133,7 +133,7 @@ def test_no_layout_takes_less_than_what_its_devices_need(
     [group] = request.cluster.groups
     for nodes, each in product(range(1, group.nodes + 1), range(1, group.devices_per_node + 1)):
         part = replace(request, cluster=request.cluster.smaller(nodes=nodes, devices_per_node=each))
-        for layout in draw.sample(every := list(layouts(part)), min(12, len(every))):
+        for layout in draw.sample(every := list(layouts(part)), min(6, len(every))):
             try:
                 step_s = layout_prediction(part, layout).step_time_s
             except DocumentError:
@@ -169,11 +169,11 @@ def test_a_batch_that_the_devices_do_not_divide_leaves_some_idle(tmp_path: Path)
 
 
 def test_devices_that_no_batch_divides_have_an_answer() -> None:
-    request = request_of("3x7xh100-sxm-80gb", "gpt2", 32)
+    request = request_of("3x3xh100-sxm-80gb", "demo-4m", 4)
     with pytest.raises(NoPlanFits):
         search(request, below_s=1e9)
     answer = search_parts(request, effort=BRIEF)
-    assert answer.part.request.cluster.devices < 21
+    assert answer.part.request.cluster.devices < 9
 
 
 def test_pins_that_fix_a_number_of_devices_are_kept() -> None:
