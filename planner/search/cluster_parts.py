@@ -62,7 +62,7 @@ BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
 SOLVED, PROGRAMS = 4, 1
 """Of the usual effort, what a part gets beside a plan that is known: whether it is faster matters
 more than by how little it is not."""
-MOST_FEWER = 120
+MOST_FEWER = 60
 """Over the devices of a cluster: parts with some devices of several groups of which plans are
 looked for."""
 QUICK = replace(BESIDE, likely=0, tried=0)
@@ -286,7 +286,7 @@ class _PartSearch:
         if part.bound_s >= self.limit_s:
             self.bounds_s.append(part.bound_s)
             return
-        if self.is_spent and not part.whole:
+        if self.is_spent and part.degrees is not None and not part.whole:
             self.unproven += 1
             return
         if self.best is None or part.degrees is None:
