@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,8 +19,10 @@ from meshwright.planner.documents import document
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.errors import DocumentError, NoPlanFits
 from meshwright.planner.frameworks.executable import rules_of
+from meshwright.planner.report.text import proof_facts
 from meshwright.planner.requests.pins import Pins
 from meshwright.planner.requests.request import Request
+from meshwright.planner.search import cluster_parts
 from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
 from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.cluster_parts import PartAnswer, search_parts
@@ -174,6 +178,29 @@ def test_devices_that_no_batch_divides_have_an_answer() -> None:
         search(request, below_s=1e9)
     answer = search_parts(request, effort=BRIEF)
     assert answer.part.request.cluster.devices < 9
+
+
+def test_parts_that_are_too_many_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing may be spent on parts, the proof is of those that arithmetic excludes."""
+    monkeypatch.setattr(cluster_parts, "MOST_FAMILIES", 0)
+    answer = search_parts(request_of("2x1xh100-sxm-80gb", "demo-4m", 8), effort=BRIEF).answer
+    certificate = answer.certificate
+    assert (certificate.parts, certificate.unproven_parts) == (1, 1)
+    assert "of 1 more nothing is proven" in certificate.statement
+    *_, left_out = proof_facts(certificate, whole=True)
+    assert left_out.text.startswith("other parts of the cluster, ")
+
+
+def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which seconds fly finds the same plan with the same proof."""
+    request = request_of("2xh100-sxm-80gb", "demo-4m", 6)
+    usual = search_parts(request).answer
+    ticks = itertools.count(step=10**6)
+    for name in ("time", "monotonic", "perf_counter", "process_time"):
+        monkeypatch.setattr(time, name, lambda: float(next(ticks)))
+    rushed = search_parts(request).answer
+    assert rushed.search_s > 1e5
+    assert (rushed.plan, rushed.certificate) == (usual.plan, usual.certificate)
 
 
 def test_pins_that_fix_a_number_of_devices_are_kept() -> None:
