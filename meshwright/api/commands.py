@@ -51,6 +51,7 @@ from meshwright.planner.documents.units import (
     seconds_text,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError, NoPlanFits
+from meshwright.planner.errors.shown import html_table
 from meshwright.planner.requests.lengths import LENGTH_MULTIPLE, LengthsOfJob, summary
 from meshwright.planner.requests.pins import (
     check_micro_batches,
@@ -518,6 +519,18 @@ class ImportedPlan:
     """Unknown keys that may change seconds or bytes, the most decisive first."""
     prediction: Prediction
     """Its range is wider where words were not understood."""
+
+    def _repr_html_(self) -> str:
+        """Return the plan as notebooks show it, and what of the configuration it is without."""
+        words = {
+            "assumed": self.assumed,
+            "not understood": self.not_understood,
+            "without effect": self.without_effect,
+            "unknown": self.unknown,
+        }
+        rows = [(name, text) for name, texts in words.items() for text in texts]
+        read = html_table("What was read", ("", "words"), rows) if rows else ""
+        return f"{self.plan._repr_html_()}{read}"
 
 
 def of_plan(

@@ -24,7 +24,9 @@ from meshwright.planner.documents.units import (
     Positive,
     Rate,
     Text,
+    seconds_text,
 )
+from meshwright.planner.errors.shown import html_table
 
 Recompute = Literal["none", "selective", "full"]
 LossGradients = Literal["precomputed", "recomputed"]
@@ -419,6 +421,22 @@ class Profile(Document):
     """Properties of the machine that its user should know."""
     calibration: Calibration | None = None
     """Constants fitted to whole runs."""
+
+    def _repr_html_(self) -> str:
+        """Return the profile as notebooks show it: what was measured of each layer."""
+        rows = [
+            (
+                layer.kind,
+                str(layer.tensor),
+                str(layer.micro_batch),
+                str(layer.seq_len),
+                layer.precision,
+                seconds_text(layer.forward_s),
+            )
+            for layer in self.layers
+        ]
+        head = ("layer", "tensor", "micro-batch", "tokens", "precision", "forward")
+        return html_table(f"Profile of {self.model}", head, rows)
 
 
 Profiles = Profile | Mapping[str, Profile] | None

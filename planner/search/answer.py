@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.errors.shown import html_table
+
 if TYPE_CHECKING:
     from meshwright.planner.documents.plan import Plan
     from meshwright.planner.documents.prediction import Certificate, Prediction
@@ -61,3 +64,21 @@ class Answer:
     candidates: tuple[Candidates, ...] = field(default=(), repr=False, compare=False)
     """What was searched, one for each way that all blocks recompute; other searches of the request
     can go on from there."""
+
+    def _repr_html_(self) -> str:
+        """Return the answer as notebooks show it: the plan beside the usual ones."""
+        rows = [
+            (
+                choice.what,
+                choice.plan.layout.text() if choice.plan else "",
+                seconds_text(choice.prediction.step_time_s) if choice.prediction else "",
+                f"{100 * choice.more:+.1f} %" if choice.prediction else "",
+                choice.why,
+            )
+            for choice in self.choices
+        ]
+        if not rows:
+            rows = [("plan", self.plan.layout.text(), seconds_text(self.prediction.step_time_s))]
+        title = f"{self.plan.model.name} on {self.plan.cluster}"
+        head = ("choice", "plan", "step", "cost", "why")
+        return html_table(title, head, rows, [self.certificate.statement])

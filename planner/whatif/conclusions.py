@@ -48,7 +48,7 @@ def verdicts(result: Result) -> list[str]:
     return [
         *leading_texts(result),
         *sentences,
-        *_unmeasured_texts(result),
+        *unmeasured_texts(result),
         *result.sizes,
         *_kept_at_the_midpoint(result),
         *_by_our_runtime(result),
@@ -92,12 +92,25 @@ def _two_markets(result: Result) -> Iterator[str]:
             "was asked: no market rents them all; --market compares in one."
         )
         return
+    cheaper: dict[tuple[str, float], list[tuple[str, float]]] = {}
     for best in filter(None, map(result.best_of, result.ranks)):
-        yield from _cheaper_elsewhere(result, best, next(iter(names), ""))
+        for name, usd_hour, usd in _cheaper_elsewhere(result, best):
+            cheaper.setdefault((name, usd_hour), []).append((best.model, usd))
+    for (name, usd_hour), each in cheaper.items():
+        usd_texts = [f"{usd:,.0f} USD in all" for _, usd in each]
+        if len(result.ranks) > 1:
+            usd_texts = [f"{usd:,.0f} USD in all for {model}" for model, usd in each]
+        yield (
+            f"Who is asked decides: candidates are priced at {next(iter(names), '')}s, which rent "
+            f"them all; elsewhere {name} costs {usd_hour:.2f} USD per device-hour, "
+            f"{names_text(usd_texts)}, less than the first here."
+        )
 
 
-def _cheaper_elsewhere(result: Result, best: CandidateOutcome, market: str) -> Iterator[str]:
-    """Name what would cost less than the first at the other market's price."""
+def _cheaper_elsewhere(
+    result: Result, best: CandidateOutcome
+) -> Iterator[tuple[str, float, float]]:
+    """Yield what would cost less than the first at the other market's price: name, hour, all."""
     if result.study.goal.by != "cost" or best.usd is None:
         return
     costs: dict[str, tuple[float, float]] = {}
@@ -111,11 +124,7 @@ def _cheaper_elsewhere(result: Result, best: CandidateOutcome, market: str) -> I
     name = min(costs, key=lambda each: costs[each][0], default=None)
     if name is not None and costs[name][0] < best.usd.value and name != best.candidate:
         usd, usd_hour = costs[name]
-        yield (
-            f"Who is asked decides: candidates are priced at {market}s, which rent them all; "
-            f"elsewhere {name} costs {usd_hour:.2f} USD per device-hour, {usd:,.0f} USD in all, "
-            f"less than the first here."
-        )
+        yield name, usd_hour, usd
 
 
 def _turns_with_prices(result: Result) -> Iterator[str]:
@@ -148,7 +157,7 @@ def _turns_with_prices(result: Result) -> Iterator[str]:
             )
 
 
-def _unmeasured_texts(result: Result) -> Iterator[str]:
+def unmeasured_texts(result: Result) -> Iterator[str]:
     """Name accelerators among the first candidates whose stack nobody measured."""
     names = [o.accelerator for o in near_candidates(result) if o.unmeasured]
     for name in dict.fromkeys(names):
@@ -200,9 +209,7 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     if best.capital_usd is not None:
         sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
         sentence += _paid_whole_text(best)
-    sheets = "Its rates are of data sheets, and no published run shows them. "
-    sentence += f". {_confidence(result, best, ranks)}{sheets if best.unmeasured else ''}"
-    sentence += f"Bound by {best.binding}."
+    sentence += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
     return sentence
 
 

@@ -275,7 +275,20 @@ def _words(quotes: Sequence[Quote], kind: str, name: str, rental: Rental) -> str
         f" from {'a ' * (len(quotes) == 1)}{quotes[0].offer.market}{'s' * (len(quotes) > 1)}"
     )
     text += f" at {rental.provider}" if rental.provider else of_market
+    text += _unconfirmed_words([quote.offer.confidence for quote in quotes])
     return text + f", {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
+
+
+def _unconfirmed_words(confidences: Sequence[str]) -> str:
+    """Say how many quotes are told by others than who asks them.
+
+    >>> _unconfirmed_words(["low"]), _unconfirmed_words(["low", "high"])
+    (' (unconfirmed)', ' (1 of them unconfirmed)')
+    """
+    count = confidences.count("low")
+    if count == 0:
+        return ""
+    return f" ({count} of them unconfirmed)" if count < len(confidences) else " (unconfirmed)"
 
 
 def _other_market_text(quotes: Sequence[Quote]) -> str:
@@ -300,7 +313,8 @@ def _left_out(left: Sequence[LeftOut], price: float) -> str:
 
 
 def _left_words(left: LeftOut) -> str:
-    return f"{left.offer.provider} at {left.usd_per_device_hour:.2f}, {left.reason}"
+    unsure = _unconfirmed_words([left.offer.confidence])
+    return f"{left.offer.provider} at {left.usd_per_device_hour:.2f}{unsure}, {left.reason}"
 
 
 def range_of(prices: Sequence[float]) -> UncertainValue:

@@ -6,6 +6,7 @@ import doctest
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import meshwright
+from meshwright.api.commands import ImportedPlan
 from meshwright.api.functions import DOCUMENTS
 from meshwright.cli import app
 from meshwright.planner.catalog import frameworks
@@ -223,7 +225,17 @@ def test_notebooks_show_tables_with_text_escaped() -> None:
     proof = found.certificate.model_copy(update={"statement": evil})
     study = meshwright.whatif(model="gpt2-small", clusters=["2xa100-sxm-80gb"], tokens=1e9)
 
-    for shown in (plan, told, proof, study):
+    birth = Birth(
+        command="a", date="b", host="c", device="d", ranks=1, threads_per_rank=1, software={}
+    )
+    profile = Profile(model="<script>", model_digest="0", birth=birth, layers=())
+    answer = replace(found, certificate=proof)
+    imported = ImportedPlan(
+        plan=plan, assumed=(evil,), unknown=(), without_effect=(), not_understood=(),
+        prediction=told,
+    )  # fmt: skip
+
+    for shown in (plan, told, proof, study, profile, answer, imported):
         text = shown._repr_html_()
         assert "<table>" in text
         assert "<script" not in text

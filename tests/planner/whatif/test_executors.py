@@ -13,6 +13,7 @@ import pytest
 
 from meshwright.planner.costs.cost_cache import FigureStore
 from meshwright.planner.errors import DocumentError, MeshwrightError
+from meshwright.planner.whatif.executors import RayExecutor
 from meshwright.planner.whatif.run_study import Workers, run
 from tests.planner.whatif.test_study import PRICE, study
 
@@ -75,6 +76,26 @@ def test_a_dask_cluster_of_two_workers_loses_nothing_with_one(
         tasks = [(str(tmp_path), number) for number in range(6)]
         with Workers(2, client.get_executor(pure=False, retries=3)) as workers:
             found = dict(workers.results_of(end_once, tasks))
+    assert found == {number: number * number for number in range(6)}
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_ray_cluster_of_two_workers_loses_nothing_with_one(tmp_path: Path) -> None:
+    asked = study(offers=ASKED)
+    assert run(asked, executor="ray").outcomes == run(asked, processes=1).outcomes
+
+    tasks = [(str(tmp_path), number) for number in range(6)]
+    with RayExecutor() as engine, Workers(2, engine) as workers:
+        found = dict(workers.results_of(end_once, tasks))
     assert found == {number: number * number for number in range(6)}
 
 

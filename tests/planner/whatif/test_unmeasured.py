@@ -35,6 +35,7 @@ def test_a_stack_that_nobody_measured_says_so_beside_the_verdict() -> None:
         ("8xmi300x", True),
     ],
 )
+@pytest.mark.long("2xrtx-3090-False", "8xgaudi2-True")
 def test_what_is_measured_is_a_generation(cluster: str, expected: bool) -> None:
     asked = study(offers=[{"cluster": cluster, "rent": PRICE}], work={"framework": "native"})
     [outcome] = run(asked, processes=1).outcomes
