@@ -59,13 +59,12 @@ def launch(
 
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     `replan` goes on where devices are fewer than the plan's, or one is lost, under a plan for those
-    that are left.
-    `elastic` looks for ranks that hang, and does about each end what the table of verdicts says:
-    the ranks are started again, or those that are left go on as with `replan`, or it stops.
-    A plan of a user's own file runs it, if the file and what it imports beside it are those that
-    were planned, or `trust_code` takes them as they are.
-    Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
-    On `where.hosts` it is started from here, and the answer is printed as they give it.
+    that are left.  `elastic` looks for ranks that hang, and reacts to each end by the table of
+    verdicts: the ranks are started again, or those that are left go on as with `replan`, or it
+    stops.  A plan of a user's own file runs it, if the file and what it imports beside it are those
+    that were planned, or `trust_code` takes them as they are.  Where a scheduler starts it, the job
+    is written and submitted; a dry run gives its text alone.  On `where.hosts` it is started from
+    here, and the answer is printed as they give it.
     """
     if replan and run.checkpoint is None:
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
@@ -165,7 +164,7 @@ def _launch_here(
 def _shrunk(
     given: LaunchablePlan, left: int, fit: LaunchablePlan, node_rank: NodeRank, *, quiet: bool
 ) -> Decision:
-    """Return why a run begins under another plan than the given one, and say it."""
+    """Return and report why a run begins under another plan than the given one."""
     cluster, nodes = given.plan.cluster, given.nodes
     if node_rank.nodes != nodes:
         here = (
@@ -180,7 +179,7 @@ def _shrunk(
 def _raise_or_react(
     verdict: Verdict | None, failed: RankFailed, fit: LaunchablePlan, *, quiet: bool
 ) -> Verdict:
-    """Return what is done; raise how the run ended where that is nothing, and say why."""
+    """Return the reaction to an end; raise the end where there is none, with its reason."""
     if verdict is None:
         raise failed
     if verdict.reaction == "stop":
@@ -198,7 +197,7 @@ def _next_plan(
     *,
     quiet: bool,
 ) -> LaunchablePlan:
-    """Return what is run_attempt next; the book is about what was `planned` first."""
+    """Return the plan of the next attempt; the book is about what was `planned` first."""
     print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
     if verdict.reaction == "replan" and failed.end is not None:
         return fit.with_less_memory(failed.end, run, quiet=quiet)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptResult:
-    """A script's finished run, beside its prediction where the plan says enough for one."""
+    """A script's finished run, beside its prediction where the plan suffices for one."""
 
     run: ScriptRun
     rows: list[Comparison]
@@ -177,7 +177,7 @@ def _check_survival(*, elastic: bool, checkpoint: str | None, every: int | None)
 def _fewer(
     wanted: Plan, plan_path: str, profile: str | None, saved: Path | None
 ) -> Callable[[int], Path | None]:
-    """Return what plans a script's module for fewer devices, where its plan says enough."""
+    """Return the function that plans a script's module for fewer devices, if its plan suffices."""
 
     def plan_for(devices: int) -> Path | None:
         from meshwright.launch.fallback_plans import fallback  # noqa: PLC0415 - after a loss alone
@@ -234,7 +234,7 @@ def _command(
     restarts: int,
     more: Mapping[str, object],
 ) -> Command:
-    """Return what a job starts on every node."""
+    """Return the command that a job starts on every node."""
     if machine.devices < wanted.mesh.devices:
         raise LaunchError(
             f"{plan_path}: takes {wanted.mesh.devices} ranks, and {machine.name} has "
