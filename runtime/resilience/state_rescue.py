@@ -81,7 +81,7 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
     Of several nodes each writes its parts; the last one has the checkpoint.
     """
     saved = None
-    with left_copies(folder) as leftovers:
+    with left_copies(folder, _is_newer) as leftovers:
         for left in leftovers:
             if _is_newer(left.node, folder):
                 say(f"a launcher that was killed left copies in {left.folder}; they are written")
