@@ -160,6 +160,21 @@ class LinkTier(Part):
         return f"{self.name} {self.bytes_per_s / 1e9:.4g} GB/s{shared}"
 
 
+class HostSpeed(Part):
+    """How fast a thread of a node's host starts work: Python around layers, and kernels.
+
+    Both are seconds of fixed programs (planner/catalog/machine_figures.py), which a framework's
+    document has of the host on which its own seconds were measured.
+    """
+
+    call_s: Rate
+    """Of a module in Python, as torch calls one."""
+    launch_s: Rate
+    """Of an operation on a few numbers, started from Python."""
+    provenance: Provenance = "quoted"
+    source: Text = ""
+
+
 class DeviceGroup(Part):
     """Nodes that are alike.
 
@@ -179,6 +194,8 @@ class DeviceGroup(Part):
     """Of one device, one direction."""
     host_memory_bytes_per_s: Rate | None = None
     """Of one node."""
+    host_speed: HostSpeed | None = None
+    """None: as that on which the framework's seconds of the host were measured, or slower."""
     host_link_devices: Devices = 1
     """Neighbouring devices that share one such link, behind a switch."""
     tiers: tuple[LinkTier, ...] | None = None

@@ -448,6 +448,11 @@ class Host(Part):
     """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0
     """Once per step: optimizer launches, norms, logging, data."""
+    call_s: Amount = 0.0
+    """Of the host on which these seconds were measured, as `HostSpeed` of a cluster has it of its
+    own; 0: that host is not known."""
+    launch_s: Amount = 0.0
+    """The same of its other figure."""
     slowest: Overhead = 1.0
     """Times these seconds that the host of a machine may take of which nothing was measured: the
     range of a step reaches to it."""
