@@ -41,7 +41,7 @@ from meshwright.api.launched_model import launched_model
 from meshwright.api.plan_options import JobOptions, PlanOptions, keyword_options
 from meshwright.planner.calibration.fitting.fitted_constants import with_fitted_constants
 from meshwright.planner.costs.predict import predict
-from meshwright.planner.costs.slowdown import pace_of
+from meshwright.planner.costs.slowdown import pace_of, paced_framework
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec
 from meshwright.planner.documents.framework import base_of
@@ -691,7 +691,7 @@ class Tuning:
         fitted = calibration(
             self.machine,
             tuner.posterior,
-            request.framework.host,
+            paced_framework(request.framework, self.machine).host,
             pace=pace_of(None if request.profile is None else request.only_profile),
             runs=len(tuner.ran),
             source=f"tune of {now}, {len(tuner.ran)} trials of {request.model.name}"[:200],

@@ -185,6 +185,21 @@ class LinkTier(Part):
         return f"{self.name} {self.bytes_per_s / 1e9:.4g} GB/s{shared}"
 
 
+class HostSpeed(Part):
+    """Seconds of one thread of a host for two fixed programs, which tell how fast it starts work.
+
+    The programs are in planner/catalog/machine_figures.py.  A framework's document has the same
+    figures of the host on which its own seconds were measured.
+    """
+
+    call_s: Rate
+    """Seconds of a call of a module in Python, as torch calls one."""
+    launch_s: Rate
+    """Seconds of an operation on a few numbers, started from Python."""
+    provenance: Provenance = "quoted"
+    source: Text = ""
+
+
 class DeviceGroup(Part):
     """Nodes that are alike.
 
@@ -208,6 +223,8 @@ class DeviceGroup(Part):
     """Bytes per second between one device and its host, in one direction."""
     host_memory_bytes_per_s: Rate | None = None
     """Memory bandwidth of one node's host in bytes per second."""
+    host_speed: HostSpeed | None = None
+    """Seconds of a thread of a node's host for two fixed programs; None where nobody measured."""
     host_link_devices: Devices = 1
     """Number of neighbouring devices behind one switch that share a link to the host."""
     tiers: tuple[LinkTier, ...] | None = None

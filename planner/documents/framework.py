@@ -477,6 +477,11 @@ class Host(Part):
     loop runs over the layers."""
     step_s: Amount = 0.0
     """Seconds once per step: optimizer launches, norms, logging, data."""
+    call_s: Amount = 0.0
+    """Seconds of the call in `HostSpeed` on the host where these seconds were measured; 0: nobody
+    measured that host."""
+    launch_s: Amount = 0.0
+    """Seconds of the launch in `HostSpeed` there."""
     slowest: Overhead = 1.0
     """Factor on these seconds for the host of an unmeasured machine at its slowest; the range of a
     step includes it."""

@@ -26,7 +26,7 @@ QUICK = """
 import json, os, time
 time.sleep(0.1)
 print(json.dumps({"flops": 1e11 + os.getpid(), "bytes_per_s": 2e10, "link_latency_s": 2e-5,
-                  "link_bytes_per_s": 3e9}))
+                  "link_bytes_per_s": 3e9, "call_s": 3e-7, "launch_s": 2e-7}))
 """
 """A measurement that differs from process to process."""
 
