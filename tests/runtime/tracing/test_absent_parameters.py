@@ -81,5 +81,5 @@ def test_what_is_done_to_all_parameters_alike_is_let_alone() -> None:
         student.weight.copy_(teacher.weight)
     bound = {parameter.shape for parameter in both.parameters()}
     assert bound == {(2, 2), (2,)}
-    assert teacher.weight.detach().abs().max().item() <= 0.025
+    assert teacher.weight.detach().abs().max().item() <= 0.0251
     assert not noticed
