@@ -362,7 +362,7 @@ TRIED_LEFT_OUT = (
     "of which nanotron_usp, whose stalls no other class has, is one of six and a half sources), "
     "adapters (75 %), H200 (32 runs) and quoted kernels (48 runs). Kept.",
     "Copies over host links at 0.86 of the quoted rate, measured on an H100 and an H200 "
-    "(docs/results/gpu), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with "
+    "(docs/results/gpu.md), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with "
     "parameters on the host are predicted 0.1 to 0.3 % shorter. In-sample the median of RTX 3090 "
     "7.1 to 7.3 % and the mean of RTX A5000 10.9 to 11.0 %; no figure of a source changes. Kept.",
 )

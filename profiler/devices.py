@@ -1,4 +1,4 @@
-"""What each rank's device reaches while all others work too: products, copies to and from the host.
+"""Rates of each rank's device while all others work too: products, copies to and from the host.
 
 All ranks repeat one matrix product for the same time; a device that is slower than its like is hot,
 throttled, or shared.  On accelerators copies move pinned memory, and memory is taken in large

@@ -1,4 +1,4 @@
-"""Whether a machine stood still while it was measured: other users, and clocks that change.
+"""Test whether a machine was undisturbed while measured: other users, changing clocks.
 
 Linux counts how long each process was ready to run and did not (`/proc/self/schedstat`): that is
 what other programs took.  A product of fixed size, repeated in every round, shows a clock that goes

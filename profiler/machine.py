@@ -1,4 +1,4 @@
-"""What a node is made of, as its system tells: processor, memory, interfaces, devices, their links.
+"""Description of a node by its system: processor, memory, interfaces, devices, their links.
 
 Read from /proc, /sys, ioctls and `nvidia-smi`; what is not there is left out.  The disk is the one
 thing that is tried: a file of what a checkpoint's shard may be, written and read back.  Nothing
@@ -60,7 +60,7 @@ def node_here() -> MeasuredNode:
 
 
 def processor() -> str:
-    """Return what the processor calls itself."""
+    """Return the processor's name for itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:

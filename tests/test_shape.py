@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -101,10 +101,10 @@ VARIABLES = frozenset(["one", "found", "made", "told", "said", "own", "known"])
 """What no variable is called: it has the name of the thing."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    return [(str(file.relative_to(ROOT)), ast.parse(file.read_text())) for file in files]
 
 
 def is_grammar(name: str) -> bool:

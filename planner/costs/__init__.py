@@ -1,1 +1,1 @@
-"""What a layout costs: seconds and bytes of layers, collectives, hosts."""
+"""Costs of a layout: seconds and bytes of layers, collectives, hosts."""

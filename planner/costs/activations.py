@@ -1,4 +1,4 @@
-"""What becomes of a layer's stored tensors between forward and backward, and what that takes.
+"""Treatment of a layer's stored tensors between forward and backward, and its seconds and bytes.
 
 With B bytes stored by one layer and micro-batch, n elements in the floating tensors among them,
 S their bytes, e bytes of an activation, L the host link's bytes per second, W memory bandwidth:

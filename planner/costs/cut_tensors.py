@@ -1,4 +1,4 @@
-"""What layers hand on, and what of it crosses the boundaries of a pipeline.
+"""Tensors that layers hand on, and those that cross the boundaries of a pipeline.
 
 A layer's output crosses every boundary between its stage and the last stage that reads it; the
 stages between pass it on.  What the first layers read, the tokens, every rank has by itself.

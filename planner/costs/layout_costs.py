@@ -1,4 +1,4 @@
-"""What the layers of a model cost under a layout: the numbers that the solver chooses among.
+"""Costs of a model's layers under a layout: the numbers among which the solver chooses.
 
 `CostTables` belongs to one request.  Whatever depends only on how a layer
 is divided (tensor, context, expert, micro-batch) is worked out once and shared by the thousands of

@@ -1,4 +1,4 @@
-"""What a plan should do: step time by cause, memory of every stage by cause, and how sure we are.
+"""Prediction for a plan: step time by cause, memory of every stage by cause, and their ranges.
 
 The step is simulated (`meshwright.planner.schedules.simulate`) with each stage's seconds from
 `planner.costs.layout_costs`; then come the reduction of gradients, the optimizer and what the

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline sit: on whose devices, and what crosses from one to the next.
+"""Placement of a pipeline's stages on devices, and the bytes that cross between neighbours.
 
 The layers of a chain on equal devices hand one activation on, always over the same links, and every
 stage has the same costs (`alike`).  Where device groups differ, each stage has the costs and the

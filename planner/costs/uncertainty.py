@@ -1,4 +1,4 @@
-"""How far a step may lie from its prediction: 80 % ranges, as docs/results/accuracy.md found them.
+"""Ranges of 80 % around the seconds of a step, as docs/results/accuracy.md measures them.
 
 On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
 rates of kernels come from other software and sheets, and a range is that of a run's class, as wide

@@ -1,1 +1,1 @@
-"""What a framework executes: the runtime's own list, the rules of other frameworks."""
+"""Frameworks and the layouts they execute: the runtime's own list, the rules of others."""

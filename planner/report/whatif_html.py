@@ -1,4 +1,4 @@
-"""What a study found, as one page that needs no network: verdict, charts, controls, tables.
+"""Page of a study that needs no network: verdict, charts, controls, tables.
 
 The page computes all figures itself, with the `*.mjs` of `planner/whatif/`, twins of
 the planner's arithmetic; what needed a search is written into it.

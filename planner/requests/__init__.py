@@ -1,1 +1,1 @@
-"""What is asked of the planner: one request, with what the user fixed."""
+"""Requests to the planner, with all that the user fixed."""

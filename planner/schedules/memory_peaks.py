@@ -1,4 +1,4 @@
-"""What the stages of a pipeline's rank hold at every moment of its order, and when that is most.
+"""Memory of a rank's stages at every moment of its order, and the peak of their sum.
 
 A micro-batch is alive on a stage from F to the end of B or I, and waits from the end of I to W.  A
 moment is an action with what is alive and waits beside it.  From 2 P micro-batches on moments are

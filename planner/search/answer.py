@@ -1,4 +1,4 @@
-"""What a search found: the plan, what it should do, and why nothing else is faster."""
+"""Answer of a search: the plan, its prediction, and the proof that nothing else is faster."""
 
 from __future__ import annotations
 

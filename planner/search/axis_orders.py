@@ -1,4 +1,4 @@
-"""Which axis of a mesh lies on which link tier: the orders of axes that make a difference.
+"""Orders of a mesh's axes on the link tiers: those that make a difference.
 
 Ranks are numbered innermost axis first, and neighbours share the fastest links.  Two orders are
 the same to the links if every axis has as many of its ranks within each tier; of those that are,

@@ -1,4 +1,4 @@
-"""What a queue of layouts looks for: the least closed form, what is near it, the least simulated.
+"""Goals of a queue of layouts: least closed form, its neighbours, least simulated step.
 
 The closed form
 

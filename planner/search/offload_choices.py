@@ -1,4 +1,4 @@
-"""What layouts may put on the host or send in fewer bits, and the least that it costs a step.
+"""Offload and compression of layouts, and a lower bound of the seconds that they add to a step.
 
 To offload changes no result and fewer bits do.  Both must be allowed: the first because a search
 with it takes longer, the second because it loses something.  A CPU is its own host and gains

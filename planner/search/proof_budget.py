@@ -1,4 +1,4 @@
-"""How far a search follows its proof, in counts: an answer does not depend on the machine."""
+"""Budget of a proof in counts of work: an answer does not depend on the machine."""
 
 from __future__ import annotations
 

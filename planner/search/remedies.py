@@ -1,4 +1,4 @@
-"""What would let a plan fit where none does: single changes, each tried before it is named.
+"""Remedies where no plan fits: single changes, each tried before it is named.
 
 A pin let go, an allowance, more devices of each kind, a shorter sequence.  Whoever asks says what
 it is to try one.

@@ -1,4 +1,4 @@
-"""What a user asks of a split beside its speed, in words or as part of a document.
+"""Requirements of users on a split beside its speed, in words or as part of a document.
 
     layers 0-3 together
     layer embedding on stage 0               layers 4-7 on stages 1-2

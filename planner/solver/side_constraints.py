@@ -1,4 +1,4 @@
-"""What ties the stages of a split to each other, or layers to stages, beside the memory of each.
+"""Constraints that tie stages to each other, or layers to stages, beside the memory of each.
 
 Layers and stages are counted from 0.  `planner.solver.solve` solves problems with such ties;
 nothing here searches.

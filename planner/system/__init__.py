@@ -1,1 +1,1 @@
-"""What one process does beside its work: packages it loads, stdout, files it writes."""
+"""Services of one process beside its work: packages it loads, stdout, files it writes."""

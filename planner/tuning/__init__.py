@@ -1,1 +1,1 @@
-"""Which plan to measure next, and what its measurement tells about all the others."""
+"""Choice of the plan to measure next, and the lesson of its measurement for all others."""

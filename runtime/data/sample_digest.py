@@ -1,4 +1,4 @@
-"""Which samples of the stream were used: each once, under every plan, or it is seen.
+"""Digests of used samples: each sample is used once, under every plan, or the run says so.
 
 Of the sample numbers that batches were read for, three figures are kept: how many there are, their
 sum, and the sum of their squares, the last two modulo a prime.  Of the first n numbers, each once,

@@ -1,4 +1,4 @@
-"""What a script trains, as a record: the function that builds a module, and all that goes with it.
+"""Record of a script's training: the function that builds a module, and all that goes with it.
 
 A script hands them to meshwright.plan.  Commands read them from its file, where MODEL is
 `script.py:build` and the file has a `batch` of its own:

@@ -1,4 +1,4 @@
-"""How a script's rank starts: its plan, its device, its process group, and the module it builds."""
+"""Start of a script's rank: its plan, its device, its process group, and the module it builds."""
 
 from __future__ import annotations
 

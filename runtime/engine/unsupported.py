@@ -1,4 +1,4 @@
-"""Whether the engine can execute a plan.  It is asked before a run starts: no torch here.
+"""Plans that the engine cannot execute.  The list is read before a run starts: no torch here.
 
 What a layout cannot be stands in planner.frameworks.native_limits; here is what only a plan's
 stages and the source of its model tell.

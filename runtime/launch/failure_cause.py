@@ -1,4 +1,4 @@
-"""What ended a rank: a lost device, a hang, or its program; recognised by what it left behind.
+"""Cause of a rank's end: a lost device, a hang, or its program; recognised by its traces.
 
 Only evidence of the hardware counts for a lost device: errors that the driver reports as such, Xid
 numbers of the hardware, or SIGKILL, with which a driver ends the users of a device that is gone.  A

@@ -1,4 +1,4 @@
-"""What is checked before a rank starts: a plan for another model, too few devices, missing data.
+"""Checks before a rank starts: a plan for another model, too few devices, missing data.
 
 All that would stop a run and can be known without torch is found here, in a second, and said in one
 message.  Nothing is started and nothing is written.

@@ -1,4 +1,4 @@
-"""What a training loop does with parameters between two steps: followed, or refused by name.
+"""Watch over changes of parameters between two steps: they are followed, or refused by name.
 
     watch = ParameterWatch(module, slots, frozen)
     if watch.has_moved():                    # p.data = new: the optimizers follow

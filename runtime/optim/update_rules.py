@@ -1,4 +1,4 @@
-"""What updates weights as a plan's training settings say, over a rank's part of a language model.
+"""Update rules of a plan's training settings, over a rank's part of a language model.
 
     adamw          torch's fused one, its moments in the type of what is trained
     adamw-bf16     moments in bf16, the update in fp32

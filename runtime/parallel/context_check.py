@@ -1,4 +1,4 @@
-"""Whether ranks can have some of a sample's positions each: a module is run in parts, and compared.
+"""Test whether ranks can divide a sample's positions: a module is run in parts, and compared.
 
 Attention by its name sees the query's own position alone meanwhile, so that what one position gets
 must change nothing at the others.

@@ -1,4 +1,4 @@
-"""Whether a unit can be divided: it is run whole and in parts on random numbers, and compared.
+"""Test whether a unit can be divided: it is run whole and in parts on random numbers, and compared.
 
 On two samples the unit runs whole and as the part of every rank, forward and backward.  What a
 collective makes is what one process had there, and what the ranks gave must add up to it; outputs

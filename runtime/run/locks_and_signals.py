@@ -1,4 +1,4 @@
-"""What a launcher reserves while its ranks run: its folder, and the signals that end it."""
+"""Locks and signals of a launcher while its ranks run: its folder, and the signals that end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes what a script makes its Engine of, where the script runs to be planned.
+"""Planner of scripts: it takes the arguments of an Engine where a script runs to be planned.
 
 Not to train: `meshwright run --ranks N` plans so (meshwright.launch.plan_script).  No torch here.
 """

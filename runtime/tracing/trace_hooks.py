@@ -1,4 +1,4 @@
-"""What one forward of a module does between its units, noted while it runs.
+"""Hooks that note the actions of a module's forward between its units, while it runs.
 
 A TorchFunctionMode notes every function between units, a patched `nn.Module.__call__` the calls of
 units, and nothing inside a unit is seen.  Values read between units (`if x.mean() > 0`), and units

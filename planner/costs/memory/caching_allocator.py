@@ -1,4 +1,4 @@
-"""What torch's caching allocator reserves of a device for tensors that come and go.
+"""Device memory that torch's caching allocator reserves for tensors that come and go.
 
 A size is rounded to 512 bytes.  Up to 1 MiB it comes from segments of 2 MiB, below 10 MiB from
 segments of 20 MiB, and from there on from a segment of its own, rounded to 2 MiB.  A request takes

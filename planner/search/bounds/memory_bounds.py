@@ -1,4 +1,4 @@
-"""What ranks hold at least, as sums over layers: the bytes by which a solver looks for a split.
+"""Lower bounds of ranks' memory as sums over layers: the bytes by which a solver looks for a split.
 
 What they hold exactly, `planner.costs.memory.rank_memory` says of each split that is found.  Here
 counts what a rank has at one moment (planner.schedules.memory_peaks), in the backward of the last

@@ -1,4 +1,4 @@
-"""What ranks of several stages hold at least, of many pipelines at once.
+"""Lower bounds of the memory of ranks with several stages, for many pipelines at once.
 
 The formulas are those of meshwright.planner.search.bounds.memory_bounds.
 

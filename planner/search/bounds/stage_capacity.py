@@ -1,4 +1,4 @@
-"""How fast the stages of many pipelines can be, by the layers of one kind that they have room for.
+"""Lower bounds of stage times of many pipelines, by the layers of one kind that fit a stage.
 
 A *pipeline* here is a partition problem of which only one kind of layer is counted: N layers with
 options k of t_k seconds, a_k stored, b_k saved for W, w_k resident and u_k transient bytes.  What

@@ -1,4 +1,4 @@
-"""What a layer of a partition problem may choose among, from the costs of its kind."""
+"""Options of a layer in a partition problem, from the costs of its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline has when it has several stages: shares of a chain, as counts.
+"""Contents of a pipeline rank with several stages: shares of a chain, as counts.
 
 Where ranks have V stages each, the layers of a rank are not consecutive, so a rank is described by
 how many layers of the chain's longest run of like layers it has.  The space of splits:

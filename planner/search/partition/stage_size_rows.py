@@ -1,4 +1,4 @@
-"""What is required of stages, as numbers of layers of ranks that have several stages each.
+"""Required stage sizes, as numbers of layers of ranks that have several stages each.
 
 With P ranks of V stages a split is a number of like layers for each rank
 (planner.search.partition.stage_counts), which says where every stage begins.  A requirement is met

@@ -1,4 +1,4 @@
-"""What searches over the layouts of some device groups have in common."""
+"""Common parts of searches over the layouts of several device groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What spaces by the simulated step have in common, whose layouts are bounded one by one.
+"""Common parts of spaces by the simulated step, whose layouts are bounded one by one.
 
 A space of the closed form (`space`) has the layouts; its counterpart here has lower bounds of their
 simulated steps, and simulates the splits that it meets.  How far it looks is counted.

@@ -1,4 +1,4 @@
-"""How much work the stages can host if layers were a fluid: bounds that hold for every order.
+"""Bounds on the work of stages with layers as a fluid: they hold for every order.
 
 Give each layer l a price p_l.  Let stage s have τ_s seconds of its own (a ceiling on stage seconds,
 less what is exposed and the cheapest cuts, unscaled) and B_s bytes (free, less the smallest

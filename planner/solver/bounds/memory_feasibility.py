@@ -1,4 +1,4 @@
-"""Whether the layers of an instance fit at all, and in words why not.
+"""Test whether the layers of an instance fit, with the reason in words if they do not.
 
 Fewer layers never need more bytes, so from each first layer a stage can hold every run up to some
 longest one.  The positions that s stages can reach, each with at least one layer, follow from

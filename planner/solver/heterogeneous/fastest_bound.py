@@ -1,4 +1,4 @@
-"""What no split over stages of several types takes less than, each layer at its fastest.
+"""Lower bound of every split over stages of several types: each layer at its fastest.
 
 With P_g stages of type g, n_k layers of kind k, t_gk and c_gk a layer's seconds and credit on type
 g, and T_g = Σ_k n_k t_gk, a split whose slowest stage takes τ takes, memory and cuts ignored,

@@ -1,4 +1,4 @@
-"""How many micro-batches each of several unequal replicas should take of a step.
+"""Shares of a step's micro-batches among several unequal replicas.
 
 Replica r needs `fill_s` for its first micro-batch and `steady_s` for each further one, so within T
 seconds it takes as many as there are i = 0, 1, ... with fill_s + i · steady_s <= T:

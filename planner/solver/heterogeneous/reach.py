@@ -1,4 +1,4 @@
-"""How far stages get under a ceiling, when the order of their types is open.
+"""Reach of stages under a ceiling, when the order of their types is open.
 
 A stage of type g at position s can hold what one downset I adds to another J under a ceiling of the
 seconds t_gs(I, J) that its layers take at least (`planner.solver.bounds.lagrangian_bounds`), none

@@ -1,4 +1,4 @@
-"""What devices and runs cost: hours, rents, purchases, energy, carbon.  Arithmetic alone.
+"""Costs of devices and runs: hours, rents, purchases, energy, carbon.  Arithmetic alone.
 
 Symbols: n devices, T hours, g goodput (share of the hours that trains), P the thermal design power
 of a device, k node power over the devices' design power, w network watts per device, PUE the power

@@ -1,4 +1,4 @@
-"""How long jobs wait for a cluster that one of them has at a time, on average.
+"""Mean wait of jobs for a cluster that one of them has at a time.
 
 Jobs of class k come at random, λ_k an hour (Poisson), and take s_k hours.  ρ = sum λ_k s_k is the
 share of hours used, and W = sum λ_k s_k² / 2 the work that a job finds begun.

@@ -1,4 +1,4 @@
-"""Whether module and loss treat samples one by one: the example is compared with its parts.
+"""Test whether module and loss treat samples one by one: the example is compared with its parts.
 
 A plan cuts the batch into micro-batches and adds what the loss says of each.  A loss whose samples
 depend on each other (negatives of the batch, statistics, ranks), or a mean over unequal parts,
