@@ -37,7 +37,7 @@ JOB = {"seq_len": 128, "global_batch": 16}
 
 
 class Machine:
-    """Runs trials of plans: those with a pipeline or a tensor axis are faster than predicted."""
+    """Runs trials of plans: those with a pipeline are faster than predicted, beside others."""
 
     def __init__(self) -> None:
         self.tried: list[str] = []
@@ -54,7 +54,7 @@ class Machine:
             return Measured(ended="failed", seconds=1.0, why="no data")
         if plan.digest in self.full:
             return Measured(ended="out of memory", seconds=1.0)
-        step_s = 0.09 if plan.layout.tensor * plan.layout.pipeline > 1 else 0.1
+        step_s = 0.09 if plan.layout.pipeline > 1 else 0.1
         return Measured(ended="ran", step_s=step_s, noise=0.005, steps=5, seconds=9.0)
 
 
@@ -100,7 +100,7 @@ def test_the_answer_is_the_fastest_measured_and_its_plan_is_written(machine: Mac
 
     layout = document.read(Plan, "plan.yaml").layout
     assert layout == found.chosen.plan.layout
-    assert layout.tensor * layout.pipeline > 1
+    assert layout.pipeline > 1
     assert (found.first_s, found.step_s) == (0.1, 0.09)
     assert len(machine.tried) == len(set(machine.tried)) == len(found.trials) <= 4
     calibrated = document.read(Profile, "plan-trials/constants.yaml")
