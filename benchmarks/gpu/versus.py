@@ -13,8 +13,8 @@ samples, sequence and optimizer are the same; weights are drawn and tokens are r
 what is not installed.
 
 A measurement takes half a minute on a device, so that ten minutes are worth the first turn of all
-rows, without eager blocks.  Every line goes to DIR/versus.jsonl as it comes, and a further call measures what lacks.
-Writes DIR/versus.md.
+rows, without eager blocks.  Every line goes to DIR/versus.jsonl as it comes, and a further call
+measures what lacks.  Writes DIR/versus.md.
 """
 
 from __future__ import annotations
