@@ -38,7 +38,7 @@ from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedMo
 from meshwright.runtime.launch.training_loop import token_engine
 
 SILENT_S = {"cuda": 60.0, "cpu": 180.0}
-"""By kind of device, after which ranks that say nothing hang; others wait in a collective for one that failed."""
+"""By kind of device, after which ranks that say nothing hang."""
 SHARING = 2
 """Ranks of one device."""
 CHOICES = ("prefetch", "reshard_after_forward", "loss", "compile", "tensor_overlap")
