@@ -252,7 +252,7 @@ def measured_layouts(devices: int) -> list[tuple[str, str, dict[str, Any]]]:
     return [
         ("ZeRO-3", dense, layout(zero=3, data_shard=devices, prefetch=1)),
         ("tensor, async", dense, layout(tensor=2, tensor_overlap="async", **shards)),
-        ("pipeline", dense, layout(pipeline=2, **({"data_shard": half} if half > 1 else {}))),
+        ("pipeline", dense, layout(pipeline=2, **shards | {"zero": min(1, half - 1)})),
         ("experts", mixture, layout(zero=2, data_shard=devices, expert=2, compile="none")),
         ("context", dense, layout(context=2, **shards)),
         ("tensor", dense, layout(tensor=2, **shards)),
