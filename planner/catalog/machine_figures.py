@@ -59,7 +59,7 @@ matmul_s = best(0.08, lambda: numpy.matmul(left, right, out=product), time.threa
 source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
 copy_s = best(0.08, lambda: numpy.copyto(target, source), time.thread_time)
 
-class Module:  # called as torch calls one: keywords, a look for hooks, a method
+class TimedModule:  # called as torch calls one: keywords, a look for hooks, a method
     def __init__(self):
         self.scale, self.hooks = 2.0, {}
 
@@ -71,7 +71,7 @@ class Module:  # called as torch calls one: keywords, a look for hooks, a method
     def forward(self, value, shift=0.0):
         return value * self.scale + shift
 
-module, few, count = Module(), numpy.ones(8, numpy.float32), 500
+module, few, count = TimedModule(), numpy.ones(8, numpy.float32), 500
 sums = numpy.empty_like(few)
 
 def calls():

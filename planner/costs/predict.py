@@ -460,8 +460,8 @@ def _host_note(request: Request) -> str | None:
     if request.profile is not None or pace is None or 0.8 < pace < 1.25:
         return None
     return (
-        f"Python and launches take {pace:.1f} times the framework's seconds on this host, as was "
-        "measured of one thread"
+        f"Python and launches take {pace:.1f} times as long on this host as on that of the "
+        "framework's figures"
     )
 
 

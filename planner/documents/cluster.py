@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshwright.planner.documents.document import Document, Part
 from meshwright.planner.documents.units import (
@@ -185,6 +185,9 @@ class LinkTier(Part):
         return f"{self.name} {self.bytes_per_s / 1e9:.4g} GB/s{shared}"
 
 
+FASTEST_CALL_S, SLOWEST_CALL_S = 1e-9, 1e-3
+
+
 class HostSpeed(Part):
     """Seconds of one thread of a host for two fixed programs, which tell how fast it starts work.
 
@@ -198,6 +201,16 @@ class HostSpeed(Part):
     """Seconds of an operation on a few numbers, started from Python."""
     provenance: Provenance = "quoted"
     source: Text = ""
+
+    @field_validator("call_s", "launch_s")
+    @classmethod
+    def _plausible(cls, seconds: float) -> float:
+        """A processor needs some cycles, and no host takes milliseconds."""
+        if not FASTEST_CALL_S <= seconds <= SLOWEST_CALL_S:
+            raise ValueError(
+                f"is {seconds:g} seconds; give between {FASTEST_CALL_S:g} and {SLOWEST_CALL_S:g}"
+            )
+        return seconds
 
 
 class DeviceGroup(Part):

@@ -186,6 +186,8 @@ def test_what_is_measured_is_in_the_range_of_processors() -> None:
 
     assert 1e9 < core.flops < 1e13
     assert 1e8 < core.bytes_per_s < 1e12
+    assert 2e-8 < core.launch_s < 1e-5
+    assert 2e-8 < core.call_s < 1e-5
     assert 1e-7 < core.link_latency_s < 1e-2
     assert 1e7 < core.link_bytes_per_s < 1e12
 

@@ -117,11 +117,17 @@ def test_an_answer_says_how_fast_the_host_is() -> None:
     slow, usual = step(with_host(NODE, 2.0)), step(with_host(NODE, 1.1))
 
     assert slow.notes == (
-        "Python and launches take 2.0 times the framework's seconds on this host, as was measured "
-        "of one thread",
+        "Python and launches take 2.0 times as long on this host as on that of the framework's "
+        "figures",
     )
     assert usual.notes == ()
     assert any("a call of Python takes 520 ns of the host" in a.what for a in slow.assumptions)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-12, 1.0, 1e29, math.nan])
+def test_seconds_that_no_host_takes_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="call_s"):
+        HostSpeed(call_s=seconds, launch_s=1e-7)
 
 
 def test_no_plan_lies_below_the_bound_on_a_fast_host() -> None:
