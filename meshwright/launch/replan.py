@@ -40,7 +40,7 @@ def for_fewer(
 ) -> Path:
     """Plan the same training for the `left` nodes, or devices of one node; return the plan's file.
 
-    Of a node's devices some may be left out if that is faster, as many of each node.  Nodes have
+    Some of a node's devices may be left out if that is faster, as many of each node.  Nodes have
     `each` devices where that is given: one of them has lost some.
     """
     clusters = _smaller(machine, left, each)
@@ -131,7 +131,7 @@ def _smaller(machine: ClusterSpec, left: int, each: int | None) -> Iterator[Clus
 
 
 def _allowances(wanted: Plan) -> frozenset[Allowance]:
-    """Return what the plan does already and may do again."""
+    """Return the allowances that the plan uses already."""
     treated = {item.activations for stage in wanted.stages for item in stage.layers}
     allowed: set[Allowance] = set()
     for word in get_args(Allowance):

@@ -51,13 +51,13 @@ from meshwright.planner.documents.units import MOST_DEVICES, name_of
 from meshwright.planner.errors import DocumentError
 
 ROUND_S = 3e-6
-"""Of a ring's round inside nodes while it goes over a network: what NCCL counts for a send of its
-simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
+"""Seconds of a ring's round inside nodes while the ring crosses a network: NCCL's figure for a send
+of its simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
 ALONE = "-language-model-alone"
-"""What a model is called of which the towers for images or sound are left out."""
+"""Suffix of the name of a model without its towers for images or sound."""
 CLUSTER_FORMS = (
     "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
     "of them joined by +"
@@ -105,7 +105,7 @@ def resolve_model(text: str) -> ModelGraph:
 
 
 def _catalogued_model(text: str) -> str:
-    """Return the name in the catalogue that MODEL stands for, also by a variant of one shape.
+    """Return the catalogue's name of MODEL, also for a variant of the same shape.
 
     The configuration that the hub's cache has of exactly this name goes before a variant's.
 
@@ -125,7 +125,7 @@ def _catalogued_model(text: str) -> str:
 
 
 def locate_model(source: str, document: str | os.PathLike[str]) -> str:
-    """Return a model's source as it is found from here: a relative file may lie by the document.
+    """Return a model's source as it is found from here: a relative file may be beside the document.
 
     >>> locate_model("gpt2", "plans/plan.yaml")
     'gpt2'
@@ -166,7 +166,7 @@ def resolve_cluster(text: str) -> ClusterSpec:
 
 
 def _of_one_kind(text: str) -> ClusterSpec:
-    """Return nodes of one kind, with the settings that stand behind their name."""
+    """Return nodes of one kind, with the settings after their name."""
     plain_text, comma, words = text.partition(",")
     if comma:
         settings = ClusterSettings.parse(words)
@@ -189,7 +189,7 @@ def _of_one_kind(text: str) -> ClusterSpec:
 
 
 def _read_cluster(path: Path) -> ClusterSpec:
-    """Read a cluster document, in which names of the catalogue may stand for its accelerators."""
+    """Read a cluster document, whose accelerators may be names of the catalogue."""
     data = plain(read_text(path))
     try:
         if isinstance(data, dict) and isinstance(data.get("groups"), list):
@@ -325,9 +325,9 @@ def groups_part(
     kept: Sequence[int],
     shapes: Sequence[Shape] | None = None,
 ) -> tuple[str, ClusterSpec]:
-    """Return what names some groups of the cluster that is `called` so, and that part.
+    """Return the name of some groups of the cluster `called`, and that part.
 
-    Of kinds of nodes that `+` joins the others are left out, with the limits of their networks.
+    Where `+` joins kinds of nodes, the others are left out, with the limits of their networks.
     `shapes` are the nodes that are kept of each, and the devices of each node; by default all.
 
     >>> called = "2xa100-sxm-80gb+8xh100-sxm-80gb+4xl40s"
@@ -355,7 +355,7 @@ def groups_part(
 
 
 def part_name(called: str, *, nodes: int, devices_per_node: int) -> str:
-    """Return what names a part of the cluster that is `called` so.
+    """Return the name of a part of the cluster `called`.
 
     >>> part_name("3x5xh100-sxm-80gb", nodes=3, devices_per_node=4), part_name("local", nodes=1,
     ...     devices_per_node=2)
@@ -618,7 +618,7 @@ def _clip_tiers(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]
 
 
 def _network(entry: AcceleratorEntry, devices_per_node: int, rate: float | None) -> LinkTier:
-    """Return the tier between nodes where the node type does not say."""
+    """Return the tier between nodes where the node type has none."""
     source = "given"
     if rate is None and entry.network_bytes_per_s is not None:
         rate, source = entry.network_bytes_per_s, entry.sources.get("network_bytes_per_s", "usual")

@@ -289,15 +289,17 @@ class _PartSearch:
         if self.is_spent and part.degrees is not None and not part.whole:
             self.unproven += 1
             return
-        if self.best is None or part.degrees is None:
+        best = self.best
+        if part.degrees is None or (best is None and part.whole):
             self.search(part, searched)
             return
         candidates = self._may_be_faster(part, part.degrees)
         del self._spaces[part.request.cluster_name]
-        bound_s = self._bound_s(part, candidates, self.best.answer)
-        if bound_s >= self.limit_s:
-            self.bounds_s.append(bound_s)
-            return
+        if best is not None:
+            bound_s = self._bound_s(part, candidates, best.answer)
+            if bound_s >= self.limit_s:
+                self.bounds_s.append(bound_s)
+                return
         self.search(part, searched, candidates)
 
     @property
@@ -376,6 +378,7 @@ class _PartSearch:
 
         `candidates` are all of it that may be faster than the best that is known.
         """
+        has_all = not candidates or self.best is None
         effort, limit_s = self.effort, self.limit_s
         if self.best is not None and effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
@@ -391,7 +394,7 @@ class _PartSearch:
         except NoneFaster:
             if part.is_set:
                 self.bounds_s.append(self._set_bound_s(part))
-            elif candidates:
+            elif not has_all:
                 self.bounds_s.append(limit_s)
             return
         except NoPlanFits:
@@ -401,7 +404,7 @@ class _PartSearch:
                 raise
             return
         is_faster = fastest.prediction.step_time_s < limit_s
-        if is_faster and candidates:  # a certificate is of all that a part has
+        if is_faster and not has_all:  # a certificate is of all that a part has
             self.search(part, searched)
             return
         self.bounds_s.append(min(fastest.certificate.lower_bound_s, limit_s))
