@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 MOST_FAMILIES = 6_000
 """Families of layouts of all parts that are bounded or searched beside a plan that is known."""
+FEW_FAMILIES = 750
+"""The same of a study while no plan is known."""
 MOST_LIKELY = 16
 """Parts among which the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
@@ -304,8 +306,9 @@ class _PartSearch:
 
     @property
     def is_spent(self) -> bool:
-        """Whether enough of the parts was looked at."""
-        return self.families >= MOST_FAMILIES
+        """Whether enough of the parts was looked at; where nothing fits, studies look at few."""
+        few = self.best is None and self.prefer is None
+        return self.families >= (FEW_FAMILIES if few else MOST_FAMILIES)
 
     def _may_be_faster(self, part: ClusterPart, degrees: DegreeBounds) -> list[Candidates]:
         """Return the layouts of a part whose degrees may be faster than the best that is known."""
