@@ -455,7 +455,8 @@ def used_text(request: Request, answer: PartAnswer) -> str:
         if at in used
     ]
     left = [group.name for at, group in enumerate(groups) if at not in used]
-    return f": the plan uses {', '.join(texts)}, none of {', '.join(left)}, and is slower on all"
+    texts += [f"none of {', '.join(left)}"] if left else []
+    return f": the plan uses {', '.join(texts)}, and is slower on all"
 
 
 def _unused(plan: Plan) -> list[str]:
