@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 MOST_FAMILIES = 6_000
 """Families of layouts of all parts that are bounded or searched beside a plan that is known."""
+FEW_FAMILIES = 750
+"""The same of a study while no plan is known."""
 MOST_LIKELY = 16
 """Parts among which the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
@@ -289,21 +291,24 @@ class _PartSearch:
         if self.is_spent and part.degrees is not None and not part.whole:
             self.unproven += 1
             return
-        if self.best is None or part.degrees is None:
+        best = self.best
+        if part.degrees is None or (best is None and part.whole):
             self.search(part, searched)
             return
         candidates = self._may_be_faster(part, part.degrees)
         del self._spaces[part.request.cluster_name]
-        bound_s = self._bound_s(part, candidates, self.best.answer)
-        if bound_s >= self.limit_s:
-            self.bounds_s.append(bound_s)
-            return
+        if best is not None:
+            bound_s = self._bound_s(part, candidates, best.answer)
+            if bound_s >= self.limit_s:
+                self.bounds_s.append(bound_s)
+                return
         self.search(part, searched, candidates)
 
     @property
     def is_spent(self) -> bool:
-        """Whether enough of the parts was looked at."""
-        return self.families >= MOST_FAMILIES
+        """Whether enough of the parts was looked at; where nothing fits, studies look at few."""
+        few = self.best is None and self.prefer is None
+        return self.families >= (FEW_FAMILIES if few else MOST_FAMILIES)
 
     def _may_be_faster(self, part: ClusterPart, degrees: DegreeBounds) -> list[Candidates]:
         """Return the layouts of a part whose degrees may be faster than the best that is known."""
@@ -376,6 +381,7 @@ class _PartSearch:
 
         `candidates` are all of it that may be faster than the best that is known.
         """
+        has_all = not candidates or self.best is None
         effort, limit_s = self.effort, self.limit_s
         if self.best is not None and effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
@@ -391,7 +397,7 @@ class _PartSearch:
         except NoneFaster:
             if part.is_set:
                 self.bounds_s.append(self._set_bound_s(part))
-            elif candidates:
+            elif not has_all:
                 self.bounds_s.append(limit_s)
             return
         except NoPlanFits:
@@ -401,7 +407,7 @@ class _PartSearch:
                 raise
             return
         is_faster = fastest.prediction.step_time_s < limit_s
-        if is_faster and candidates:  # a certificate is of all that a part has
+        if is_faster and not has_all:  # a certificate is of all that a part has
             self.search(part, searched)
             return
         self.bounds_s.append(min(fastest.certificate.lower_bound_s, limit_s))
@@ -449,7 +455,8 @@ def used_text(request: Request, answer: PartAnswer) -> str:
         if at in used
     ]
     left = [group.name for at, group in enumerate(groups) if at not in used]
-    return f": the plan uses {', '.join(texts)}, none of {', '.join(left)}, and is slower on all"
+    texts += [f"none of {', '.join(left)}"] if left else []
+    return f": the plan uses {', '.join(texts)}, and is slower on all"
 
 
 def _unused(plan: Plan) -> list[str]:

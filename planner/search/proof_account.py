@@ -169,7 +169,7 @@ def of_parts(
     claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
     claim += f"; of {unproven} more nothing is proven" if unproven else ""
     if fewer:
-        claim += f"; plans of {fewer} with some devices of several groups were looked for, no proof"
+        claim += f"; {fewer} with some devices of several groups were searched without a proof"
     claim += "."
     update: dict[str, object] = {
         "lower_bound_s": bound_s,
