@@ -885,6 +885,8 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
+    # A shell's background jobs inherit an ignored interrupt; launches at a terminal do not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--faults", type=int, default=5, help="at most, in each")

@@ -326,3 +326,20 @@ def test_two_nodes_make_one_checkpoint_of_their_copies(room: ForkingRoom, how: s
     assert "a launcher that was killed left copies in /dev/shm/" in "".join(said)
     assert saved_step(room) == 30
     assert int("".join(said).split("going on from ")[1].split("step-")[1][:6]) >= 3
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_only_rank_of_a_node_leaves_without_a_word(room: ForkingRoom, code: int) -> None:
+    """Its node has no other rank that would complain."""
+    pytest.importorskip("torch")
+    room.begins_with += LEAVES.replace("FOLDER", str(room.folder)).replace("CODE", str(code))
+    nodes = Nodes(room, options="--checkpoint-every 4000 --steps 30", step_s=0.05)
+
+    said = nodes.end()
+
+    room.wait_until_empty()
+    assert [launcher.returncode for launcher in nodes.launchers] == [0, 0], said
+    assert f"rank 0 exited with code {code}" in "".join(said)
+    assert saved_step(room) == 30

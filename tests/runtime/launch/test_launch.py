@@ -394,6 +394,7 @@ def test_a_rank_that_hangs_ends_the_launch_when_the_time_is_over(room: Room) -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix  # in every run: test_one_node_faults.py
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(room: Room) -> None:
     pytest.importorskip("torch")
     launcher = room.start(plan_of(data=2), steps=ENOUGH)
