@@ -78,7 +78,8 @@ class Answer:
             for choice in self.choices
         ]
         if not rows:
-            rows = [("plan", self.plan.layout.text(), seconds_text(self.prediction.step_time_s))]
+            step = seconds_text(self.prediction.step_time_s)
+            rows = [("plan", self.plan.layout.text(), step, "", "")]
         title = f"{self.plan.model.name} on {self.plan.cluster}"
         head = ("choice", "plan", "step", "cost", "why")
         return html_table(title, head, rows, [self.certificate.statement])

@@ -87,19 +87,22 @@ def _two_markets(result: Result) -> Iterator[str]:
             names.setdefault(market, []).append(candidate.name)
     if len(names) > 1:
         each = [f"{names_text(of)} at {market}s" for market, of in sorted(names.items())]
+        asked = any(offer.rent is not None and offer.rent.market for offer in result.study.offers)
+        why = "the study names both" if asked else "no market rents them all"
+        why += "" if asked else "; --market compares in one"
         yield (
             f"Prices are of two markets, {' and '.join(each)}, and part of the difference is who "
-            "was asked: no market rents them all; --market compares in one."
+            f"was asked: {why}."
         )
         return
     cheaper: dict[tuple[str, float], list[tuple[str, float]]] = {}
     for best in filter(None, map(result.best_of, result.ranks)):
         for name, usd_hour, usd in _cheaper_elsewhere(result, best):
             cheaper.setdefault((name, usd_hour), []).append((best.model, usd))
-    for (name, usd_hour), each in cheaper.items():
-        usd_texts = [f"{usd:,.0f} USD in all" for _, usd in each]
+    for (name, usd_hour), costs in cheaper.items():
+        usd_texts = [f"{usd:,.0f} USD in all" for _, usd in costs]
         if len(result.ranks) > 1:
-            usd_texts = [f"{usd:,.0f} USD in all for {model}" for model, usd in each]
+            usd_texts = [f"{usd:,.0f} USD in all for {model}" for model, usd in costs]
         yield (
             f"Who is asked decides: candidates are priced at {next(iter(names), '')}s, which rent "
             f"them all; elsewhere {name} costs {usd_hour:.2f} USD per device-hour, "
