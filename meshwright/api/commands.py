@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -26,7 +26,7 @@ from meshwright.api.inputs import (
     profile_for,
 )
 from meshwright.api.launched_model import launched_model
-from meshwright.api.plan_options import PlanOptions, keyword_options
+from meshwright.api.plan_options import PlanOptions, PredictOptions, keyword_options
 from meshwright.planner import catalog as shelves
 from meshwright.planner.catalog import framework as framework_called
 from meshwright.planner.catalog import hub
@@ -40,10 +40,9 @@ from meshwright.planner.documents import plugins as installed
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.framework import base_of
 from meshwright.planner.documents.model import BatchLeaf, ModelGraph, is_factory
-from meshwright.planner.documents.plan import Job, Layout, Plan
+from meshwright.planner.documents.plan import Job, Layout, Plan, check_size
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile, Profiles
-from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.documents.units import (
     bytes_text,
     count_text,
@@ -102,7 +101,7 @@ class PlanCommand(PlanOptions):
     output: str | None = None
     """File of the plan."""
     html: str | None = None
-    """Page that says why, with the alternatives and the pipeline's timeline."""
+    """Page with the reasons, the alternatives and the pipeline's timeline."""
     offline: bool = False
     """Fetch no model's config.json from the Hugging Face hub."""
     progress: Progress | None = None
@@ -112,7 +111,7 @@ class PlanCommand(PlanOptions):
 def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
-    Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
+    Among plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
     `gap=0.01` takes minutes, if need be, until no plan is more than 1 % faster in simulated time,
     and may find a faster one on the way; `progress` usually gets how far the search is.
 
@@ -127,9 +126,9 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
     Plans fit with `fit_probability` at least, since needs of memory differ from their prediction
     (`meshwright.planner.costs.uncertainty`); 0.5 takes the prediction as it is.
 
-    `framework` trains: its own space is searched, priced as it trains.  Of a
-    profile another framework than ours takes constants of the cluster; layers measured in our
-    runtime are not that framework's, and are left out.
+    `framework` trains: its own space is searched, priced as it trains.  Another framework than ours
+    uses a profile's constants of the cluster; layers measured in our runtime are not that
+    framework's, and are left out.
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
@@ -149,7 +148,21 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
         gap=options.gap,
         progress=options.progress,
     )
-    notes = tuple(_length_notes(options.lengths_of_job(), answer.plan, graph, machine))
+    notes = tuple(
+        _length_notes(
+            options.lengths_of_job(),
+            answer.plan.layout,
+            answer.plan.seq_len,
+            lambda seq_len: predict_plan(
+                answer.plan.model_copy(update={"seq_len": seq_len}), graph, machine
+            ),
+        )
+    )
+    if base_of(request.framework.name) != "native":
+        notes = (
+            *notes,
+            *_framework_caveats(answer.plan, graph, machine_of(answer.plan.cluster, measured)),
+        )
     answer = replace(answer, prediction=answer.prediction.with_notes(*unrecorded, *notes))
     if script is not None:
         answer = _of_samples(answer, script.leaves)
@@ -171,29 +184,32 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
 
 
 def _length_notes(
-    of_job: LengthsOfJob, plan: Plan, graph: ModelGraph, machine: ClusterSpec
+    of_job: LengthsOfJob, layout: Layout, seq_len: int, price: Callable[[int], Prediction]
 ) -> Iterator[str]:
-    """Yield what samples of several lengths waste, and what a step of mean ones takes."""
+    """Yield what samples of several lengths waste, and what a step of mean ones takes.
+
+    `price` predicts a step of samples of as many tokens.
+    """
     lengths = of_job.lengths
     if lengths is None:
         return
     if of_job.batching == "packed":
-        empty = 1 - lengths.packed_share(plan.seq_len)
-        yield f"{summary(lengths)}; packed in {plan.seq_len:,}, {empty:.0%} of positions are empty"
+        empty = 1 - lengths.packed_share(seq_len)
+        yield f"{summary(lengths)}; packed in {seq_len:,}, {empty:.0%} of positions are empty"
         return
-    multiple = LENGTH_MULTIPLE * plan.mesh.context * plan.mesh.tensor
-    mean_len = min(plan.seq_len, of_job.mean_len(plan.micro_batch, multiple))
-    mean = predict_plan(plan.model_copy(update={"seq_len": mean_len}), graph, machine)
+    multiple = LENGTH_MULTIPLE * layout.context * layout.tensor
+    mean_len = min(seq_len, of_job.mean_len(layout.micro_batch, multiple))
+    mean_s = price(mean_len).step_time_s
     padded = 1 - lengths.mean / mean_len
     yield (
-        f"a step of mean samples takes {seconds_text(mean.step_time_s)}, {mean_len:,} tokens each, "
+        f"a step of mean samples takes {seconds_text(mean_s)}, {mean_len:,} tokens each, "
         f"{padded:.0%} padding; time and memory above are those of the longest"
     )
     yield summary(lengths)
 
 
 def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
-    """Return an answer whose plans say what a sample is, in place of a length in tokens."""
+    """Return an answer whose plans describe a sample in place of a length in tokens."""
     return replace(
         answer,
         plan=answer.plan.with_batch(batch),
@@ -273,7 +289,7 @@ def _with_packed_weights(request: Request) -> Iterator[Request]:
 
 
 def _open_gap(certificate: Certificate, asked: float | None) -> Iterator[str]:
-    """Yield what a proof could not exclude, where its gap is above the one that is asked for."""
+    """Yield what a proof could not exclude, where its gap exceeds the requested one."""
     if asked is None or certificate.gap <= asked:
         return
     lowest = next(iter(certificate.runners_up), None)
@@ -289,7 +305,7 @@ def _with_less_surety(request: Request) -> str:
     if request.fit_probability <= AS_PREDICTED:
         return ""
     try:
-        # Below some limit, however high, since nobody asks here why nothing fits.
+        # Below some limit, however high, since no reason is needed here why nothing fits.
         looser = replace(request, fit_probability=AS_PREDICTED)
         prediction = search(looser, below_s=sys.float_info.max).prediction
     except NoPlanFits:
@@ -302,7 +318,7 @@ def _with_less_surety(request: Request) -> str:
 
 
 def _closing(progress: Progress) -> GapProgress:
-    """Return what shows a gap that closes as progress, in hundredths of a percent."""
+    """Return a function that shows a closing gap as progress, in hundredths of a percent."""
     whole = 10_000
     return lambda gap: progress(round(whole * (1 - gap)), whole)
 
@@ -312,7 +328,7 @@ def compare(
 ) -> tuple[Alternative, ...]:
     """Say what plans take beside the fastest that fits, each on its own cluster or on one.
 
-    Of plans that do other amounts of work in a step, seconds of as much work are compared.
+    Plans that do different amounts of work in a step are compared by the seconds of equal work.
     """
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
@@ -332,12 +348,12 @@ def compare(
 
 def _work(plan: Plan) -> int:
     """Return the positions that a step of a plan trains on."""
-    return plan.job.global_batch * plan.job.seq_len
+    return plan.job.sequences * plan.job.seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanImprovement:
-    """A plan beside the best one of its job, and what lies between them."""
+    """A plan beside the best one of its job, and their differences."""
 
     mine: Plan
     prediction: Prediction
@@ -353,7 +369,7 @@ def compare_best(
     output: str | None = None,
     progress: Progress | None = None,
 ) -> PlanImprovement:
-    """Search for the best plan of a plan's job, cluster and framework, and say what is different.
+    """Return the best plan of a plan's job, cluster and framework, and the differences.
 
     Both are priced as the framework trains; what each difference is worth is listed one at a time.
     """
@@ -387,7 +403,7 @@ def compare_best(
 
 
 def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
-    """Yield what to know before the figures are believed."""
+    """Yield warnings about the figures."""
     if not mine.fits:
         yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
@@ -413,6 +429,7 @@ def import_plan(
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    document_len: int | None = None,
     output: str | None = None,
     values: Sequence[str] = (),
 ) -> ImportedPlan:
@@ -420,6 +437,7 @@ def import_plan(
 
     `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
     runs one of them.  `values` are those of a script's variables (`SIZE=7`, `1=7`).
+    `document_len` is of the data that it packs, as of `plan`.
     """
     from meshwright.planner.framework_configs import import_plan as configs  # noqa: PLC0415
 
@@ -436,6 +454,10 @@ def import_plan(
         )
     except DocumentError as error:
         raise (error if error.file else error.in_file(source)) from error
+    if document_len is not None:
+        check_size("document-len", document_len, imported_plan.plan.seq_len)
+        packed = imported_plan.plan.model_copy(update={"document_len": document_len})
+        imported_plan = replace(imported_plan, plan=packed)
     machine = machine_of(cluster, None)
     graph = (
         plan_model(imported_plan.plan, None) if model is None else model_of(model, seq_len=seq_len)
@@ -454,7 +476,7 @@ def import_plan(
 
 
 def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
-    """Return what a script finds where it stands: values that are given, and files beside it."""
+    """Return the surroundings of a script: values that are given, and files beside it."""
     from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment  # noqa: PLC0415
 
     settled: dict[str, str] = {}
@@ -478,13 +500,13 @@ def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
 
 
 def _words_notes(prediction: Prediction) -> set[str]:
-    """Return the notes that name words which were not understood: they are said once."""
+    """Return the notes that name words which were not understood: they appear once."""
     return {note for note in prediction.notes if note.startswith(NOT_UNDERSTOOD)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedPlan:
-    """The plan of a configuration, what it takes, and how far it is what the configuration says."""
+    """The plan of a configuration, its prediction, and its differences from the configuration."""
 
     plan: Plan
     assumed: tuple[str, ...]
@@ -493,29 +515,15 @@ class ImportedPlan:
     without_effect: tuple[str, ...]
     """Keys that decide nothing beside the others."""
     not_understood: tuple[str, ...]
-    """Those that may change seconds or bytes, the most decisive first."""
+    """Unknown keys that may change seconds or bytes, the most decisive first."""
     prediction: Prediction
     """Its range is wider where words were not understood."""
-
-
-def refuse_beside_plan(
-    job: Mapping[str, object], *, lora: Sequence[str], optimizer: str, masters: str
-) -> None:
-    """Refuse what a plan has already: values of a job that are given, by their options' names."""
-    training = {
-        "lora": lora or None,
-        "optimizer": None if optimizer == "adamw" else optimizer,
-        "masters": None if masters == "fp32" else masters,
-    }
-    for name, value in {**job, **training}.items():
-        if value is not None:
-            raise DocumentError(name, "a plan has its own already; give a model instead")
 
 
 def of_plan(
     wanted: Plan, cluster: str | None, profile: str | None, *, path: str | None = None
 ) -> Prediction:
-    """Say what a plan takes on its own cluster or another; `path` is the plan's file, if any."""
+    """Return the prediction of a plan on its own cluster or another; `path` is its file, if any."""
     graph = plan_model(wanted, path)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster or wanted.cluster, measured)
@@ -527,10 +535,15 @@ def _with_caveats(
     wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profiles = None
 ) -> Prediction:
     """Predict a plan, and say why its framework does not run it, if it does not."""
+    prediction = predict_plan(wanted, graph, machine, measured)
+    return prediction.with_notes(*_framework_caveats(wanted, graph, machine))
+
+
+def _framework_caveats(wanted: Plan, graph: ModelGraph, machine: ClusterSpec) -> tuple[str, ...]:
+    """Return why a plan's framework does not run it, if it does not."""
     from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
 
-    prediction = predict_plan(wanted, graph, machine, measured)
-    return prediction.with_notes(*caveats(wanted, graph, machine))
+    return caveats(wanted, graph, machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,70 +556,31 @@ class PredictedPlan:
     prediction: Prediction
 
 
-def predict(
-    model_or_plan: str,
-    cluster: str | None = None,
-    *,
-    layout: str | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    optimizer: Optimizer = "adamw",
-    masters: MasterWeights = "fp32",
-    profile: str | None = None,
-    framework: str = "native",
-    offline: bool = False,
-) -> Prediction:
+@keyword_options(PredictOptions)
+def predict(model: str, cluster: str | None = None, *, options: PredictOptions) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
     `lora` are settings of adapters that alone are trained, as of `plan`.
     With another framework than ours a layout is priced by its accounting rules.  `offline` fetches
     no model's config.json from the Hugging Face hub.
     """
-    return predicted_plan(
-        model_or_plan,
-        cluster,
-        layout=layout,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        lora=lora,
-        optimizer=optimizer,
-        masters=masters,
-        profile=profile,
-        framework=framework,
-        offline=offline,
-    ).prediction
+    return _predicted(model, cluster, options).prediction
 
 
+@keyword_options(PredictOptions)
 def predicted_plan(
-    model_or_plan: str,
-    cluster: str | None = None,
-    *,
-    layout: str | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    optimizer: Optimizer = "adamw",
-    masters: MasterWeights = "fp32",
-    profile: str | None = None,
-    framework: str = "native",
-    offline: bool = False,
+    model: str, cluster: str | None = None, *, options: PredictOptions
 ) -> PredictedPlan:
     """Predict as `predict` does, and say for which model, cluster and job."""
-    if is_plan(model_or_plan):
-        wanted = document.read(Plan, model_or_plan)
-        if layout is not None:
-            raise DocumentError("layout", "a plan has its layout already; give a model instead")
-        job = {"seq-len": seq_len, "global-batch": global_batch, "precision": precision}
-        refuse_beside_plan(job, lora=lora, optimizer=optimizer, masters=masters)
-        if framework != "native":
-            raise DocumentError(
-                "framework", "a plan has its framework already; give a model instead"
-            )
-        prediction = of_plan(wanted, cluster, profile, path=model_or_plan)
+    return _predicted(model, cluster, options)
+
+
+def _predicted(model: str, cluster: str | None, options: PredictOptions) -> PredictedPlan:
+    """Predict a plan in a file, or a layout of a model."""
+    if is_plan(model):
+        wanted = document.read(Plan, model)
+        options.refuse_beside_plan()
+        prediction = of_plan(wanted, cluster, options.profile, path=model)
         return PredictedPlan(
             model=wanted.model.name,
             cluster=cluster or wanted.cluster,
@@ -615,50 +589,66 @@ def predicted_plan(
         )
     if cluster is None:
         raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
-    with hub.offline(offline):
-        graph = model_of(model_or_plan, seq_len=seq_len)
-    measured = profile_for(graph, profile)
+    with hub.offline(options.offline):
+        graph = model_of(model, seq_len=options.seq_len)
+    measured = profile_for(graph, options.profile)
     machine = machine_of(cluster, measured)
-    pins, idle = read_layout(layout or "", ["stale,compress"])
+    layout = options.layout or ""
+    pins, idle = read_layout(layout, ["stale,compress"])
     request = Request.create(
         graph,
         machine,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        lora=lora,
-        optimizer=optimizer,
-        masters=masters,
+        **options.of_request(),
         pins=pins,
         profile=measured,
-        framework=framework,
+        framework=options.framework,
     )
     wanted_layout = pinned_layout(request, idle=idle)
-    check_micro_batches(layout or "", wanted_layout)
-    notes = tuple(without_effect(pins, wanted_layout))
-    if base_of(framework) != "native":
-        from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
-            framework_plan,
-            framework_prediction,
-        )
-        from meshwright.planner.framework_configs.configuration import caveats  # noqa: PLC0415 - all formats
+    check_micro_batches(layout, wanted_layout)
+    price = _native_price if base_of(options.framework) == "native" else _framework_price
+    priced = price(request, wanted_layout).with_notes(*without_effect(pins, wanted_layout))
+    notes = _length_notes(
+        options.lengths_of_job(),
+        wanted_layout,
+        request.job.seq_len,
+        lambda seq_len: price(
+            replace(request, job=replace(request.job, seq_len=seq_len)), wanted_layout
+        ),
+    )
+    return PredictedPlan(
+        model=graph.name,
+        cluster=cluster,
+        job=request.job,
+        prediction=priced.with_notes(*notes),
+    )
 
-        _refuse_other_layers(request)
-        theirs = framework_prediction(request, wanted_layout)
-        priced = theirs.on(machine.devices, used=wanted_layout.devices).with_notes(*notes)
-        priced = priced.with_notes(*caveats(framework_plan(request, wanted_layout), graph, machine))
-    else:
-        reason = refusal(graph, machine, request.job, wanted_layout)
-        if reason is not None:
-            raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
-        priced = layout_prediction(request, wanted_layout).with_notes(*notes)
-    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=priced)
+
+def _native_price(request: Request, layout: Layout) -> Prediction:
+    """Return what our own runtime takes; DocumentError where it does not run a layout."""
+    reason = refusal(request.model, request.cluster, request.job, layout)
+    if reason is not None:
+        raise DocumentError("layout", f"{layout.text()}: {reason}")
+    return layout_prediction(request, layout)
+
+
+def _framework_price(request: Request, layout: Layout) -> Prediction:
+    """Return what another framework takes, and why it does not run a layout, if it does not."""
+    from meshwright.planner.calibration.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
+        framework_plan,
+        framework_prediction,
+    )
+
+    _refuse_other_layers(request)
+    theirs = framework_prediction(request, layout)
+    priced = theirs.on(request.cluster.devices, used=layout.devices)
+    plan = framework_plan(request, layout)
+    return priced.with_notes(*_framework_caveats(plan, request.model, request.cluster))
 
 
 def _refuse_other_layers(request: Request) -> None:
     """Refuse pins of layers that the framework has not: blocks would be priced as something else.
 
-    Of a whole layout that it does not run there is a price all the same, with the reason.
+    A whole layout that it does not run still has a price, with the reason.
     """
     space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
@@ -677,9 +667,9 @@ class FrameworkConfiguration:
     in_the_script: list[str]
     file: str | None
     environment: dict[str, str] = field(default_factory=dict)
-    """What its ranks are started with, or they may run out of memory."""
+    """Environment variables of its ranks, without which they may run out of memory."""
     warnings: tuple[str, ...] = ()
-    """What its prediction notes."""
+    """Notes of its prediction."""
 
 
 def export(
@@ -720,12 +710,13 @@ def _framework_configuration(
         NEED_NODES,
         configuration,
         in_the_script,
+        usual_writer,
         with_environment,
     )
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
-    to = to or base_of(wanted.framework)
+    to = to or usual_writer(wanted, graph)
     if to == "native":
         raise DocumentError("to", "is missing: a native plan is launched; name a framework")
     machine, environment, warnings = None, {}, []
@@ -774,8 +765,8 @@ def profile(
     """Measure a model's layers and the links of these machines.
 
     `budget` is about how long it may take (`5min`); what is most valuable to a plan is measured
-    first.  What was measured before of the same model, software and machines is not measured again
-    unless `fresh`, and a profile that was cut short goes on.
+    first.  Earlier measurements of the same model, software and machines are reused unless `fresh`,
+    and an interrupted profile is continued.
 
     On several nodes it is called once on each, with the same arguments; which of them this is say
     `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
@@ -823,7 +814,7 @@ def _measured_job(
     global_batch: int | None,
     precision: Precision | None,
 ) -> Callable[[ClusterSpec], Job]:
-    """Return what makes the job to measure for, once the machine is known."""
+    """Return the function that builds the job to measure for, once the machine is known."""
     samples = script.samples if script is not None and not global_batch else global_batch
 
     def job(machine: ClusterSpec) -> Job:
@@ -846,7 +837,7 @@ def profile_agenda(
     rendezvous: str | None = None,
     budget: str | None = None,
 ) -> ProfileAgenda:
-    """Return what `profile` would measure, in its order, and measure nothing."""
+    """Return the agenda of `profile`, in its order, and measure nothing."""
     from meshwright.profiler import profile as profiles  # noqa: PLC0415 - the profiler
     from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415
 
@@ -924,7 +915,7 @@ def _searched_again(
 ) -> tuple[Certificate | None, tuple[Alternative, ...], str]:
     """Return proof, alternatives and reason of a search for a plan's job.
 
-    Where there is none, the reason says why.
+    Where there is none, the reason is returned.
     """
     from meshwright.planner.report.text import why_shown  # noqa: PLC0415 - loads rich
 
@@ -982,7 +973,7 @@ def validate(
 
 
 def plugins() -> list[dict[str, str]]:
-    """Return what installed packages add, as rows; none of it is loaded."""
+    """Return the additions of installed packages, as rows; none of it is loaded."""
     return [
         {
             "kind": plugin.kind,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api import commands
 from meshwright.api.inputs import need_torch
-from meshwright.api.plan_options import PlanOptions, keyword_options
+from meshwright.api.plan_options import PlanOptions, PredictOptions, keyword_options
 from meshwright.planner.documents import document
 from meshwright.planner.documents.cluster import ClusterSpec, Precision
 from meshwright.planner.documents.document import Document
@@ -25,7 +25,6 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Certificate, Prediction
 from meshwright.planner.documents.profile import Profile
-from meshwright.planner.documents.training import MasterWeights, Optimizer
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.search.answer import Alternative, Answer
 from meshwright.planner.whatif.run_study import Result
@@ -44,12 +43,12 @@ MODULE_FIELDS = ("batch", "loss", "inputs", "optimizer", "groups", "units")
 DOCUMENTS: tuple[type[Document], ...] = (
     Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Framework,
 )  # fmt: skip
-"""What `load` reads."""
+"""Types of documents that `load` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlanOptions(PlanOptions):
-    """Options of a plan, and what a module of the caller's own trains on."""
+    """Options of a plan, and the training inputs of a caller's own module."""
 
     batch: Any = None
     loss: Callable[[Any, Any], Any] | None = None
@@ -68,12 +67,11 @@ def plan(
     that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
     and a count, and `inputs(batch)` what the module is given (runtime.engine.engine has all three).
     `optimizer` and `groups` are as the Engine has them, and tried for the bytes of their state;
-    without them memory is that of AdamW.
-    Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
-    is planned in fp32 unless `precision` says otherwise, as a plain script trains.
-    Of plans within 1.5 % of the fastest the simplest is taken, unless the fastest is preferred.
-    `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload"; so is
-    `fit_probability`, with which the plan fits at least.
+    without them memory is that of AdamW.  Only shapes and types of the example `batch` count;
+    without `global_batch` it is one.  A module is planned in fp32 unless `precision` says
+    otherwise, as a plain script trains.  Among plans within 1.5 % of the fastest the simplest is
+    taken, unless the fastest is preferred.  `fix`, `allow` and `require` are as on the command
+    line: "pipeline=2", "offload"; so is `fit_probability`, with which the plan fits at least.
 
     >>> import meshwright
     >>> plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", seq_len=1024, global_batch=64)
@@ -139,7 +137,7 @@ def tensor_styles(
     units: Sequence[str] | None = None,
     ranks: int = 2,
 ) -> TensorStyles:
-    """Return what of a module a tensor axis of `ranks` divides, and why the rest is whole.
+    """Return the parts of a module that a tensor axis of `ranks` divides, and the undivided rest.
 
     Each unit is run whole and in parts on random numbers, and compared; arguments as of `plan`.
 
@@ -168,19 +166,9 @@ def tensor_styles(
         return TensorStyles.for_units(DerivedStyles(module, recorder, few).units_at(ranks), ranks)
 
 
+@keyword_options(PredictOptions)
 def predict(
-    model_or_plan: Plan | str | Path,
-    cluster: str | None = None,
-    *,
-    layout: str | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    optimizer: Optimizer = "adamw",
-    masters: MasterWeights = "fp32",
-    profile: str | None = None,
-    framework: str = "native",
+    model: Plan | str | Path, cluster: str | None = None, *, options: PredictOptions
 ) -> Prediction:
     """Say what a plan, or a layout of a model, will take in time and memory.
 
@@ -194,28 +182,11 @@ def predict(
     >>> predicted.fits, predicted.step_time_low_s <= step_s <= predicted.step_time_high_s
     (True, True)
     """
-    if not isinstance(model_or_plan, Plan):
-        return commands.predict(
-            str(model_or_plan),
-            cluster,
-            layout=layout,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            precision=precision,
-            lora=lora,
-            optimizer=optimizer,
-            masters=masters,
-            profile=profile,
-            framework=framework,
-        )
-    job = {
-        "layout": layout,
-        "seq_len": seq_len,
-        "global_batch": global_batch,
-        "precision": precision,
-    }
-    commands.refuse_beside_plan(job, lora=lora, optimizer=optimizer, masters=masters)
-    return commands.of_plan(model_or_plan, cluster, profile)
+    if not isinstance(model, Plan):
+        values = {field.name: getattr(options, field.name) for field in fields(options)}
+        return commands.predict(str(model), cluster, **values)
+    options.refuse_beside_plan()
+    return commands.of_plan(model, cluster, options.profile)
 
 
 def compare(
@@ -307,6 +278,7 @@ def import_plan(
     model: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    document_len: int | None = None,
     values: Sequence[str] = (),
 ) -> ImportedPlan:
     """Read another framework's configuration as a plan; nothing in it is executed.
@@ -331,6 +303,7 @@ def import_plan(
         model=model,
         seq_len=seq_len,
         global_batch=global_batch,
+        document_len=document_len,
         values=values,
     )
 
@@ -366,6 +339,6 @@ def save(written: Document, path: str | Path) -> None:
 
 
 def _likeness(kind: type[Document], keys: set[str]) -> tuple[int, int]:
-    """Tell how well keys fit a kind of document: required ones that are missing count first."""
+    """Return how well keys fit a kind of document: required ones that are missing count first."""
     required = {name for name, field in kind.model_fields.items() if field.is_required()}
     return -len(required - keys), len(keys & set(kind.model_fields)) - len(keys)

@@ -15,7 +15,7 @@ def flag(field: str) -> str:
 
 
 def option_words(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield the options that say these values of fields.
+    """Yield the options that set these values of fields.
 
     >>> list(option_words({"steps": 7, "resume": True, "data": None, "training": ("a=1", "b=2")}))
     ['--steps', '7', '--resume', '--training', 'a=1', '--training', 'b=2']
@@ -23,7 +23,7 @@ def option_words(values: Mapping[str, object]) -> Iterator[str]:
     for field, value in values.items():
         if isinstance(value, bool):
             yield from [flag(field)] if value else []
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             yield from (part for item in value for part in (flag(field), str(item)))
         elif value is not None:
             yield from (flag(field), str(value))

@@ -24,8 +24,8 @@ MOST_TOP = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """Job, space and proof of a plan; None takes the default that suits model and devices."""
+class JobOptions:
+    """What is trained, and how; None takes the default that suits model and devices."""
 
     seq_len: int | None = None
     """Tokens of a sample."""
@@ -34,19 +34,88 @@ class PlanOptions:
     lengths: str | None = None
     """Lengths of samples that vary: a file with one on each line, or `mean,p95,max`."""
     batching: Batching | None = None
-    """What batches make of them: `packed` (the default), padded to the `longest`, or `exact`."""
+    """Form of batches of such samples: `packed` (the default), padded to the `longest`, or
+    `exact`."""
     global_batch: int | None = None
     """Samples of a step."""
     precision: Precision | None = None
     lora: Sequence[str] = ()
-    """Settings of adapters, which alone are trained: `rank=16`, `weights=nf4`."""
+    """Settings of adapters, which are then the only trained parameters: `rank=16`,
+    `weights=nf4`."""
     optimizer: Optimizer | Callable[[Any], Any] | None = None
-    """What updates weights: `adamw-8bit`, `adafactor`, `muon`; None: `adamw`.  That of a module of
-    one's own is a factory."""
+    """Optimizer: `adamw-8bit`, `adafactor`, `muon`; None: `adamw`.  For a user's own module it is a
+    factory."""
     masters: MasterWeights = "fp32"
     """`none` trains the 16-bit weights themselves, without an fp32 copy."""
     objective: Objective = "sft"
     """`dpo` and `reward` train on pairs, `dpo` and `grpo` beside a frozen reference model."""
+
+    def lengths_of_job(self) -> LengthsOfJob:
+        """Return the lengths of the job's samples."""
+        return lengths_of_job(
+            self.lengths, self.batching, seq_len=self.seq_len, document_len=self.document_len
+        )
+
+    def of_request(self) -> dict[str, Any]:
+        """Return the job as `Request.create` takes it."""
+        of_job = self.lengths_of_job()
+        return {
+            "seq_len": of_job.seq_len,
+            "document_len": of_job.document_len,
+            "global_batch": self.global_batch,
+            "precision": self.precision,
+            "lora": self.lora,
+            "optimizer": self.optimizer if isinstance(self.optimizer, str) else "adamw",
+            "masters": self.masters,
+            "objective": self.objective,
+        }
+
+    def given(self) -> dict[str, Any]:
+        """Return the options of the job that are not their defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(JobOptions)}
+        usual = {field.name: field.default for field in fields(JobOptions)} | {"lora": []}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and value != usual[name] and value != ()
+        }
+
+    def refuse_beside_plan(self) -> None:
+        """Refuse a job beside a plan, which has one already."""
+        for name in self.given():
+            raise DocumentError(
+                name.replace("_", "-"), "a plan has its own already; give a model instead"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions(JobOptions):
+    """A job, a layout and who trains by it."""
+
+    layout: str | None = None
+    """Degrees and choices: `tp=2,dp=4,zero=1`."""
+    profile: str | None = None
+    """File of measurements; GROUP=FILE,GROUP=FILE where devices differ."""
+    framework: str = "native"
+    """Framework that trains: layouts are priced by its accounting rules."""
+    offline: bool = False
+    """Fetch no model's config.json from the Hugging Face hub."""
+
+    def refuse_beside_plan(self) -> None:
+        """Refuse what a plan has already."""
+        for name, value, usual in (
+            ("layout", self.layout, None),
+            ("framework", self.framework, "native"),
+        ):
+            if value != usual:
+                raise DocumentError(name, f"a plan has its {name} already; give a model instead")
+        JobOptions.refuse_beside_plan(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(JobOptions):
+    """Job, space and proof of a plan; None takes the default that suits model and devices."""
+
     profile: str | None = None
     """File of measurements; GROUP=FILE,GROUP=FILE where devices differ."""
     fix: Sequence[str] = ()
@@ -75,29 +144,15 @@ class PlanOptions:
         if self.gap is not None and not 0 <= self.gap < 1:
             raise DocumentError("gap", f"is {self.gap:g}; it lies between 0 and 1, as 0.01")
 
-    def lengths_of_job(self) -> LengthsOfJob:
-        """Return the lengths of the job's samples."""
-        return lengths_of_job(
-            self.lengths, self.batching, seq_len=self.seq_len, document_len=self.document_len
-        )
-
     def request(
         self, graph: ModelGraph, machine: ClusterSpec, measured: Profiles, *, called: str
     ) -> Request:
         """Return the request for a model on a cluster that plans name `called`."""
         names = [name for name, _ in graph.chain]
-        of_job = self.lengths_of_job()
         return Request.create(
             graph,
             machine,
-            seq_len=of_job.seq_len,
-            document_len=of_job.document_len,
-            global_batch=self.global_batch,
-            precision=self.precision,
-            lora=self.lora,
-            optimizer=self.optimizer if isinstance(self.optimizer, str) else "adamw",
-            masters=self.masters,
-            objective=self.objective,
+            **self.of_request(),
             pins=replace(
                 read_pins(self.fix, self.allow), require=read_requirements(self.require, names)
             ),
@@ -113,25 +168,28 @@ Record_contra = TypeVar("Record_contra", contravariant=True)
 Made = TypeVar("Made")
 Model_contra = TypeVar("Model_contra", contravariant=True)
 Result_co = TypeVar("Result_co", covariant=True)
+Cluster_contra = TypeVar("Cluster_contra", contravariant=True)
 
 
-class RecordFunction(Protocol[Model_contra, Record_contra, Result_co]):
+class RecordFunction(Protocol[Model_contra, Cluster_contra, Record_contra, Result_co]):
     """A function of a model, a cluster and a record of options."""
 
     __name__: str
 
-    def __call__(self, model: Model_contra, cluster: str, *, options: Record_contra) -> Result_co:
+    def __call__(
+        self, model: Model_contra, cluster: Cluster_contra, *, options: Record_contra
+    ) -> Result_co:
         """Call the function."""
         ...
 
 
-class OptionsFunction(Protocol[Model_contra, Options, Result_co]):
+class OptionsFunction(Protocol[Model_contra, Cluster_contra, Options, Result_co]):
     """A function of a model and a cluster with the fields of a record as keyword arguments."""
 
     def __call__(
         self,
         model: Model_contra,
-        cluster: str = "local",
+        cluster: Cluster_contra = ...,
         *args: Options.args,
         **options: Options.kwargs,
     ) -> Result_co:
@@ -142,8 +200,8 @@ class OptionsFunction(Protocol[Model_contra, Options, Result_co]):
 def keyword_options(
     record: Callable[Options, Made],
 ) -> Callable[
-    [RecordFunction[Model_contra, Made, Result_co]],
-    OptionsFunction[Model_contra, Options, Result_co],
+    [RecordFunction[Model_contra, Cluster_contra, Made, Result_co]],
+    OptionsFunction[Model_contra, Cluster_contra, Options, Result_co],
 ]:
     """Return a decorator: the fields of `record` become the keyword arguments of a function.
 
@@ -159,8 +217,8 @@ def keyword_options(
     names = {field.name for field in fields(record)}  # type: ignore[arg-type]
 
     def decorate(
-        function: RecordFunction[Model_contra, Made, Result_co],
-    ) -> OptionsFunction[Model_contra, Options, Result_co]:
+        function: RecordFunction[Model_contra, Cluster_contra, Made, Result_co],
+    ) -> OptionsFunction[Model_contra, Cluster_contra, Options, Result_co]:
         signature = inspect.signature(function)
         *arguments, _ = signature.parameters.values()
         positions = {argument.name for argument in arguments}

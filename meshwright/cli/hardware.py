@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
 from meshwright.cli.console import bar, out
-from meshwright.cli.options import Explain, GlobalBatch, Html, Json, SeqLen
+from meshwright.cli.options import (
+    STEP_OPTIONS,
+    Explain,
+    GlobalBatch,
+    Html,
+    Json,
+    SeqLen,
+    with_options,
+)
 from meshwright.planner.errors import DocumentError
 
 
 class WhatIfOrder(StrEnum):
-    """What candidates are ranked by."""
+    """Criterion by which candidates are ranked."""
 
     COST = "cost"
     TIME = "time"
@@ -23,7 +33,7 @@ class WhatIfOrder(StrEnum):
 
 
 class WhatIfSizing(StrEnum):
-    """What the number of nodes is found for."""
+    """Purpose for which the number of nodes is computed."""
 
     NEED = "need"
     POWER = "power"
@@ -46,6 +56,7 @@ class WhatIfTuning(StrEnum):
     QLORA = "qlora"
 
 
+@with_options(STEP_OPTIONS)
 def whatif(
     study: Annotated[str | None, typer.Argument(help="A STUDY.yaml")] = None,
     model: Annotated[
@@ -140,6 +151,7 @@ def whatif(
         WhatIfTuning | None,
         typer.Option("--tuning", help="Pretraining, or which kind of fine-tuning"),
     ] = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
     framework: Annotated[
         str | None, typer.Option("--framework", help="Framework; default: the fastest public one")
     ] = None,
@@ -221,6 +233,11 @@ def whatif(
             by=by.value if by else None,
             day_usd=day_usd,
             tuning=tuning.value if tuning else None,
+            **{
+                name: value
+                for name, value in options.items()
+                if value != STEP_OPTIONS[name][1]  # beside a study nothing is given
+            },
             framework=framework,
             precision=precision,
             seq_len=seq_len,
@@ -264,7 +281,7 @@ def whatif(
 
 
 def _parts(text: str | None) -> list[str]:
-    """Return what commas separate."""
+    """Return the parts that commas separate."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.cli.console import bar, out, print_message
 from meshwright.cli.options import (
+    JOB_OPTIONS,
     ClusterOption,
     Explain,
     FrameworkOption,
-    GlobalBatch,
     Html,
     Json,
-    PrecisionOption,
     ProfileOption,
-    SeqLen,
     TrustCode,
+    with_options,
 )
 from meshwright.planner.errors import DocumentError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.tune.tune import TuningResult
 
 
+@with_options(JOB_OPTIONS)
 def tune(
     model: Annotated[
         str,
@@ -39,9 +41,7 @@ def tune(
             "and layers",
         ),
     ] = None,
-    seq_len: SeqLen = None,
-    global_batch: GlobalBatch = None,
-    precision: PrecisionOption = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
     profile: ProfileOption = None,
     fix: Annotated[
         list[str] | None, typer.Option("--fix", help="Pin a choice of all plans: tp=8")
@@ -107,9 +107,7 @@ def tune(
             model,
             where,
             trial_cluster=trial_cluster,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            precision=mine.precision(precision.value if precision else None),
+            **{**options, "precision": mine.precision(options.get("precision"))},
             profile=profile,
             fix=fix or (),
             allow=allow or (),

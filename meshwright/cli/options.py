@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, with what their help says.
+"""Arguments and options that several commands share, with their help.
 
 A command that takes a record (`runtime.run.launch_options.LaunchRun`) has an option for each of its
 fields, named and described there: `with_records` makes them, and `meshwright.api.option_words` is
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ class Precision(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """What updates weights."""
+    """Optimizers."""
 
     ADAMW = "adamw"
     ADAMW_BF16 = "adamw-bf16"
@@ -48,7 +48,7 @@ class OptimizerName(StrEnum):
 
 
 class BatchingName(StrEnum):
-    """What batches make of samples of several lengths."""
+    """Forms of batches of samples with several lengths."""
 
     PACKED = "packed"
     LONGEST = "longest"
@@ -56,7 +56,7 @@ class BatchingName(StrEnum):
 
 
 class ObjectiveName(StrEnum):
-    """What is learned."""
+    """Training objectives."""
 
     SFT = "sft"
     DPO = "dpo"
@@ -65,21 +65,21 @@ class ObjectiveName(StrEnum):
 
 
 class MasterCopies(StrEnum):
-    """Copies of 16-bit weights that are trained in their place."""
+    """Types of the weights that are trained in place of 16-bit weights."""
 
     FP32 = "fp32"
     NONE = "none"
 
 
 class Solver(StrEnum):
-    """How the partition problem of each layout is solved."""
+    """Methods of solving the partition problem of each layout."""
 
     EXACT = "exact"
     ILP = "ilp"
 
 
 class Preferred(StrEnum):
-    """Which of the plans near the fastest is taken."""
+    """Preferences among the plans near the fastest one."""
 
     SIMPLEST = "simplest"
     FASTEST = "fastest"
@@ -110,6 +110,13 @@ OfPlan = Annotated[
 SeqLen = Annotated[
     int | None,
     typer.Option("--seq-len", help="Tokens per sample; default: 4096, or what the model takes"),
+]
+DocumentLen = Annotated[
+    int | None,
+    typer.Option(
+        "--document-len",
+        help="Packed samples: mean over tokens of the length of the token's document",
+    ),
 ]
 GlobalBatch = Annotated[
     int | None,
@@ -160,18 +167,9 @@ MastersOption = Annotated[
     MasterCopies,
     typer.Option("--masters", help="fp32 copies of 16-bit weights, or none: those are trained"),
 ]
-PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
+JOB_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seq_len": (SeqLen, None),
-    "document_len": (
-        Annotated[
-            int | None,
-            typer.Option(
-                "--document-len",
-                help="Packed samples: mean over tokens of the length of the token's document",
-            ),
-        ],
-        None,
-    ),
+    "document_len": (DocumentLen, None),
     "lengths": (
         Annotated[
             str | None,
@@ -202,6 +200,16 @@ PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         ObjectiveName.SFT,
     ),
+}
+"""Each field of meshwright.api.plan_options.JobOptions as an option."""
+STEP_OPTIONS = {
+    name: option
+    for name, option in JOB_OPTIONS.items()
+    if name not in ("seq_len", "global_batch", "precision")
+}
+"""Those that say what a step does."""
+PLAN_OPTIONS: dict[str, tuple[Any, Any]] = {
+    **JOB_OPTIONS,
     "profile": (ProfileOption, None),
     "fix": (
         Annotated[
@@ -286,37 +294,43 @@ Explain = Annotated[bool, typer.Option("--explain", help="Print details, proof a
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
 
-def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose `options` are a mapping of the options of a plan that were given.
+def with_options(
+    taken: Mapping[str, tuple[Any, Any]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator: `options` of a command are a mapping of those that were given.
 
-    What is not given is left out, so that the record's own default counts.
+    Options that are not given are left out, so that the record's own defaults count.
     """
-    hints = typing.get_type_hints(command, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name != "options":
-            parameters.append(parameter.replace(annotation=hints[name]))
-            continue
-        parameters += [
-            inspect.Parameter(
-                field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=hint
-            )
-            for field, (hint, default) in PLAN_OPTIONS.items()
-        ]
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        given = {name: values.pop(name) for name in PLAN_OPTIONS}
-        options = {
-            name: value.value if isinstance(value, StrEnum) else value
-            for name, value in given.items()
-            if value is not None
-        }
-        command(options=options, **values)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = typing.get_type_hints(command, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name != "options":
+                parameters.append(parameter.replace(annotation=hints[name]))
+                continue
+            parameters += [
+                inspect.Parameter(
+                    field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=hint
+                )
+                for field, (hint, default) in taken.items()
+            ]
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: values.pop(name) for name in taken}
+            options = {
+                name: value.value if isinstance(value, StrEnum) else value
+                for name, value in given.items()
+                if value is not None
+            }
+            command(options=options, **values)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:

@@ -13,37 +13,34 @@ import typer
 
 from meshwright.cli.console import bar, out, print_message
 from meshwright.cli.options import (
+    JOB_OPTIONS,
+    PLAN_OPTIONS,
     ClusterOption,
+    DocumentLen,
     Explain,
     FrameworkOption,
     GlobalBatch,
     Html,
     Json,
-    LoraOption,
-    MasterCopies,
-    MastersOption,
     ModelArgument,
     Offline,
     OfPlan,
-    OptimizerOption,
     Output,
-    PrecisionOption,
     ProfileOption,
     SeqLen,
     Solver,
     SolverOption,
-    with_plan_options,
+    with_options,
 )
 from meshwright.planner.errors import DocumentError, MeshwrightError
 from meshwright.planner.system.progress import progress_lines
 
 if TYPE_CHECKING:
-    from meshwright.planner.documents.cluster import Precision as FormatName
     from meshwright.planner.documents.plan import Plan
     from meshwright.planner.search.answer import Answer
 
 
-@with_plan_options
+@with_options(PLAN_OPTIONS)
 def plan(
     model: ModelArgument,
     cluster: ClusterOption = None,
@@ -204,6 +201,7 @@ def import_(
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
+    document_len: DocumentLen = None,
     values: Annotated[
         list[str] | None,
         typer.Option(
@@ -235,6 +233,7 @@ def import_(
             model=model,
             seq_len=seq_len,
             global_batch=global_batch,
+            document_len=document_len,
             output=output,
             values=values or (),
         )
@@ -244,6 +243,7 @@ def import_(
     out.print(imported_facts(imported, mine.notes, output, explain=explain))
 
 
+@with_options(JOB_OPTIONS)
 def predict(
     model: Annotated[str, typer.Argument(help="A model as for 'plan', or a plan.yaml")],
     cluster: ClusterOption = None,
@@ -251,12 +251,7 @@ def predict(
         str | None,
         typer.Option("--layout", help="Layout of a model: tp=8,pp=4,dp=2,recompute=full,idle=0"),
     ] = None,
-    seq_len: SeqLen = None,
-    global_batch: GlobalBatch = None,
-    precision: PrecisionOption = None,
-    lora: LoraOption = None,
-    optimizer: OptimizerOption = None,
-    masters: MastersOption = MasterCopies.FP32,
+    options: Mapping[str, Any] = MappingProxyType({}),
     profile: ProfileOption = None,
     framework: FrameworkOption = None,
     explain: Explain = False,
@@ -267,29 +262,26 @@ def predict(
     from meshwright.api import commands
     from meshwright.api.defaults import of_user
     from meshwright.api.inputs import is_plan
+    from meshwright.api.option_words import option_words
+    from meshwright.api.plan_options import JobOptions
     from meshwright.planner.report.facts import Fact, Summary
     from meshwright.planner.report.text import assumptions_text, job_text, prediction_facts
     from meshwright.render.json_output import as_json
     from meshwright.render.text import defaults_facts, next_fact
 
     mine = of_user()
+    job = dict(options)
     if not is_plan(model):  # which has its own
         cluster, framework = (
             mine.value_of("cluster", cluster),
             mine.value_of("framework", framework),
         )
-    wanted: FormatName | None = precision.value if precision else None
-    usual = wanted if is_plan(model) else mine.precision(wanted)
+        job["precision"] = mine.precision(options.get("precision"))
     predicted = commands.predicted_plan(
         model,
         cluster,
         layout=layout,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=usual,
-        lora=lora or (),
-        optimizer=optimizer.value if optimizer else "adamw",
-        masters=masters.value,
+        **job,
         profile=profile,
         framework=framework or "native",
         offline=offline,
@@ -298,24 +290,18 @@ def predict(
     if json:
         print(as_json(prediction.model_dump(mode="json", exclude_none=True)))
         return
-    if not is_plan(model):
-        job = predicted.job
+    if is_plan(model):
+        then = f"compare {model} --best"
+    else:
         mine.left_open(
             {
-                "seq-len": (seq_len, job.seq_len),
-                "global-batch": (global_batch, job.global_batch),
+                "seq-len": (options.get("seq_len"), predicted.job.seq_len),
+                "global-batch": (options.get("global_batch"), predicted.job.global_batch),
             }
         )
-    adapters = "".join(f" --lora {shlex.quote(setting)}" for setting in lora or ())
-    if optimizer is not None:
-        adapters += f" --optimizer {optimizer.value}"
-    if masters is not MasterCopies.FP32:
-        adapters += f" --masters {masters.value}"
-    then = (
-        f"compare {model} --best"
-        if is_plan(model)
-        else f"plan {model} --cluster {predicted.cluster}{adapters}"
-    )
+        given = JobOptions(**options).given() | {"framework": framework}
+        words = [shlex.quote(word) for word in option_words(given)]
+        then = " ".join(["plan", model, "--cluster", predicted.cluster, *words])
     more_facts = [*defaults_facts(mine.notes), next_fact(f"meshwright {then}", explain=explain)]
     facts = [Fact(label="layout", text=prediction.layout)]
     facts += prediction_facts(prediction, whole=explain)

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from meshwright.planner.catalog import Market
 from meshwright.planner.catalog.imports import Rents, import_rents
 from meshwright.planner.documents import document
+from meshwright.planner.documents.training import MasterWeights, Objective, Optimizer
 from meshwright.planner.documents.units import GIB
 from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import cell
+from meshwright.planner.requests.lengths import Batching, lengths_of_job, summary
+from meshwright.planner.requests.request import adapters_of
 from meshwright.planner.whatif.pricing.queueing import load, wait_h
 from meshwright.planner.whatif.run_study import Progress, Result, run
 from meshwright.planner.whatif.study import Order, Sizing, Study, Tuning
@@ -92,7 +95,7 @@ FLAGS = {
     "assumptions.years": "years",
     "assumptions.quota_devices": "quota",
 }
-"""What places of a study in few words are called on the command line."""
+"""Names on the command line of fields of a study."""
 
 
 def whatif(
@@ -159,7 +162,14 @@ def study_of(
     confidence: float | None = None,
     by: Order = "cost",
     day_usd: float | None = None,
-    tuning: Tuning = "pretrain",
+    tuning: Tuning | None = None,
+    lora: Sequence[str] = (),
+    optimizer: Optimizer = "adamw",
+    masters: MasterWeights = "fp32",
+    objective: Objective = "sft",
+    document_len: int | None = None,
+    lengths: str | None = None,
+    batching: Batching | None = None,
     framework: str | None = None,
     precision: str | None = None,
     seq_len: int | None = None,
@@ -185,11 +195,31 @@ def study_of(
     """Return the study that compares clusters for one model.
 
     `clusters` are rented at the catalogue's offers; hardware of `owned` ones costs nothing more;
-    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a
-    term in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands
-    in a cluster, `solve` finds it.
+    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a term
+    in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where a cluster
+    contains {n}, `solve` finds it.
     """
+    bound = [*buy, *reserved]
+    used: tuple[tuple[str, object, object, str], ...] = (
+        ("solve", solve, any("{n}" in cluster for cluster in clusters), "{n} in --clusters"),
+        ("quota", quota, solve, "--solve, which finds {n}"),
+        ("as-run", as_run, clusters, "--clusters"),
+        ("change", change, clusters, "--clusters"),
+        ("each-provider", each_provider, clusters, "--clusters"),
+        ("wait-months", wait_months, clusters, "--clusters, whose rent of then is compared"),
+        ("market", market, [*clusters, *spot], "--clusters or --spot"),
+        ("lead-days", lead_days is not None, buy, "--buy; --wait-months orders later"),
+        ("years", years, bound, "--buy or --reserved"),
+        ("utilisation", utilisation, [*bound, *owned], "--buy, --reserved or --owned"),
+        ("electricity", electricity, [*buy, *owned], "--buy or --owned; rent includes it"),
+        ("rent-change", rent_change, wait_months or bound, "--wait-months, --buy or --reserved"),
+        ("day-usd", day_usd, by == "weighted", "--by weighted"),
+    )
+    for flag, given, there, what in used:
+        if given and not there:
+            raise DocumentError(flag, f"changes nothing without {what}; add that, or leave it out")
     rent = _without_none({"market": market, "each_provider": each_provider or None}) or None
+    spot_rent = _without_none({"commitment": "spot", "market": market})
     rented = [
         {
             "cluster": cluster,
@@ -220,7 +250,7 @@ def study_of(
             if wait_months
         ),
         *(
-            {"name": f"{cluster} on spot", "cluster": cluster, "rent": {"commitment": "spot"}}
+            {"name": f"{cluster} on spot", "cluster": cluster, "rent": spot_rent}
             for cluster in spot
         ),
         *({"name": f"own {cluster}", "cluster": cluster, "owned": True} for cluster in owned),
@@ -236,10 +266,30 @@ def study_of(
         raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
     if model is not None and jobs:
         raise DocumentError("jobs", "name their models; leave out --model")
+    of_job = lengths_of_job(lengths, batching, seq_len=seq_len, document_len=document_len)
+    if of_job.batching != "packed":
+        raise DocumentError(
+            "batching",
+            f"is {of_job.batching}, whose steps differ; compare clusters by packed samples",
+        )
+    tuning, adapters = _tuning(tuning, lora, objective)
+    question = None
+    if of_job.lengths is not None and of_job.seq_len is not None:
+        filled = of_job.lengths.packed_share(of_job.seq_len)
+        question = (
+            f"{model or 'jobs'}: {summary(of_job.lengths)}; tokens are positions, of which "
+            f"{filled:.0%} train"
+        )
+        tokens = None if tokens is None else tokens / filled
     work = {
-        "seq_len": seq_len,
+        "seq_len": of_job.seq_len,
+        "document_len": of_job.document_len,
         "global_batch": global_batch,
         "tuning": tuning,
+        "lora": adapters,
+        "optimizer": optimizer,
+        "master_weights": masters,
+        "objective": objective,
         "framework": framework,
         "precision": precision,
         "fit_probability": fit_probability,
@@ -265,6 +315,7 @@ def study_of(
         "name": f"{model or 'jobs'} on {', '.join(dict.fromkeys(o['cluster'] for o in offers))}"[
             :200
         ],
+        "question": question,
         "models": [] if model is None else [model],
         "jobs": list(map(_job_of_year, jobs)),
         "work": _without_none(work),
@@ -273,13 +324,35 @@ def study_of(
         "assumptions": _without_none(assumptions),
     }
     try:
-        return Study.of(study)
+        return Study.of(_without_none(study))
     except DocumentError as error:
-        raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
+        path = "wait-months" if error.path.endswith(".wait_months") else error.path
+        raise DocumentError(FLAGS.get(path, path), error.message) from error
+
+
+def _tuning(
+    tuning: Tuning | None, lora: Sequence[str], objective: Objective
+) -> tuple[Tuning, dict[str, Any] | None]:
+    """Return which kind of training adapters and an objective make it, and the adapters.
+
+    >>> _tuning("qlora", ["rank=64"], "sft")[1]["weights"], _tuning(None, [], "dpo")
+    ('nf4', ('full', None))
+    """
+    if not lora:
+        return tuning or ("pretrain" if objective == "sft" else "full"), None
+    adapters = adapters_of(lora)
+    assert adapters is not None  # settings are given
+    if tuning is None:
+        tuning = "qlora" if adapters.packs_weights else "lora"
+    if tuning not in ("lora", "qlora") or (tuning == "lora" and adapters.packs_weights):
+        raise DocumentError("tuning", f"is {tuning}, which --lora contradicts; leave one of them")
+    if tuning == "qlora" and not adapters.packs_weights:
+        adapters = adapters.model_copy(update={"weights": "nf4"})
+    return tuning, adapters.model_dump(mode="json")
 
 
 def _is_given(value: object) -> bool:
-    """Whether a word of the command has a value; 0 is one.
+    """Return True if an option of the command has a value; 0 is one.
 
     >>> [_is_given(value) for value in (None, False, [], 0, 0.0)]
     [False, False, False, True, True]
@@ -292,7 +365,8 @@ def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 AS_RUN = ("tp=1", "pp=1", "zero=3")
-"""Weights, gradients and optimizer cut over all devices, as most scripts that people start from."""
+"""Weights, gradients and optimizer sharded over all devices, as in most scripts that people start
+from."""
 
 
 def with_name(offer: dict[str, Any], words: str, **more: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from meshwright.planner.operators.operator_table import (
     larger,
     share,
 )
+from meshwright.planner.operators.operators import adapter_name
 
 if TYPE_CHECKING:
     from meshwright.planner.costs.compute import DeviceRates
@@ -404,7 +405,19 @@ def host_passes(
             checked = host.checked_s * setting.tensor * (0.75 + 0.25 * spanned)
             each_s = (setting.tensor - 1) * host.rank_s + checked
             more = more + BLOCK_COLLECTIVES[setting.sequence_parallel] * each_s
-        there = there + host.layer_s.forward + more / 2
-        back = back + host.layer_s.backward + more / 2
-        again = again + host.layer_s.forward * (recompute == "full")
+        modules = _adapter_modules(table)
+        forward_s = host.layer_s.forward + modules * host.adapter_s.forward
+        there = there + forward_s + more / 2
+        back = back + host.layer_s.backward + modules * host.adapter_s.backward + more / 2
+        again = again + forward_s * (recompute == "full")
     return HostPasses(forward_s=there, backward_s=back, recompute_s=again)
+
+
+def _adapter_modules(table: OperatorTable) -> float:
+    """Return how many products of a layer have an adapter beside them."""
+    names = {operator.name for operator in table.operators}
+    return sum(
+        operator.kernels
+        for operator in table.operators
+        if adapter_name(operator.name) in names and not operator.name.startswith("expert")
+    )

@@ -54,6 +54,7 @@ def slower_framework(framework: Framework, pace: float) -> Framework:
                 update={
                     "layer_s": _each_pass(host.layer_s, pace),
                     "kernel_s": _each_pass(host.kernel_s, pace),
+                    "adapter_s": _each_pass(host.adapter_s, pace),
                     "compiled_s": _each_pass(host.compiled_s, pace),
                     "checkpoint_s": _each_pass(host.checkpoint_s, pace),
                     "selective_s": pace * host.selective_s,

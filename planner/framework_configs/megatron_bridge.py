@@ -15,10 +15,12 @@ from meshwright.planner.framework_configs.fine_tuners import EVERY_LINEAR
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it does not support: what Megatron-LM does not, and FSDP."""
+    """Yield properties of a plan that it does not support: those of Megatron-LM, and FSDP."""
     yield from megatron.obstacles(wanted)
     if wanted.plan.zero in (2, 3):
         yield f"ZeRO-{wanted.plan.zero}"
+    if wanted.plan.document_len is not None and wanted.plan.micro_batch > 1:
+        yield "packed samples in micro-batches of several; plan with --fix micro_batch=1"
     lora = wanted.plan.training.lora
     if lora is not None and lora.packs_weights:
         yield f"frozen weights in {lora.weights}"
@@ -172,9 +174,12 @@ def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan = wanted.plan
     yield "the recipe of the model, whose overrides these are (--config_file)"
+    if plan.document_len is not None:
+        specs = f"PackedSequenceSpecs(packed_sequence_size={plan.seq_len})"
+        yield f"packed samples: FinetuningDatasetConfig(packed_sequence_specs={specs})"
     if plan.precision == "fp8" and plan.scales == "tensorwise":
         yield "first_last_layers_bf16: false, or the first and the last block stay in 16 bits"
     steps = plan.training.warmup_steps * wanted.recipe

@@ -13,7 +13,9 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from meshwright.planner.catalog import frameworks
 from meshwright.planner.costs.memory.host_memory import filled_host, usable_share
+from meshwright.planner.documents.framework_space import job_obstacles
 from meshwright.planner.documents.plan import Layout
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.requests.pins import SHORT_NAMES, Pins
@@ -52,6 +54,15 @@ def why_nothing(request: Request, reasons: Iterable[str], build: Build) -> str:
 def nothing_runs(request: Request, refused: Counter[str]) -> str:
     """Say why not even one layout is left to try."""
     model, cluster, job = request.model, request.cluster, request.job
+    unfit = list(job_obstacles(request.space, job))
+    if unfit:
+        trains = [
+            name
+            for name, other in frameworks().items()
+            if other.space is not None and not list(job_obstacles(other.space, job))
+        ]
+        named = f"name another --framework: {', '.join(trains)}" if trains else "leave it out"
+        return f"{request.framework.name} has no {'; no '.join(unfit)}. Change that, or {named}"
     in_the_way = "; ".join(dividing(request))
     if in_the_way and not refused:
         return (

@@ -45,22 +45,28 @@ RANK = 16
 """Of adapters, where nobody says."""
 
 
-def fastest_fine_tuner(request: Request, *, quantised: bool, below_s: float = math.inf) -> Answer:
+def fastest_fine_tuner(
+    request: Request,
+    *,
+    quantised: bool,
+    below_s: float = math.inf,
+    tuners: Sequence[str] = TUNERS,
+) -> Answer:
     """Return the fastest plan of any fine-tuner; NoPlanFits says why each has none.
 
     Where none takes less than a finite `below_s`, it says no more than that.
     """
-    job = request.job
-    adapters = replace(
-        job, lora=job.lora or Lora(rank=RANK, weights="nf4" if quantised else "full")
-    )
+    lora = request.job.lora or Lora(rank=RANK)
+    if lora.packs_weights != quantised:
+        lora = lora.model_copy(update={"weights": "nf4" if quantised else "full"})
+    adapters = replace(request.job, lora=lora)
     groups = request.cluster.groups
     pins = request.pins
     if all(g.host_memory_bytes and g.host_link_bytes_per_s for g in groups):
         pins = replace(pins, allowed=pins.allowed | {"offload"})
     best: Answer | None = None
     reasons: list[str] = []
-    for name in TUNERS:
+    for name in tuners:
         try:
             answer = search(
                 replace(request, job=adapters, framework=frameworks()[name], pins=pins),
@@ -251,7 +257,7 @@ class _Among:
             try:
                 request = request_of(self.study, self.model, candidate, framework, precision)
                 if candidate.tuning in ("lora", "qlora"):
-                    fastest_fine_tuner(request, quantised=candidate.tuning == "qlora")
+                    self._fastest_tuner(request, candidate)
                 else:
                     search(request, store=self.store)
             except NoPlanFits as error:
@@ -262,9 +268,7 @@ class _Among:
 
     def _best(self, request: Request, candidate: Candidate, below_s: float) -> Answer:
         if candidate.tuning in ("lora", "qlora"):
-            return fastest_fine_tuner(
-                request, quantised=candidate.tuning == "qlora", below_s=below_s
-            )
+            return self._fastest_tuner(request, candidate, below_s)
         answer: Answer | None = None
         with contextlib.suppress(NoneFaster):
             answer = search(request, below_s=below_s, effort=BRIEF, store=self.store)
@@ -279,6 +283,18 @@ class _Among:
         if answer is None:
             raise NoneFaster("no plan fits")
         return answer
+
+    def _fastest_tuner(
+        self, request: Request, candidate: Candidate, below_s: float = math.inf
+    ) -> Answer:
+        """Return the fastest plan of adapters, by the study's framework if it names one."""
+        asked = self.study.work.framework
+        return fastest_fine_tuner(
+            request,
+            quantised=candidate.tuning == "qlora",
+            below_s=below_s,
+            tuners=TUNERS if asked == PUBLIC else (asked,),
+        )
 
 
 def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
@@ -298,20 +314,27 @@ def request_of(
     precision: Precision | None = None,
 ) -> Request:
     """Return what a study asks of one candidate under one framework."""
-    batch = study.work.global_batch
+    work = study.work
+    batch = work.global_batch
     if batch is None and candidate.tuning != "pretrain":
         batch = tuning_batch(candidate.devices)
-    return Request.create(
+    request = Request.create(
         model,
         candidate.limited_cluster,
-        seq_len=study.work.seq_len,
+        seq_len=work.seq_len,
+        document_len=work.document_len,
         global_batch=batch,
         precision=precision,
+        optimizer=work.optimizer,
+        masters=work.master_weights,
+        objective=work.objective,
         pins=read_pins(candidate.fix, candidate.allow),
         framework=framework,
         called=candidate.name,
         fit_probability=study.fit_probability,
     )
+    lora = work.lora if candidate.tuning in ("lora", "qlora") else None
+    return replace(request, job=replace(request.job, lora=lora))
 
 
 def _ways(
@@ -322,6 +345,8 @@ def _ways(
     frameworks: tuple[str, ...] = (framework,)
     if candidate.tuning in ("lora", "qlora"):
         frameworks = (NATIVE,)  # the fine-tuners are searched in its place
+    elif framework == PUBLIC and study.work.objective != "sft":
+        frameworks = ("transformers",)
     elif framework == PUBLIC:
         routed = model.architecture is not None and model.architecture.experts is not None
         kind = groups[0].accelerator.kind

@@ -22,6 +22,7 @@ from meshwright.planner.catalog import (
 )
 from meshwright.planner.documents.cluster import Precision
 from meshwright.planner.documents.document import Document, Part
+from meshwright.planner.documents.training import Lora, MasterWeights, Objective, Optimizer
 from meshwright.planner.documents.units import (
     Amount,
     Devices,
@@ -29,6 +30,7 @@ from meshwright.planner.documents.units import (
     Flag,
     Fraction,
     Line,
+    Overhead,
     Positive,
     Proportion,
     Rate,
@@ -102,7 +104,14 @@ class Work(Part):
     precision: Precision | Literal["auto"] | None = None
     """What each cluster has units for, bf16 or fp16, where it is not given; auto tries fewer bits
     where device and framework have them."""
+    document_len: SampleTokens | None = None
+    """Of packed samples: mean over tokens of the length of the token's document."""
     tuning: Tuning = "pretrain"
+    lora: Lora | None = None
+    """Of adapters, where `tuning` is lora or qlora: rank 16 where it is not given."""
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
+    objective: Objective = "sft"
     fit_probability: Fraction | None = None
     """Least probability that a plan fits; where it is not given 95 %, as `plan` has it, and more
     where goals are to be met more surely than with 80 %."""
@@ -444,6 +453,9 @@ class Assumptions(Part):
     utilisation: Fraction = 0.8
     """Share of the hours of what is bought or reserved that are used, by all work on it.  Where a
     study leaves it out, a run pays a commitment whole and a year of jobs the year."""
+    utilisation_factor: Overhead = 1.25
+    """80 of 100 times the share of hours used will lie between the given one over it and times it;
+    assumed.  All that is bought or reserved is used alike."""
     quota_devices: Devices = 512
     """That a provider rents at once, on demand or on spot, where a size is to be found: 64 nodes
     of eight, as Lambda's 1-Click Clusters (BLOCKS)."""
@@ -612,7 +624,7 @@ class Study(Document):
         if self.models or any(figure is not None for figure in one_run):
             raise ValueError(
                 "jobs name models and tokens; models, tokens, deadline_days, budget_usd and "
-                "day_usd are of one training"
+                "day_usd are of one training; leave them out"
             )
         changed = any(offer.solve or offer.tuning for offer in self.offers)
         if changed or self.marginal or self.curves:

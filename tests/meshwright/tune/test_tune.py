@@ -282,7 +282,7 @@ def test_a_plan_is_tuned_with_its_own_job_and_training(machine: Machine) -> None
     assert len(found.trials) == 2
     best = document.read(Plan, "best.yaml")
     assert (best.job, best.training) == (mine.job, mine.training)
-    with pytest.raises(DocumentError, match="job already"):
+    with pytest.raises(DocumentError, match="seq-len: a plan has its own already"):
         tune("mine.yaml", ASKED[1], seq_len=64)
 
 
