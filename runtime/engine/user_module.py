@@ -274,6 +274,8 @@ class OwnModel:
             part.module.around = self.around(plan)
             if isinstance(part.module, ModuleStage):
                 part.module.wrap_units(sums=self.sums)
+        for module in self.module.modules() if plan.mesh.tensor > 1 else ():
+            module.register_load_state_dict_pre_hook(_take_whole_of_other_meshes)
         if plan.mesh.pipeline > 1:
             here = (parameter for part in parts for parameter in part.module.parameters())
             mark_absent(self.module, here, parts[0].module.fail)
@@ -344,6 +346,17 @@ class OwnModel:
     def configuration(self) -> str | None:
         """Return None: the module is the user's own code."""
         return None
+
+
+def _take_whole_of_other_meshes(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Make whole what other ranks divide than those of the parameter that it is loaded into."""
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        divided = isinstance(value, DTensor) and isinstance(parameter, DTensor)
+        if divided and value.device_mesh != parameter.device_mesh:
+            state[prefix + name] = value.full_tensor()
 
 
 def _plan_for(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -43,6 +44,8 @@ class AbsentTensor(Tensor):
         if _changes_first(name) and _goes_beyond(args):
             source.failed(_error(source))
             return args[0]
+        # What ranks divide does not go with a plain tensor, nor does its value count here.
+        args, kwargs = tree_map_only(DTensor, _whole_zeros, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if name == "__set__" or _changes_first(name):
@@ -90,6 +93,10 @@ def _goes_beyond(args: Sequence[Any]) -> bool:
         for other in lists
         for at, target in enumerate(first)
     )
+
+
+def _whole_zeros(divided: DTensor) -> Tensor:
+    return torch.zeros(divided.shape, dtype=divided.dtype, device=divided.device)
 
 
 def _as_absent(tensor: Tensor, source: AbsentTensor) -> Tensor:
