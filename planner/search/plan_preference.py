@@ -157,11 +157,16 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
 
 
 def framework_choices(request: Request, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yield the names of a framework with options that may make it faster, and what they need."""
+    """Yield the names of a framework with options that may make it faster, and what they need.
+
+    Options that it has already are named once.
+    """
     facts = Facts(request.model, request.cluster, request.job, layout)
+    words = request.framework.name.split("+")
     for choice in request.framework.choices:
-        if all(condition_of(text).is_fulfilled(facts) for text in choice.when):
-            yield "+".join((request.framework.name, *choice.options)), choice.needs
+        more = [option for option in choice.options if option not in words]
+        if more and all(condition_of(text).is_fulfilled(facts) for text in choice.when):
+            yield "+".join((*words, *more)), choice.needs
 
 
 def faster_by_options(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:

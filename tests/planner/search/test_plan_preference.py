@@ -27,6 +27,7 @@ from meshwright.planner.search.plan_preference import (
     alternative_row,
     faster_elsewhere,
     features,
+    framework_choices,
     margin_of,
     not_worth_eight_bits,
     with_preference,
@@ -288,3 +289,19 @@ def test_a_layout_that_is_much_faster_elsewhere_says_so(
 
     assert len(notes) == found
     assert all("with --framework megatron" in note for note in notes)
+
+
+def test_options_that_a_framework_has_are_not_named_again() -> None:
+    layout = Layout(data_shard=8, expert=8, zero=1)
+    names = []
+    for name in ("megatron", "megatron+deepep"):
+        request = Request(
+            resolve_model("qwen3-30b-a3b"),
+            resolve_cluster("8xh100-sxm-80gb"),
+            Job(seq_len=4096, global_batch=64),
+            framework=catalog_framework(name),
+        )
+        names.append([words.split("+") for words, _ in framework_choices(request, layout)])
+
+    assert any("deepep" in words for words in names[0])
+    assert all(len(set(words)) == len(words) for every in names for words in every)
