@@ -773,18 +773,15 @@ def _covered(result: Validation, inside: Mapping[int, bool] | None = None) -> fl
 def _coverage(result: Validation, inside: Mapping[int, bool]) -> None:
     """Print the share of runs in range by class, by widths left out and by those in use."""
     print("| class | sources | runs | widths left out | widths in use |\n|---|---:|---:|---:|---:|")
-    kinds = {
-        **{name: lambda row, of=of: of(row.setup) for name, of in KINDS_OF_RUNS.items()},
-        "source": lambda row: row.measured.source,
-    }
-    for name, class_of in kinds.items():
+    for name in (*KINDS_OF_RUNS, "source"):
         found: dict[str, dict[str, list[tuple[bool, bool]]]] = defaultdict(
             lambda: defaultdict(list)
         )
         for row in result.rows:
-            left_out, in_use = _inside(row, inside), _inside(row)
-            if left_out is not None and in_use is not None:
-                found[class_of(row)][row.measured.source].append((left_out, in_use))
+            left_out, in_use, source = _inside(row, inside), _inside(row), row.measured.source
+            if row.setup and left_out is not None and in_use is not None:
+                kind = KINDS_OF_RUNS[name](row.setup) if name in KINDS_OF_RUNS else source
+                found[kind][source].append((left_out, in_use))
         for kind, sources in sorted(found.items()):
             runs = sum(map(len, sources.values()))
             shares = [
