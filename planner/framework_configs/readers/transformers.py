@@ -57,11 +57,19 @@ def of_trl(data: Mapping[str, Any], surroundings: ScriptEnvironment | None = Non
     lengths = {"max_length", "max_seq_length"} & set(data)
     if lengths:
         del usual["max_length"]
+    elif "max_completion_length" in data:  # of GRPO: a prompt and an answer
+        parts = Settings({"max_prompt_length": 512} | dict(data))
+        pair = [parts.count(f"max_{part}_length") or 0 for part in ("prompt", "completion")]
+        usual["max_length"] = sum(pair)
+        data = {key: value for key, value in data.items() if key not in _PARTS}
     if "fp16" not in data:
         usual["bf16"] = True
     config = of_settings({**usual, **data}, surroundings)
     config.understood -= len(set(usual) - set(data))
     return config
+
+
+_PARTS = ("max_prompt_length", "max_completion_length")
 
 
 def of_flags(
@@ -208,6 +216,15 @@ def adapters(
     usual = not targets or targets in (["all"], ["all-linear"])
     chosen = ("all-linear",) if usual else tuple(dict.fromkeys(targets))
     config.trains(lora={"rank": rank, "alpha": alpha, "targets": chosen, "weights": weights})
+
+
+def learns(config: ParsedConfig, objective: str) -> None:
+    """Note what is learned, and what of it is no part of a step."""
+    if objective == "sft":
+        return
+    config.trains(objective=objective)
+    if objective == "grpo":
+        config.assumed.append("generation of answers is no part of the step that is planned")
 
 
 def _samples(settings: Settings, config: ParsedConfig) -> None:
