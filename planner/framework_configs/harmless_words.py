@@ -50,7 +50,8 @@ _TRANSFORMERS = """
     bnb_4bit_compute_dtype use_bnb_nested_quant completion_only_loss assistant_only_loss
     lora_task_type max_prompt_length model_init_kwargs low_cpu_mem_usage streaming
     config gradient_checkpointing_kwargs\\.preserve_rng_state ddp_backend
-    beta reward_funcs reward_weights num_generations temperature top_p top_k
+    beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
+    top_p top_k
 """
 _TORCHTITAN = """
     job\\..* metrics\\..* checkpoint\\..* profiling\\..* comm\\..* validation\\..*
@@ -123,7 +124,8 @@ _MS_SWIFT = """
     custom_.* interleave_prob data_seed strict val_dataset_shuffle lazy_tokenize agent_template
     save_only_model swanlab_.* truncation_strategy external_plugins
     cached_dataset hub_token norm_bbox response_prefix task_type
-    beta reward_funcs reward_weights num_generations temperature top_p top_k
+    beta center_rewards_coefficient reward_funcs reward_weights num_generations temperature
+    top_p top_k
 """
 _LITGPT = """
     out_dir data logger_name

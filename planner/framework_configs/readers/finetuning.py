@@ -46,6 +46,9 @@ def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) 
     if by_itself:
         also.idle("gradient_checkpointing")
     rest.setdefault("cutoff_len", 2048)
+    is_on = {key for key in ("bf16", "fp16", "pure_bf16") if str(data.get(key)).lower() == "true"}
+    if is_on == {"pure_bf16"}:
+        rest["torch_dtype"] = "bfloat16"
     attention = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
     rest["attn_implementation"] = settings.choice("flash_attn", attention, "sdpa")
     rest["use_liger_kernel"] = bool(settings.flag("enable_liger_kernel"))
@@ -105,8 +108,10 @@ def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> Par
     for name, theirs in _NAMES_OF_AXOLOTL.items():
         if theirs in rest:
             rest[name] = rest.pop(theirs)
-    if str(rest.get("bf16")).lower() in ("auto", "full"):
+    if str(rest.get("bf16")).lower() == "auto":
         rest["bf16"] = True
+    if str(rest.get("bf16")).lower() == "full":  # no mixed precision
+        rest |= {"bf16": False, "torch_dtype": "bfloat16"}
     # A section alone is enough.
     rest = ({"fsdp": "full_shard"} if rest.get("fsdp_config") else {}) | rest
     rest.setdefault("per_device_train_batch_size", 1)
