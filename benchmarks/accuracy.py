@@ -354,7 +354,7 @@ TRIED_LEFT_OUT = (
     "not get, since a left-out framework has no runs. Dense -11 to +8 %, for -7 and +5 %, all "
     "sources of 15 runs or more but nanotron_usp between 80 and 94 %. Kept.",
     "Copies over host links at 0.86 of the quoted rate, measured on an H100 and an H200 "
-    "(docs/results/gpu), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with "
+    "(docs/results/gpu.md), for an assumed 0.8: two runs on RTX 3090 and one on RTX A5000 with "
     "parameters on the host are predicted 0.1 to 0.3 % shorter. In-sample the median of RTX 3090 "
     "7.1 to 7.3 % and the mean of RTX A5000 10.9 to 11.0 %; no figure of a source changes. Kept.",
 )

@@ -1,15 +1,20 @@
 """Verdicts of studies against a Monte Carlo of their own inputs, which shares no code with them.
 
-    python -m benchmarks.whatif_draws plans/studies/*.yaml --csv benchmarks/results/whatif_draws.csv
+    python -m benchmarks.whatif_draws plans/studies/*.yaml benchmarks/inputs/studies.yaml \
+        --csv benchmarks/results/whatif_draws.csv
 
 Each study is planned by the command (`meshwright whatif --json`); an answer that it gave before
-(ANSWER.json) is read instead.  From its plain figures alone
-(seconds of a step, tokens, goodput, prices, delivery, with their 80 % ranges) 200,000 futures are
-drawn here: independent normals for each accelerator's kernels and links, for goodput, each quote,
-what owning costs, storage, transfers, power and delivery.  Hours and dollars follow from them, and
-who is cheapest, who is fastest, who is first by both together, and who keeps deadline and budget.
-A line has the first candidate's probability there and here, and the largest difference of any
-probability of the study.
+(ANSWER.json) is read instead, and `studies` of a file are studies of their own.  From its plain
+figures alone (seconds of a step, tokens, goodput, start, prices, share of hours used, delivery,
+with their 80 % ranges) 200,000 futures are drawn here: independent normals for each accelerator's
+kernels and links, for goodput, starts, each provider's quotes, what owning costs, utilisation,
+storage, transfers, power and delivery.  Hours and dollars follow from them, and who fits and is
+cheapest, fastest, first by both together, and who fits and keeps deadline, budget and caps.  A line
+has the first candidate's probability there and here, and the largest difference of any probability
+of the study.
+
+`--forms` states each study of one run as a year of one such job too (contracts of a year, nothing
+stored, no goals), and says whether both forms cost the same within 5 % and name the same first.
 """
 
 from __future__ import annotations
@@ -20,11 +25,13 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 FUTURES = 200_000
@@ -67,12 +74,13 @@ def stretched(span: Row, deviations: Draws) -> Draws:
 
 
 def run_hours(row: Row, futures: Futures) -> Draws:
-    """Steps times seconds, over the share of the clock that trains."""
+    """Steps times seconds, over the share of the clock that trains, after the start."""
     weight, kind = row["link_share"], row["accelerator"]
     both = (1 - weight) * futures.of(f"kernels {kind}") + weight * futures.of(f"links {kind}")
     step_s = stretched(row["step_s"], both / math.sqrt((1 - weight) ** 2 + weight**2))
     steps = row["tokens"] / row["tokens_per_step"]
-    return np.asarray(steps * step_s / 3600 / futures.figure(row["goodput"], "lost hours"))
+    training = steps * step_s / 3600 / futures.figure(row["goodput"], "lost hours")
+    return np.asarray(training + futures.figure(row["start_hours"], "start"))
 
 
 def result_hours(row: Row, futures: Futures) -> Draws:
@@ -82,18 +90,68 @@ def result_hours(row: Row, futures: Futures) -> Draws:
     return hours if lead is None else hours + 24 * futures.figure(lead, "delivery")
 
 
+def price_deviations(row: Row, futures: Futures) -> Draws:
+    """Standard deviations of a price: of the providers that ask it, and of what owning costs."""
+    weight = row["price_quote_weight"]
+    asked = (row["price_cause"] or row["price"]).splitlines()
+    quotes = np.sum([futures.of(f"asked by {name}") for name in asked], axis=0)
+    mean = quotes / math.sqrt(len(asked))
+    return np.asarray(weight * mean + math.sqrt(1 - weight**2) * futures.of("owning"))
+
+
+def terms_begun(hours: Draws | float, term_hours: float) -> Draws:
+    """Whole terms of a contract that hours reach into."""
+    return np.maximum(1, np.ceil(np.asarray(hours) / term_hours - 1e-9))
+
+
 def usd(row: Row, futures: Futures) -> Draws | None:
-    """What the run's device-hours cost; None without a price."""
+    """What a run's device-hours cost; None without a price.  What is paid whole is paid whole."""
     if row["usd"] is None:
         return None
-    weight, quote = row["price_quote_weight"], futures.of(row["price_cause"] or row["price"])
-    deviations = weight * quote + math.sqrt(1 - weight**2) * futures.of("owning")
-    hourly = stretched(row["usd_per_device_hour"], deviations)
-    run = run_hours(row, futures)
-    cost = hourly * row["devices"] * np.maximum(run, row["minimum_hours"])
+    run, deviations = run_hours(row, futures), price_deviations(row, futures)
+    term_hours = row["term_hours"]
+    if term_hours is None:
+        hourly = stretched(row["usd_per_device_hour"], deviations)
+        cost = hourly * row["devices"] * np.maximum(run, row["minimum_hours"])
+        if row["share_used"] is not None:
+            share = row["share_used"]["value"]
+            fixed = row["fixed_usd_per_device_hour"]["value"] / share
+            part = fixed / row["usd_per_device_hour"]["value"]
+            used = futures.figure(row["share_used"], "share of hours used")
+            cost *= part * share / used + (1 - part)
+    else:
+        if row["jobs"]:
+            paid: Draws | float = max(term_hours, row["hours"]["value"])
+        elif row["term_renews"]:
+            paid = term_hours * terms_begun(run, term_hours)
+        else:
+            paid = np.maximum(term_hours, run)
+        whole = stretched(row["fixed_usd_per_device_hour"], deviations) * paid
+        used_usd = stretched(row["used_usd_per_device_hour"], deviations) * run
+        cost = (whole + used_usd) * row["devices"]
+    return np.asarray(cost + data_usd(row, run, futures))
+
+
+def data_usd(row: Row, run: Draws, futures: Futures) -> Draws:
+    """What storage and transfers cost."""
+    cost = futures.figure(row["moved_usd"], "price of transfers")
     if row["stored_usd_per_hour"] is not None:
-        cost += run * futures.figure(row["stored_usd_per_hour"], "price of storage")
-    return np.asarray(cost + futures.figure(row["moved_usd"], "price of transfers"))
+        cost = cost + run * futures.figure(row["stored_usd_per_hour"], "price of storage")
+    return cost
+
+
+def outlay(row: Row, futures: Futures) -> Draws | None:
+    """What leaves the budget: each term that is begun, a purchase with its years, or the rent."""
+    if row["capital_usd"] is None:
+        return usd(row, futures)
+    if row["contract_hours"] is None:
+        return futures.figure(row["outlay_usd"], "outlay")
+    run = run_hours(row, futures)
+    kept = max(row["term_hours"], row["hours"]["value"]) if row["jobs"] else run
+    price = stretched(row["fixed_usd_per_device_hour"], price_deviations(row, futures))
+    price = price / row["fixed_usd_per_device_hour"]["value"]
+    terms = terms_begun(kept, row["contract_hours"])
+    return np.asarray(row["capital_usd"] * price * terms + data_usd(row, run, futures))
 
 
 def weighted(row: Row, futures: Futures) -> Draws | None:
@@ -124,7 +182,9 @@ def differences(found: Mapping[str, Any]) -> list[tuple[str, float, float]]:
             if not mine or mine[0]["tokens"] is None:
                 continue
             figures = [drawn for row in mine if (drawn := figure(row, futures)) is not None]
-            for rank, share in zip(listed, first_shares(figures), strict=True):
+            fitting = [row["fit_probability"] for row in mine]
+            shares = [f * share for f, share in zip(fitting, first_shares(figures), strict=True)]
+            for rank, share in zip(listed, shares, strict=True):
                 name = f"P({by}) {rank['candidate']} {model}"
                 pairs.append((name, rank["probability_first"][by], share))
         for (of_model, name), row in rows.items():
@@ -138,19 +198,21 @@ def differences(found: Mapping[str, Any]) -> list[tuple[str, float, float]]:
 
 
 def within(limit: str, row: Row, goal: Row, futures: Futures) -> float | None:
-    """Return the share of futures that keep a goal."""
-    if limit == "hours of a year":
-        return float(np.mean(run_hours(row, futures) <= 8760))
-    if limit == "deadline":
-        return float(np.mean(result_hours(row, futures) <= 24 * goal["deadline_days"]))
-    if limit == "power cap":
+    """Return the share of futures in which a plan fits and keeps a goal."""
+    if limit == "power cap":  # drawn whatever fits
         return float(np.mean(futures.figure(row["watts"], "power") <= goal["power_cap_w"]))
-    if limit != "budget":
-        return None
-    if row["capital_usd"] is not None:
-        return float(np.mean(futures.figure(row["outlay_usd"], "outlay") <= goal["budget_usd"]))
-    spent = usd(row, futures)
-    return None if spent is None else float(np.mean(spent <= goal["budget_usd"]))
+    kept: Draws | None = None
+    if limit == "hours of a year":
+        kept = run_hours(row, futures) <= 8760
+    elif limit == "deadline":
+        kept = result_hours(row, futures) <= 24 * goal["deadline_days"]
+    elif limit == "budget":
+        spent = outlay(row, futures)
+        kept = None if spent is None else spent <= goal["budget_usd"]
+    elif limit == "emission cap":
+        kwh = futures.figure(row["watts"], "power") * run_hours(row, futures) / 1e3
+        kept = kwh * row["grams_per_kwh"] / 1e3 <= goal["emission_cap_kg"]
+    return None if kept is None else float(row["fit_probability"] * np.mean(kept))
 
 
 def answer_of(path: Path) -> Mapping[str, Any]:
@@ -160,6 +222,74 @@ def answer_of(path: Path) -> Mapping[str, Any]:
         command = [sys.executable, "-m", "meshwright", "whatif", str(path), "--json"]
         text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return dict(json.loads(text))
+
+
+def studies_of(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """Return each study's file; the studies of a list get one each in `folder`."""
+    files: list[Path] = []
+    for path in paths:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if "studies" not in data:
+            files.append(path)
+            continue
+        for name, study in data["studies"].items():
+            files.append(folder / f"{name}.yaml")
+            files[-1].write_text(yaml.safe_dump({"format": 1, "name": name, **study}))
+    return files
+
+
+def as_a_year(study: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the study as a year of one such job a model; None where the forms ask two things.
+
+    A year of jobs has its contracts and its stored data all year, and no size to be found.
+    """
+    goal, offers = study.get("goal", {}), study["offers"]
+    if study.get("jobs") or not goal.get("tokens") or len(study["models"]) != 1:
+        return None
+    if any("solve" in offer or "tuning" in offer for offer in offers):
+        return None
+    terms = {(offer.get("rent") or {}).get("term_months", 12) for offer in offers}
+    given = study.get("assumptions", {})
+    if terms != {12} or "data" in given or "utilisation" in given:
+        return None
+    if study.get("marginal") or study.get("curves"):
+        return None
+    job = {"model": study["models"][0], "tokens": goal["tokens"], "runs_a_year": 1.0}
+    plain = {name: value for name, value in study.items() if name != "question"}
+    return {**plain, "models": [], "goal": {}, "jobs": [{"name": "run", **job}]}
+
+
+def forms_text(path: Path, folder: Path) -> str | None:
+    """Say whether both forms of a study cost the same and name one first; None of other studies."""
+    study = yaml.safe_load(path.read_text(encoding="utf-8")) if path.suffix != ".json" else {}
+    year = as_a_year(study) if study else None
+    if year is None:
+        return None
+    plain = {**study, "goal": {"tokens": study["goal"]["tokens"]}}
+    answers = []
+    for name, form in (("run", plain), ("year", year)):
+        file = folder / f"{path.stem}-{name}.yaml"
+        file.write_text(yaml.safe_dump(form))
+        answers.append(answer_of(file))
+    run, one_year = answers
+    return same_verdict(run, one_year)
+
+
+def same_verdict(run: Mapping[str, Any], year: Mapping[str, Any]) -> str:
+    """Say how two answers differ: "the same" where costs agree within 5 % and the first is one."""
+    costs = [
+        {row["candidate"]: row["usd"]["value"] for row in answer["outcomes"] if row["usd"]}
+        for answer in (run, year)
+    ]
+    whole = {row["candidate"] for row in run["outcomes"] if row["hours"] and row["fits"]}
+    short = {r["candidate"] for r in run["outcomes"] if r["hours"] and r["hours"]["value"] <= 8760}
+    for name in sorted(whole & short):
+        if name in costs[0] and abs(costs[0][name] / costs[1][name] - 1) > 0.05:
+            return f"{name} costs {costs[0][name]:,.0f} as a run, {costs[1][name]:,.0f} as a year"
+    firsts = [next(iter(answer["ranks"].values()))[0]["candidate"] for answer in (run, year)]
+    longer = firsts[0] not in short
+    same = firsts[0] == firsts[1] or longer
+    return "the same" if same else f"{firsts[0]} first as a run, {firsts[1]} as a year"
 
 
 def row_of(study: str, pairs: Sequence[tuple[str, float, float]]) -> dict[str, str]:
@@ -183,17 +313,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", type=Path, nargs="+")
     parser.add_argument("--csv", type=Path, help="where the lines are written")
+    parser.add_argument("--forms", action="store_true", help="compare both forms of each study")
     asked = parser.parse_args()
-    rows = []
-    for path in asked.paths:
-        rows.append(row_of(path.stem, differences(answer_of(path))))
-        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    rows, unlike = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for path in studies_of(asked.paths, Path(folder)):
+            if asked.forms:
+                text = forms_text(path, Path(folder))
+                unlike += text not in (None, "the same")
+                print(f"{path.stem}: {text or 'has one form'}", flush=True)
+                continue
+            rows.append(row_of(path.stem, differences(answer_of(path))))
+            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if asked.csv:
         with asked.csv.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    return int(any(float(row.get("largest_difference", 0)) > CLOSE for row in rows))
+    far = any(float(row.get("largest_difference", 0)) > CLOSE for row in rows)
+    return int(far or unlike > 0)
 
 
 if __name__ == "__main__":

@@ -121,11 +121,11 @@ _FILES = {
     "token_loss": "meshwright.runtime.engine.losses.named_loss",
     "whole_batch": "meshwright.runtime.core.global_batch_loss",
 }
-"""Where what is not in meshwright.api.functions stands."""
+"""Modules of the names that are not in meshwright.api.functions."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for."""
+    """Import a name on its first use."""
     if name not in __all__:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
     value = getattr(importlib.import_module(_FILES.get(name, "meshwright.api.functions")), name)

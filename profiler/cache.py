@@ -29,7 +29,7 @@ PACKAGES = ("profiler", "runtime")
 
 
 def folder_of(content: dict[str, Any]) -> Path:
-    """Return where the profile with this content is cached."""
+    """Return the folder in which the profile with this content is cached."""
     parent = cache_folder() / "profiles"
     whole = {**content, "software": versions(SOFTWARE), "sources": _sources()}
     text = json.dumps(whole, sort_keys=True)
@@ -47,7 +47,7 @@ def _sources() -> str:
 
 
 def load(file: Path) -> Any:
-    """Return what a file says, or None if it is not there or not whole."""
+    """Return a file's data, or None if it is missing or incomplete."""
     try:
         return json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def save(data: Any, file: Path) -> bool:
 
 
 class Parts:
-    """What one rank has measured so far, by name; a run that was cut short finds it again."""
+    """Measurements of one rank so far, by name; a run that was interrupted reuses them."""
 
     def __init__(self, folder: str | None, rank: int, agree: Callable[[float], float]) -> None:
         self._file = Path(folder) / f"rank-{rank:05}.json" if folder else None
@@ -77,7 +77,7 @@ class Parts:
         return self._parts[name]
 
     def everywhere_stored(self, name: str) -> bool:
-        """Tell whether every rank has a part; all ranks call it together."""
+        """Return True if every rank has a part; all ranks call it together."""
         return self._agree(1.0 if name in self._parts else 0.0) > 0
 
     def store(self, name: str, part: Any) -> None:
@@ -89,7 +89,7 @@ class Parts:
     def once(self, name: str, measure: Callable[[], Any], *, keep: bool = True) -> Any:
         """Return a part, measured if any rank lacks it.  Plain data; all ranks call it together.
 
-        What may change from one day to the next is not to be cached.
+        Values that may change from one day to the next must not be cached.
         """
         if not keep:
             return measure()

@@ -54,12 +54,12 @@ from meshwright.runtime.tracing.unused_parameters import Participation
 SAME_KIND = 2
 """Layers of one kind in the chain: the second one finds the caches as in a deep model."""
 MOST_SAMPLES = 2**20
-"""Of a micro-batch: seeds of different ranks lie so far apart."""
+"""Largest number of samples of a micro-batch: the distance between the seeds of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Division:
-    """Over how many ranks each kind of parallelism divides layers."""
+    """Number of ranks over which each kind of parallelism divides layers."""
 
     tensor: int = 1
     context: int = 1
@@ -78,7 +78,7 @@ class Division:
 
     @property
     def ranks(self) -> int:
-        """Of one group.
+        """Number of ranks of one group.
 
         >>> Division(tensor=2, expert=4).ranks, Division(context=2, expert=2).ranks
         (4, 2)
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def division(self) -> Division:
-        """How its layers are divided."""
+        """Division of its layers."""
         return Division(tensor=self.tensor, context=self.context, expert=self.expert)
 
 
@@ -146,11 +146,11 @@ class Chain:
         self.kinds = {name: every[name] for name in self.parts}
         """Kind by layer, in order."""
         self.whole = list(self.kinds)[-1] == list(every)[-1]
-        """It ends in the model's last layer, and so in a loss."""
+        """True if the chain ends in the model's last layer, and so in a loss."""
         self._data_rank = self.place.data_rank
 
     def _plan(self, names: Sequence[str]) -> Plan:
-        # Of ZeRO, which experts on ranks of their own ask for, nothing is done: see `_place`.
+        # ZeRO, which experts on ranks of their own need, is not applied: see `_place`.
         mesh = self.division.mesh
         zero = int(mesh.data_shard > 1)
         return plan_of(self._model, [list(names)], seq_len=self.seq_len, mesh=mesh, zero=zero)
@@ -168,7 +168,7 @@ class Chain:
             weights=None,
             context=self.place.context,
         )
-        """What made the layers."""
+        """Adapter of the model family that builds the layers."""
         self._recorded: OwnModel | None = None
         stage = whole_stage(plan, self.adapter, self.place, self.device)
         self.parts: dict[str, nn.Module] = stage.layers
@@ -205,7 +205,7 @@ class Chain:
         self.vocabulary = recorded.vocabulary if isinstance(recorded, TokenModel) else 0
 
     def _anew(self, plan: Plan, place: Place) -> OwnModel:
-        """Return the module recorded anew, under a plan."""
+        """Return the module recorded again, under a plan."""
         if self.script is not None:
             return self.script.model(plan, device=self.device, place=place)
         model = trained_model(plan, self._model, device=self.device, place=place)
@@ -227,25 +227,25 @@ class Chain:
         return next_token_loss(module(micro=MicroBatch((tokens, targets))), targets)[0]
 
     def run(self, layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what a layer makes."""
+        """Return the output of a layer."""
         outputs = layer(*taken)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def slots(self) -> tuple[Slot, ...]:
-        """Return what an optimizer has of the layers where each rank has all."""
+        """Return the optimizer's slots of the layers where each rank has all of them."""
         if self._recorded is not None:
             return self._recorded.slots([self._stage])
         return tuple(slots_of(self.module, self.adapter, Place(degrees=Mesh(), mesh=None)))
 
     def groups(self, slots: Sequence[Slot]) -> Sequence[ParameterGroup]:
-        """Return what the script's own optimizer has of them, or AdamW."""
+        """Return their parameter groups in the script's own optimizer, or in AdamW."""
         if self.script is not None and self._recorded is not None:
             return self._recorded.groups(slots)
         return parameter_groups_of(slots, Training(), device=self.device)
 
     @property
     def participation(self) -> Participation | None:
-        """What an optimizer of the script's own waits for; None where it decides on the device."""
+        """Participation for a script's own optimizer; None where it decides on the device."""
         return self._recorded.participation if self.script and self._recorded else None
 
     def anew(self, plan: Plan, place: Place) -> Staged:
@@ -255,7 +255,7 @@ class Chain:
         return whole_stage(plan, self.adapter, place, self.device)
 
     def layers(self, case: Case) -> dict[str, nn.Module]:
-        """Return the layers in order, each recomputing itself, and compiled, as a case asks."""
+        """Return the layers in order, each with the case's recomputation and compilation."""
         key = case.recompute, case.micro_batch
         if key in self._compiled and case.compiled:
             return self._compiled[key]
@@ -292,7 +292,7 @@ class Chain:
     def batch(self, micro_batch: int) -> tuple[Tensor, Any]:
         """Return this rank's tokens of one micro-batch, and the targets.
 
-        Of a recorded module those are all of the batch, and for a script's own, whose samples are
+        For a recorded module those are all of the batch; for a script's own, whose samples are
         those of its example, the first are any tensor of it.  Ranks of one tensor group have the
         same; those of a context group have parts of the same.
         """

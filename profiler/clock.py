@@ -1,4 +1,4 @@
-"""Seconds as ranks take them, and what is said of many: median and spread.
+"""Seconds as ranks take them, and statistics of many: median and spread.
 
 A rank's clock waits for its device first, so that what was queued is counted where it belongs.
 """
@@ -18,7 +18,7 @@ Moment = Any
 
 
 class Clock:
-    """The time of one rank, after everything that its device was asked for is done."""
+    """The time of one rank, after all queued work of its device is done."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class Clock:
         return float(second - first)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return how long `work` takes."""
+        """Return the seconds that `work` takes."""
         begin = self.now_s()
         work()
         return self.now_s() - begin

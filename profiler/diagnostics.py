@@ -19,11 +19,11 @@ from meshwright.planner.documents.profile import (
 )
 
 DEGRADED = 0.8
-"""Of what its peers reach: below it, something is wrong with it."""
+"""Share of its peers' rate below which something is wrong with a part."""
 BUSY = 0.15
 """Share of a device's time that others took, above which measurements are doubtful."""
 DRIFT = 0.1
-"""Of a fixed product from the first rounds to the last."""
+"""Relative drift of a fixed product from the first rounds to the last."""
 TARGET_SPREAD = 0.15
 """Interquartile range over median that repetitions aim at."""
 
@@ -78,7 +78,7 @@ def slow_links(pairs: Sequence[NodePair], names: Sequence[str]) -> Iterator[Find
 def below_quote(
     pairs: Sequence[NodePair], names: Sequence[str], *, quoted_bytes_per_s: float
 ) -> Iterator[Finding]:
-    """Yield pairs that are slower than the cluster's own document says."""
+    """Yield pairs that are slower than in the cluster's own document."""
     for pair in pairs:
         share = pair.bytes_per_s / quoted_bytes_per_s
         if share < DEGRADED:
@@ -152,10 +152,10 @@ def disturbances(noise: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
 
 
 def interpolation(profile: Profile) -> Iterator[Finding]:
-    """Yield how far interpolated seconds are from measured ones, by leaving out each in turn.
+    """Yield the errors of interpolated seconds, by leaving out each measured one in turn.
 
-    Of every micro-batch between two others, all layer kinds together.  Between measured ones the
-    gaps are half as wide, so this bounds their error as long as seconds grow smoothly.
+    It does so for every micro-batch between two others, all layer kinds together.  Between measured
+    ones the gaps are half as wide, so this bounds their error as long as seconds grow smoothly.
     """
     passes: dict[tuple[int, int, int, str], dict[int, float]] = {}
     for m in profile.layers:

@@ -31,7 +31,7 @@ class MeasuredLayerBytes:
 
 
 def layer_bytes(chain: Chain, case: Case) -> dict[str, MeasuredLayerBytes]:
-    """Return what each layer of a chain stores and needs beside that for one micro-batch."""
+    """Return the bytes that each layer of a chain stores and needs for one micro-batch."""
     chain.gradients_exist()
     tokens, targets = chain.batch(case.micro_batch)
     layers = chain.layers(case)
@@ -59,7 +59,7 @@ def _loss(chain: Chain, targets: Any, output: Tensor) -> Tensor:
 
 
 def looks_at(chain: Chain) -> int:
-    """Return how often bytes are counted: collectives let go of tensors late, and never early."""
+    """Return the number of counts of bytes: collectives let go of tensors late, and never early."""
     return 1 if chain.division.ranks == 1 else DIVIDED_LOOKS
 
 
@@ -128,7 +128,7 @@ def bytes_of(
 
 
 class _End(torch.autograd.Function):
-    """A scalar whose backward makes the gradient of an activation, to which nobody else refers."""
+    """A scalar whose backward makes the gradient of an activation, to which nothing else refers."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ A trial is a forward and a backward of one micro-batch through the whole chain. 
 activations between layers cut it at the layers' borders: a layer's forward ends where the next one
 begins, and since autograd runs later operators first, a layer's backward is what happens between
 the arrival of its output's gradient and that of its input's.  Gradients of parameters are added to
-earlier ones, as in all micro-batches of a step but the first.  The last layer has the loss too.
-What a layer computes again is a forward within the backward, and timed as such.
+earlier ones, as in all micro-batches of a step but the first.  The last layer has the loss too.  A
+layer's recomputation is a forward within the backward, and timed as such.
 
 A table of tokens takes so little beside blocks that one look at it per trial, right after all ranks
-met, tells more of the meeting: such layers run some more times by themselves, each time with caches
+met, shows more of the meeting: such layers run some more times by themselves, each time with caches
 that hold other things, and a trial's median counts.
 
 A head whose loss is computed in chunks runs by itself: in a chain the head returns all logits.
@@ -47,16 +47,16 @@ from meshwright.runtime.techniques.chunked_cross_entropy import in_chunks
 
 LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 6
-"""If nothing spreads by more than the target."""
+"""Number of rounds that suffice if nothing spreads by more than the target."""
 MOST_ROUNDS = 20
 TARGET_SPREAD = 0.1
 """Interquartile range over median of a pass through the chain."""
 SHORT = 0.03
 """Share of a pass below which a layer that reads tokens is run some more times."""
 MORE_LOOKS = 4
-"""How often."""
+"""Number of such additional runs."""
 OTHER_BYTES = 8 * 2**20
-"""What passes through the caches before each."""
+"""Bytes that pass through the caches before each run."""
 HEAD_WARM_UP, HEAD_ROUNDS = 1, 6
 """Passes of a head whose loss is in chunks: not counted, counted."""
 
@@ -294,7 +294,7 @@ def trial(
 def _note_all(
     outputs: Sequence[Tensor], moments: dict[str, Moment], name: str, clock: Clock
 ) -> None:
-    """Note when the last of the gradients of what a layer made arrives."""
+    """Record the time at which the last gradient of a layer's outputs arrives."""
     for value in outputs:
         if value.requires_grad:
             value.register_hook(_noting(moments, name, clock))
@@ -309,7 +309,7 @@ def _noting(moments: dict[str, Moment], name: str, clock: Clock) -> Callable[[Te
 
 @contextlib.contextmanager
 def _noting_forwards(chain: Chain, spans: dict[str, list[Moment]], clock: Clock) -> Iterator[None]:
-    """Note when each layer's own forward begins and ends; checkpointing may cut it short."""
+    """Record the begin and end of each layer's own forward; checkpointing may cut it short."""
     hooks = []
     for name, layer in chain.parts.items():
         note = partial(_note_span, spans, name, clock)
@@ -327,7 +327,7 @@ def _note_span(spans: dict[str, list[Moment]], name: str, clock: Clock, *_: obje
 
 
 def _once(chain: Chain, clock: Clock) -> dict[str, float]:
-    """Return what one sample takes in each layer, warmed up; the same on every rank."""
+    """Return the seconds of one sample in each layer, after warm-up; the same on every rank."""
     case = Case(micro_batch=1, recompute="none", **asdict(chain.division))
     trial(chain, case, clock)
     seconds = trial(chain, case, clock)
@@ -379,7 +379,7 @@ def in_step() -> Iterator[None]:
 
 
 def of_all_ranks(samples: SamplesByCase) -> SamplesByCase:
-    """Return what every rank has seen, to each."""
+    """Return the samples of all ranks to each rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return samples
     everyone = [_read(of_rank) for of_rank in all_gather_json(_plain(samples))]
@@ -395,7 +395,7 @@ def of_all_ranks(samples: SamplesByCase) -> SamplesByCase:
 
 
 def measurement(kind: str, case: Case, samples: LayerSamples, chain: Chain) -> LayerMeasurement:
-    """Return what was seen of one layer kind."""
+    """Return the measurement of one layer kind."""
     both = [f + b for f, b in zip(samples.forward_s, samples.backward_s, strict=True)]
     return LayerMeasurement(
         kind=kind,
@@ -473,7 +473,7 @@ def _passes(head: nn.Module, hidden: Tensor, clock: Clock) -> tuple[float, float
 
 
 def _before_head(chain: Chain, tokens: Tensor) -> Tensor:
-    """Return what the head reads of a micro-batch: [sample, this rank's positions, hidden]."""
+    """Return the head's inputs of a micro-batch: [sample, this rank's positions, hidden]."""
     activations = tokens
     with torch.no_grad():
         for name, layer in chain.parts.items():

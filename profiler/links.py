@@ -3,8 +3,8 @@
 Sizes are those of nccl-tests (see planner.documents.profile.CollectiveCurve).  Groups of one shape
 work at the same time, since that is what they do in training; a repetition takes as long as its
 slowest rank.  Points are raw medians: no operation is derived from another one, because on gloo and
-NCCL alike they do not follow one bandwidth.  Beside them stand the lines that
-meshwright.planner.costs.alpha_beta_fit draws through them.
+NCCL alike they do not follow one bandwidth.  Lines through them are fitted by
+meshwright.planner.costs.alpha_beta_fit.
 
 Small messages are timed in a row of several, as nccl-tests does, so that the ranks' different
 moments of arrival count once; a send is half a round trip.
@@ -40,14 +40,14 @@ OPERATIONS: tuple[Collective, ...] = (
     "send_recv",
 )
 ROUNDS = 3
-"""Each point is visited this often, so that a busy second of the machine spoils no point whole."""
+"""Number of visits to each point, so that a busy second of the machine spoils no point entirely."""
 LEAST_REPETITIONS = 2
-"""Of a point in a round."""
+"""Smallest number of repetitions of a point in a round."""
 MOST_IN_A_ROW = 16
 LONGEST_S = 1.0
-"""Messages above 1 MiB that would take longer are left out."""
+"""Seconds above which messages of more than 1 MiB are left out."""
 AGAIN = 4
-"""Messages before one is believed to be so slow that the next size would take too long."""
+"""Number of messages that must be slow before the next size is skipped."""
 PAIR_S = 0.04
 PAIR_BYTES = 16 * MIB
 """Messages between two nodes grow until one takes so long, or is so large."""
@@ -137,7 +137,7 @@ def curves(
         seen: list[tuple[int, float]] = [(0, 0.0)]
         for size in sorted(sizes_bytes):
             if size > MIB and _straight_on(seen, size) > LONGEST_S:
-                # What else runs only ever adds time: perhaps the last message was disturbed.
+                # Other programs can only add time: perhaps the last message was disturbed.
                 last, seconds = seen[-1]
                 again = [clock.seconds(works[last, operation]) for _ in range(AGAIN)]
                 seen[-1] = (last, min(seconds, slowest([min(again)])[0]))
@@ -218,7 +218,7 @@ def _repetitions(
 def _operation(
     operation: Collective, size_bytes: int, group: RankGroup, device: torch.device
 ) -> Callable[[], None]:
-    """Return what performs one operation on buffers of this size."""
+    """Return the function that performs one operation on buffers of this size."""
     ranks, handle = len(group.ranks), group.handle
     count = max(ranks, size_bytes // 4 // ranks * ranks)
     whole = torch.ones(count, device=device)
@@ -240,7 +240,7 @@ def _operation(
 def _half_round_trip(buffer: torch.Tensor, group: RankGroup) -> Callable[[], None]:
     """Return one message between neighbours, there or back in turn.
 
-    With an odd number of ranks the last one has nobody to send to and only watches.
+    With an odd number of ranks the last one has no partner and only watches.
     """
     position = group.ranks.index(dist.get_rank())
     partner_position = position ^ 1
@@ -356,7 +356,7 @@ def _one_way(*, sends: bool, peer: int, device: torch.device, budget_s: float) -
         long_s.append(sent_s(3 * small))
     state[0] = 0
     dist.send(state, peer)
-    # What else runs on the two nodes only ever adds time; the cable is what the fastest show.
+    # Other programs on the two nodes can only add time; the fastest messages show the cable.
     return NodePair(
         source=0,
         target=0,

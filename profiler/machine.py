@@ -60,7 +60,7 @@ def node_here() -> MeasuredNode:
 
 
 def processor() -> str:
-    """Return what the processor calls itself."""
+    """Return the processor's name for itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:

@@ -37,7 +37,7 @@ from meshwright.runtime.core.object_collectives import all_gather_json
 from meshwright.runtime.engine.script_module import OwnScript
 
 OVERHEADS_S = 12.0
-"""What the runtime's own costs take, about; only the progress bar needs it."""
+"""Approximate seconds of measuring the runtime's own costs; only the progress bar needs them."""
 PACKAGES = ("torch", "transformers", "numpy")
 
 
@@ -80,17 +80,17 @@ class StageOrder(Part):
 
 
 class Noise(Part):
-    """What disturbed one rank while its layers were measured."""
+    """Disturbance of one rank while its layers were measured."""
 
     rank: Count
     waited: Amount
-    """Share of the time in which it was ready and others ran."""
+    """Share of the time in which the rank was ready and others ran."""
     drift: Amount
-    """By how much later products took longer than the first ones."""
+    """Relative increase of the time of later products over the first ones."""
 
 
 class MeasurementRequest(Document):
-    """What to measure."""
+    """Request for measurements."""
 
     kind_of_document: ClassVar[str] = "measuring order"
 
@@ -103,10 +103,10 @@ class MeasurementRequest(Document):
     cases: tuple[CaseOrder, ...]
     """Settings of the layers, most valuable first."""
     least: Positive
-    """This number of the first is measured whatever they take."""
+    """Number of first cases that are measured whatever time they take."""
     groups: tuple[GroupOrder, ...]
     first_ranks: tuple[Count, ...] = (0,)
-    """Of each node."""
+    """First rank of each node."""
     group_s: Amount
     """Seconds to spend on each size of group."""
     pairs_s: Amount
@@ -115,11 +115,11 @@ class MeasurementRequest(Document):
     stages: tuple[StageOrder, ...] = ()
     stages_s: Amount = 0.0
     kept: Text | None = None
-    """Folder on every node for what is measured so far."""
+    """Folder on every node for measurements so far."""
 
 
 class Measurements(Document):
-    """What was measured, and on what."""
+    """Measurements, and the devices that they were made on."""
 
     kind_of_document: ClassVar[str] = "findings"
 
@@ -281,7 +281,7 @@ def _head_case(order: HeadOrder) -> HeadCase:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the device calls itself."""
+    """Return the device's name for itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return machine.processor()

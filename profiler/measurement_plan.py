@@ -1,7 +1,7 @@
 """Measurements of a profile, in the order of their value to the decision.
 
-The planner is asked first, with its arithmetic alone: the settings that its best plans use come
-first, each worth as much as its plans come near to the best one.  Then the ends of the range of
+The planner runs first, with its arithmetic alone: the settings that its best plans use come first,
+each worth as much as its plans come near to the best one.  Then the ends of the range of
 micro-batches, between which the planner interpolates, then what halves the widest gap.  Measuring
 ends where the budget does.  Nothing here imports torch.
 """
@@ -23,20 +23,20 @@ from meshwright.planner.search.search import search
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 CANDIDATES = 6
-"""Plans of different kinds that the planner is asked for."""
+"""Number of plans of different kinds that the planner returns."""
 SHARPNESS = 4.0
 """A plan that is slower by a quarter is worth 1 / e of the best one."""
 LINKS_SHARE, PAIRS_SHARE, LAYERS_SHARE, STAGES_SHARE = 0.2, 0.05, 0.52, 0.08
-"""Of the budget; the runtime's own costs take what is left, which does not grow with it."""
+"""Shares of the budget; the runtime's own costs take the rest, which does not grow with it."""
 MOST_LINKS_S = 12.0
-"""For one size of group."""
+"""Largest number of seconds for one size of group."""
 MOST_HEADS = 4
-"""With losses in chunks: some passes of one layer each."""
+"""Largest number of heads with chunked losses, each measured in some passes of one layer."""
 MOST_STAGES, MOST_LAYERS = 3, 12
-"""Whole stages, and layers in each."""
+"""Largest number of whole stages, and of layers in each."""
 
 Degrees = tuple[int, int, int]
-"""Of tensor, context and expert parallelism."""
+"""Degrees of tensor, context and expert parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class LayerRequest:
 
     @property
     def division(self) -> Degrees:
-        """Over how many ranks tensor, context and expert parallelism divide the layers."""
+        """Numbers of ranks over which tensor, context and expert parallelism divide the layers."""
         return self.tensor, self.context, self.expert
 
 
@@ -96,7 +96,8 @@ def wishes(
 ) -> list[LayerRequest]:
     """Return all settings that a plan can have, most valuable first.
 
-    Of what no good plan uses, layers that tensor parallelism divides come before others.
+    Among settings that no good plan uses, layers that tensor parallelism divides come before
+    others.
     """
     values = used(plans)
     sizes = sorted({*micro_batches, *(size for _, size, _, _ in values)})
@@ -127,7 +128,7 @@ def used(
 ) -> dict[tuple[Degrees, int, Recompute, bool], float]:
     """Return the value of each (degrees, micro-batch, recompute, compiled) that plans use.
 
-    What is compiled is measured eager too: others are scaled by it.
+    Compiled layers are measured eager too: others are scaled by it.
     """
     values: dict[tuple[Degrees, int, Recompute, bool], float] = {}
     for value, plan in plans:
@@ -160,7 +161,7 @@ def stage_wishes(
 ) -> list[StageRequest]:
     """Return the stages worth running as a whole: the first ones of the best plans, cut if long.
 
-    Each setting once; where no plan is known, the undivided model's own beginning.
+    Each setting once; without a plan, the begin of the undivided model.
     """
     names = [name for name, _ in model.chain]
     if model.edges:
@@ -216,7 +217,7 @@ class Budget:
     """Seconds for each part of a profile."""
 
     group_s: float
-    """For each size of group of ranks."""
+    """Seconds for each size of group of ranks."""
     pairs_s: float
     layers_s: float
     stages_s: float

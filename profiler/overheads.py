@@ -1,18 +1,14 @@
 """Overheads of the runtime beside layers and links: measured through the runtime itself.
 
-What is small is measured on a tiny model, in which nothing else is large:
-    shard_unit_s        a chain wrapped for data parallelism that does not communicate, less the
-                        same chain unwrapped, per unit and pass
-    step_s              from the call of a step to its first layer, and from the last gradient to
-                        the end: batch, norm, clipping, report
-    pipeline_action_s   what must be added to every action for the simulated pipeline of these tiny
-                        layers to take as long as the real one
-What grows with the model is measured on its own layers:
-    optimizer_s_per_parameter
-    gather_copy_s_per_byte, reduce_copy_s_per_byte, overlap
-                        data parallelism of every kind, less the chain unwrapped: what is more than
-                        the measured collectives is copies, what is less is overlap
-All ranks work at the same time, and the slowest counts.
+Small costs are measured on a tiny model, in which nothing else is large: shard_unit_s        a
+chain wrapped for data parallelism that does not communicate, less the same chain unwrapped, per
+unit and pass step_s              from the call of a step to its first layer, and from the last
+gradient to the end: batch, norm, clipping, report pipeline_action_s   what must be added to every
+action for the simulated pipeline of these tiny layers to take as long as the real one What grows
+with the model is measured on its own layers: optimizer_s_per_parameter gather_copy_s_per_byte,
+reduce_copy_s_per_byte, overlap data parallelism of every kind, less the chain unwrapped: what is
+more than the measured collectives is copies, what is less is overlap All ranks work at the same
+time, and the slowest counts.
 """
 
 from __future__ import annotations
@@ -49,20 +45,21 @@ from meshwright.runtime.parallel.data_parallel import activation_type
 from meshwright.runtime.parallel.replicas import Replicas
 
 SEQ_LEN = 8
-"""Of the tiny model."""
+"""Sequence length of the tiny model."""
 WARM_UP = 2
 ROUNDS = 12
 OWN_LAYER_ROUNDS = 6
 LEAST_ROUNDS = 2
 MOST_S = 12.0
-"""Of one comparison; a lap that has begun is ended, and the least are done all the same."""
+"""Seconds of one comparison.  A lap that has begun is finished, and the minimum number is done in
+any case."""
 REDUCED_BYTES = 4
-"""Of an element of a gradient between ranks."""
+"""Bytes of an element of a gradient between ranks."""
 MICRO_BATCHES = 16
-"""In the tiny pipeline: enough that filling it is a small part."""
+"""Number of micro-batches in the tiny pipeline: enough that filling it is a small part."""
 
 Seconds = tuple[float, float]
-"""Forward and backward of one micro-batch."""
+"""Seconds of forward and of backward of one micro-batch."""
 
 
 def tiny_model(blocks: int) -> ModelGraph:
@@ -112,7 +109,7 @@ def overheads(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOverhead:
-    """What data parallelism costs beside its collectives, and how much of those is not seen."""
+    """Cost of data parallelism beside its collectives, and the hidden share of these."""
 
     overlap: float
     gather_copy_s_per_byte: float
@@ -155,23 +152,21 @@ def shard_costs(
         replicas' backward              Σ (1 - o) all_reduce(q_u) + r q_u
 
     Gradients have q_u bytes: they are reduced in 32 bits, also where parameters are gathered in 16.
-    In 16 bits FSDP wraps replicas too, and their units take time as those of ZeRO do.  Where the
-    differences are more than the collectives o is 0, else the copies g and r are.
+    Where the differences are more than the collectives o is 0, else the copies g and r are.
     """
     clock = Clock(device)
     zero_3 = _over_data(chain, model, zero=3, device=device).module
     zero_2 = _over_data(chain, model, zero=2, device=device).module
     whole = _over_data(chain, model, zero=0, device=device)
-    replicas = Replicas(whole.replicated, backwards=1) if whole.replicated else None
-    reduced = partial(_micro_batch, chain, whole.module, clock)
+    if whole.copies is not None:
+        whole.copies.take_up()
+    replicas = Replicas(whole.replicated, backwards=1, dtype=torch.float32)
     times = _median_seconds(
         {
             "plain": partial(_micro_batch, chain, chain.module, clock),
             "zero 3": partial(_micro_batch, chain, zero_3, clock, sync=True),
             "zero 2": partial(_micro_batch, chain, zero_2, clock, sync=True),
-            "replicas": partial(reduced, replicas=replicas)
-            if replicas
-            else partial(reduced, sync=True),
+            "replicas": partial(_micro_batch, chain, whole.module, clock, replicas=replicas),
         },
         rounds=OWN_LAYER_ROUNDS,
     )
@@ -186,7 +181,7 @@ def shard_costs(
     units_s = len(gathered) * unit_s
     gather_s = times["zero 3"][0] - plain_forward_s - units_s
     reduce_s = times["zero 2"][1] - plain_backward_s - units_s
-    all_reduce_s = times["replicas"][1] - plain_backward_s - (units_s if whole.wrapped else 0.0)
+    all_reduce_s = times["replicas"][1] - plain_backward_s
     gathers_s = _collectives_s("all_gather", gathered, curves)
     reductions_s = _collectives_s("reduce_scatter", reduced_bytes, curves)
     all_reduces_s = _collectives_s("all_reduce", reduced_bytes, curves)
@@ -240,13 +235,13 @@ def _collectives_s(
     """Seconds of one collective per unit, by the measured curve of all ranks, or of the most."""
     of_operation = [curve for curve in curves if curve.operation == operation]
     most = max(curve.ranks for curve in of_operation)
-    # Of as many ranks, those of the widest tier, which is measured last.
+    # Among groups of equally many ranks, those of the widest tier, which is measured last.
     curve = [c for c in of_operation if c.ranks == most][-1]
     return sum(interpolated_s(curve, size) for size in sizes_bytes)
 
 
 def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.device) -> Staged:
-    """Return the same layers anew, for data parallelism over all ranks."""
+    """Return new layers of the same kind, for data parallelism over all ranks."""
     world = dist.get_world_size()
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
     plan = plan_of(
@@ -268,7 +263,7 @@ def _micro_batch(
     sync: bool | None = None,
     replicas: Replicas | None = None,
 ) -> Seconds:
-    """Run one micro-batch of one sample; `sync` says whether it is the last of a step."""
+    """Run one micro-batch of one sample; `sync` is True for the last one of a step."""
     tokens, targets = chain.batch(1)
     if replicas is not None:
         modules.zero_grad()
@@ -431,7 +426,7 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
 def action_s(
     step: float, *, forward_s: Sequence[float], backward_s: Sequence[float], transfer_s: float
 ) -> float:
-    """Return what must be added to every action for the simulated step to take `step` seconds.
+    """Return the seconds to add to every action for the simulated step to take `step` seconds.
 
     >>> order = schedule.orders("1f1b", stages=2, micro_batches=MICRO_BATCHES)
     >>> real = timeline(order, forward_s=[0.3] * 2, backward_s=[0.4] * 2).makespan_s

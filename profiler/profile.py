@@ -65,39 +65,39 @@ from meshwright.runtime.run.rendezvous import Rendezvous
 from meshwright.runtime.run.run_folder import Device
 
 MOST_MEASURED = 64
-"""Samples of a micro-batch that is measured."""
+"""Largest number of samples of a measured micro-batch."""
 JobOf = Job | Callable[[ClusterSpec], Job]
-"""The work of a step, or what makes it once the machine is known."""
+"""Work of a step, or a function that returns it once the machine is known."""
 ScriptFile = tuple[str, Mapping[str, str]]
 """`script.py:build`, and the digests of its files, as runtime.engine.script_module has them."""
 BUDGET_S = 75.0
-"""Of a whole profile, unless another is given; a busy machine takes longer, not less care."""
+"""Default seconds of a whole profile; a busy machine takes longer, not less care."""
 LEAST_CASES = 6
-"""Settings of the layers that are measured whatever they take."""
+"""Number of layer settings that are measured whatever time they take."""
 MEMORY_SHARE = 0.5
-"""Of a device's memory, what the pieces of the model that are measured may take."""
+"""Share of a device's memory that the measured pieces of the model may take."""
 SAME_KIND = 2
 """Layers of one kind in such a piece, as meshwright.profiler.chain has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCluster:
-    """A profile, and the cluster that it was measured on, with its links as they were found."""
+    """A profile and its cluster, with the links that were measured."""
 
     profile: Profile
     cluster: ClusterSpec
     cached: bool = False
-    """Nothing was measured: all of it was known."""
+    """True if nothing was measured since all of it was known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileAgenda:
-    """What a profile will measure, in this order."""
+    """Measurements of a profile, in this order."""
 
     machine: ClusterSpec
     job: Job
     counts: tuple[int, ...]
-    """Ranks of each node."""
+    """Number of ranks of each node."""
     groups: tuple[Groups, ...]
     wishes: tuple[LayerRequest, ...]
     heads: tuple[HeadWish, ...]
@@ -120,9 +120,9 @@ def profile(
 
     Called once on every node, with the same arguments beside `node_rank`; all get the same.
     `cluster` is `local`, `local:N` for N ranks on each node, or a document of just these nodes.
-    What was measured before, of the same model by the same software on the same machines, is not
-    measured again unless `fresh`; one that was cut short goes on.  Several nodes measure their
-    links always.  A module that a script builds is measured from its file.
+    Earlier measurements of the same model by the same software on the same machines are reused
+    unless `fresh`; one that was cut short goes on.  Several nodes measure their links always.  A
+    module that a script builds is measured from its file.
     """
     if script is None and is_script(model.source or ""):
         raise DocumentError(
@@ -222,7 +222,7 @@ def agenda(
     budget_s: float = BUDGET_S,
     node_rank: NodeRank = ALONE,
 ) -> ProfileAgenda:
-    """Return what `profile` would measure."""
+    """Return the agenda of `profile`."""
     with Rendezvous(node_rank) as rendezvous:
         return _agreement(model, cluster, job, budget_s, rendezvous)[0]
 
@@ -230,7 +230,7 @@ def agenda(
 def _agreement(
     model: ModelGraph, cluster: str, job: JobOf, budget_s: float, rendezvous: Rendezvous
 ) -> tuple[ProfileAgenda, list[dict[str, Any]]]:
-    """Meet the other nodes; return what all will measure, and what each said of itself."""
+    """Meet the other nodes; return what all will measure, and each rank's own description."""
     local_cluster = resolve_cluster(cluster)
     descriptions = rendezvous.all_gather(
         {
@@ -243,7 +243,7 @@ def _agreement(
     if {of_node["model"] for of_node in descriptions} != {model.digest}:
         raise LaunchError("nodes: measure different models; give all the same command")
     counts = tuple(int(of_node["ranks"]) for of_node in descriptions)
-    # From what all said, so that all nodes come to the same.
+    # From all answers, so that all nodes come to the same result.
     machine = _machine(
         ClusterSpec.of(descriptions[0]["cluster"]),
         [ClusterSpec.of(of_node["cluster"]) for of_node in descriptions],
@@ -280,7 +280,7 @@ def _folder(
     descriptions: Sequence[dict[str, Any]],
     budget_s: float,
 ) -> Path:
-    """Return where a profile of this content is cached."""
+    """Return the folder in which a profile of this content is cached."""
     # Virtual machines give and take memory and interfaces; neither changes a second.
     same = ("name", "processor", "cores", "devices")
     nodes = [
@@ -303,7 +303,7 @@ def _folder(
 def _order(
     model: ModelGraph, script: ScriptFile | None, wanted: ProfileAgenda, folder: Path
 ) -> dict[str, Any]:
-    """Return what the ranks get."""
+    """Return the orders of the ranks."""
     source, files = script or (None, None)
     return {
         "model": model.model_dump(mode="json", exclude_none=True),
@@ -351,7 +351,7 @@ def _findings(result: Profile, wanted: ProfileAgenda) -> list[Finding]:
 
 
 def _machine(local_cluster: ClusterSpec, every: Sequence[ClusterSpec], text: str) -> ClusterSpec:
-    """Return the cluster that all nodes are: as its document says, or as they find themselves."""
+    """Return the cluster that all nodes are: from its document, or as the nodes detect it."""
     if len(every) == 1 or _nodes(local_cluster) == len(every):
         return local_cluster
     if _nodes(local_cluster) != 1:
@@ -367,7 +367,7 @@ def _nodes(cluster: ClusterSpec) -> int:
 
 
 def _ranks_here(local_cluster: ClusterSpec, text: str, node_rank: NodeRank) -> int:
-    """Return how many devices a cluster has on this node."""
+    """Return the number of a cluster's devices on this node."""
     if _nodes(local_cluster) == 1:
         return local_cluster.devices
     if _nodes(local_cluster) != node_rank.nodes:
@@ -387,7 +387,7 @@ def _ranks_here(local_cluster: ClusterSpec, text: str, node_rank: NodeRank) -> i
 def _with_devices(
     nodes: Sequence[MeasuredNode], by_rank: dict[str, Any], counts: Sequence[int]
 ) -> list[MeasuredNode]:
-    """Return nodes with what their ranks measured beside what their system says of the devices."""
+    """Return nodes with their ranks' measurements beside the system's description."""
     measured = [MeasuredDevice.model_validate(device) for device in by_rank["devices"]]
     result = []
     for index, node in enumerate(nodes):
@@ -416,7 +416,7 @@ class Groups:
 
 
 def groups(machine: ClusterSpec, counts: Sequence[int]) -> list[Groups]:
-    """Return what is measured: pairs and all ranks of a node, of the nodes, and of both together.
+    """Return the measured groups: pairs and all ranks, of a node, of the nodes, of both together.
 
     Seconds among other numbers of ranks follow from the nearest of these.
     """
@@ -459,7 +459,7 @@ def divisions(
     *,
     preferred: Sequence[Degrees] = (),
 ) -> list[Degrees]:
-    """Return what groups of neighbours on a node can divide layers into, and what is worth it.
+    """Return the worthwhile divisions of layers over groups of neighbours on a node.
 
     Tensor parallelism by itself; then the degrees of good plans, `preferred`; then context and
     expert parallelism by themselves.  Each is a short chain of the model that stays in memory, so

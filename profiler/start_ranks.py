@@ -39,25 +39,26 @@ from meshwright.runtime.run.rendezvous import Rendezvous
 from meshwright.runtime.run.run_folder import Device
 
 Tell = Callable[[str, float], None]
-"""Gets what is being done, and the share of all work that is done."""
+"""Function that receives the current activity and the finished share of all work."""
 
 
 class MeasurementOrders(Document):
-    """What every rank gets beside its rank."""
+    """Orders that every rank gets beside its rank."""
 
     kind_of_document: ClassVar[str] = "orders of ranks"
 
     folder: Text
     work: Text
-    """`module:function`; called with (arguments, tell), its result is rank 0's answer."""
+    """Function, as `module:function`, that is called with (arguments, tell); its result is rank 0's
+    answer."""
     arguments: dict[str, Any]
     device: Device
     ranks: Positive
-    """Of all nodes."""
+    """Number of ranks of all nodes."""
     first_rank: Count = 0
-    """Of this node."""
+    """First rank of this node."""
     timeout_s: Amount
-    """A collective that waits longer ends the work."""
+    """Seconds after which a waiting collective ends the work."""
 
 
 def result_of(
@@ -71,11 +72,11 @@ def result_of(
     timeout_s: float = 300.0,
     rendezvous: Rendezvous | None = None,
 ) -> Any:
-    """Return what rank 0 returned; plain data both ways.
+    """Return the result of rank 0; plain data both ways.
 
-    `ranks` processes run here, and as many as the others say on the other nodes; their ranks
-    follow the order of the nodes.  Every node gets the answer of its own first rank, so work that
-    several nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
+    `ranks` processes run here, and the other nodes run as many as they announce; their ranks follow
+    the order of the nodes.  Every node gets the answer of its own first rank, so work that several
+    nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
     """
     rendezvous = rendezvous or Rendezvous(ALONE)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
@@ -111,7 +112,7 @@ def result_of(
             )
             if bad is not None:
                 raise _error(bad, folder)
-            # No node goes before all are done: what one rank lacks is told by another node.
+            # No node goes before all are done: another node reports what one rank lacks.
             rendezvous.all_gather("done")
         return json.loads((folder / "result.json").read_text("utf-8"))
 
@@ -126,17 +127,17 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def write_progress(folder: Path, doing: str, share: float) -> None:
-    """Note how far the work is, for who shows it."""
+    """Record the progress of the work for display."""
     write_text(f"{share:.4f} {doing}", folder / "progress")
 
 
 def _environment(rank: int, port: str, *, first_rank: int, ranks: int) -> dict[str, str]:
-    """Return what one of this node's ranks gets."""
+    """Return the environment of one of this node's ranks."""
     return {**rank_environment(rank - first_rank, ranks=ranks, port=port), "RANK": str(rank)}
 
 
 def _error(bad: BadEnd, folder: Path) -> Exception:
-    """Return the error that says which rank ended the work, and how."""
+    """Return the error that names the rank that ended the work, and its end."""
     ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "DocumentError":
         return DocumentError("", failure.message)
@@ -150,7 +151,7 @@ def _error(bad: BadEnd, folder: Path) -> Exception:
 
 
 def _left_text(share: float, passed_s: float) -> str:
-    """Return how long the rest will take, at the speed so far.
+    """Return the remaining time at the speed so far.
 
     >>> _left_text(0.25, 10.0), _left_text(0.0, 1.0)
     (', 30.0 s left', '')

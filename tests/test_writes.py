@@ -30,6 +30,8 @@ OURS = "removes or renames a name; what a link leads to stays as it is"
 HOME = "in the user's own configuration, by a name that must be new"
 LOCK = "a lock in the user's own cache: no link is followed, nothing truncated or written"
 PRIVATE = "in a folder that this user alone can write to, and which is no link"
+SPOOL = "in the spool of an object store, a folder of this user's own cache"
+STORED = "in the object store that the user named"
 STREAM = "opens no path, but /dev/null or what is open already"
 ALLOWED = {
     ("planner/system/stdout_guard.py", "open"): STREAM,
@@ -62,6 +64,13 @@ ALLOWED = {
     ("runtime/resilience/shared_memory.py", "os.open"): PRIVATE,
     ("runtime/resilience/shared_memory.py", "write_text"): PRIVATE,
     ("runtime/resilience/shared_memory.py", "rmtree"): OURS,
+    ("runtime/checkpoint/object_store.py", "mkdir"): SPOOL,
+    ("runtime/checkpoint/object_store.py", "rmtree"): SPOOL,
+    ("runtime/checkpoint/object_store.py", "rename"): SPOOL,
+    ("runtime/checkpoint/object_store.py", "unlink"): SPOOL,
+    ("runtime/checkpoint/object_store.py", "copyfile"): SPOOL,
+    ("runtime/checkpoint/object_store.py", "makedirs"): STORED,
+    ("runtime/checkpoint/object_store.py", "open"): STORED,
     ("runtime/resilience/state_rescue.py", "mkdir"): NAMED,
     ("runtime/resilience/state_rescue.py", "rename"): OURS,
     ("runtime/resilience/state_rescue.py", "rmtree"): OURS,

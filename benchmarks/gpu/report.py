@@ -1,6 +1,6 @@
 """What the lines of suite.py say: a page, a curve for the catalogue, figures for a framework.
 
-    python benchmarks/gpu/report.py DIR [-o docs/results/gpu/NAME.md]
+    python benchmarks/gpu/report.py DIR [-o FILE.md]
 
 Everything is a median of what was measured; what no line says is left out.
 """
@@ -164,13 +164,19 @@ def page(lines: Lines) -> str:
         if rows:
             text += ["", f"## {title}", "", "| plan | largest difference of a loss |", "|---|---|"]
             text += [f"| {key} | {row['worst']:.1e} |" for key, row in rows.items()]
-    if lines.of("plans"):
-        text += ["", "## Plans, predicted and measured", ""]
-        text += [
-            "| plan | step | predicted | error | tensors | predicted | error | reserved | device |"
-        ]
-        text += ["|---|---|---|---|---|---|---|---|---|"]
-        text += [_plan_row(key, row) for key, row in lines.of("plans").items()]
+    for title, case in (
+        ("Plans, predicted and measured", "plans"),
+        ("Layouts of several devices, predicted and measured", "layouts"),
+    ):
+        if lines.of(case):
+            text += ["", f"## {title}", ""]
+            text += [
+                "| plan | step | predicted | error | tensors | predicted | error | reserved "
+                "| device |"
+            ]
+            text += ["|---|---|---|---|---|---|---|---|---|"]
+            text += [_plan_row(key, row) for key, row in lines.of(case).items()]
+    text += _several_tables(lines)
     if lines.of("edge"):
         text += [
             "",
@@ -203,6 +209,25 @@ def page(lines: Lines) -> str:
     if lacking:
         text += ["", f"Not done: {', '.join(lacking)}."]
     return "\n".join([*text, ""])
+
+
+def _several_tables(lines: Lines) -> Iterator[str]:
+    """Yield two launchers' step, and the smallest and largest message of each collective."""
+    for key, row in lines.of("two nodes").items():
+        cells = _seconds_cells(float(statistics.median(row["measured_s"])), row)
+        yield from ("", f"Two launchers, {key}: step, predicted, error: {cells}")
+    rows = lines.of("collectives")
+    if rows:
+        yield from ("", "## Collectives, measured and predicted", "")
+        yield "| ranks | operation | size | seconds | predicted | error |"
+        yield "|---|---|---|---|---|---|"
+    for key, row in rows.items():
+        for curve in row["curves"]:
+            ends = (curve["points"][0], curve["points"][-1])
+            for point in ends[: len(curve["points"])]:
+                cells = _seconds_cells(point["seconds"], point)
+                size = bytes_text(point["size_bytes"])
+                yield f"| {key} | {curve['operation']} | {size} | {cells} |"
 
 
 def _compiled_table(lines: Lines) -> Iterator[str]:

@@ -1,14 +1,19 @@
 """What a device at hand is worth most for: run in minutes, written line by line, resumed by itself.
 
     python benchmarks/gpu/suite.py --seconds 540 --out DIR
+    python benchmarks/gpu/suite.py --devices 4 --out DIR               what several GPUs tell first
     python benchmarks/gpu/suite.py --tiny --seconds 160 --out DIR      a dry run, on any machine
+    python benchmarks/gpu/suite.py --tiny --devices 2 --out DIR        the same over gloo
     python benchmarks/gpu/report.py DIR
 
 Each call runs the most valuable cases that are not done yet and fit into the seconds left, each in
 a process of its own, and appends every result to DIR/lines.jsonl as it comes.  A case that the time
 cut short goes on at its next row in the next call; one that failed is tried once more, behind all
 others.  Nothing is downloaded; packages beyond torch, transformers and what the planner itself
-imports are not needed.  One device is enough, and up to 8 are used.
+imports are not needed.  One device is enough, and up to 8 are used.  `--devices N` runs the cases
+of several ranks alone, on N of them, which take ten minutes in all: collectives, equality with one
+process, steps of ZeRO-3, tensor with async, pipeline, experts and context, two launchers, and what
+a launch says of a lost rank; what can be predicted has its prediction beside it.
 """
 
 from __future__ import annotations
@@ -55,11 +60,15 @@ CASES = (
     Case(name="compile", seconds=120),
     Case(name="loss", seconds=40),
     Case(name="launches", seconds=40),
+    Case(name="layouts", seconds=200, devices=2),
+    Case(name="two nodes", seconds=60, devices=2),
     Case(name="ends", seconds=120, devices=2),
     Case(name="profile", seconds=240),
     Case(name="walk", seconds=90),
 )
 """Most valuable first."""
+SEVERAL = ("machine", "collectives", "ranks", "layouts", "two nodes", "ends")
+"""Cases of `--devices`."""
 
 Line = dict[str, Any]
 
@@ -101,14 +110,15 @@ def todo(lines: Iterable[Line], devices: int, left_s: float, cases: Sequence[Cas
     return min(able, key=lambda case: failures.get(case.name, 0), default=None)
 
 
-def run(case: Case, out: Path, *, left_s: float, tiny: bool, device: str) -> None:
+def run(case: Case, out: Path, *, left_s: float, tiny: bool, device: str, devices: int) -> None:
     """Run one case in a process of its own and write its lines as they come."""
     file = out / "lines.jsonl"
     known = [
         line["key"] for line in read_lines(file) if line["case"] == case.name and "key" in line
     ]
-    command = [sys.executable, str(Path(__file__).with_name("suite_cases.py")), case.name]
-    command += ["--device", device, "--known", json.dumps(known), "--out", str(out)]
+    command = [sys.executable, str(Path(__file__).with_name("suite_rows.py")), case.name]
+    command += ["--device", device, "--devices", str(devices)]
+    command += ["--known", json.dumps(known), "--out", str(out)]
     command += ["--tiny"] if tiny else []
     begin_s = time.monotonic()
     with (out / f"{case.name.replace(' ', '-')}.log").open("ab") as log:
@@ -184,6 +194,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="small sizes, on any machine")
     parser.add_argument("--cases", help="only these, with commas between")
+    parser.add_argument("--devices", type=int, help="the cases of several ranks, on so many")
     return parser.parse_args(argv)
 
 
@@ -191,8 +202,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     deadline_s = time.monotonic() + args.seconds - MARGIN_S
     args.out.mkdir(parents=True, exist_ok=True)
-    device, devices = _devices(args.tiny)
-    chosen = args.cases.split(",") if args.cases else [case.name for case in CASES]
+    device, devices = _devices(args.tiny, args.devices)
+    every = SEVERAL if args.devices else tuple(case.name for case in CASES)
+    chosen = args.cases.split(",") if args.cases else every
     cases = [case for case in CASES if case.name in chosen]
     while True:
         left_s = deadline_s - time.monotonic()
@@ -202,24 +214,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         if case is None or left_s <= 0:
             break
-        run(case, args.out, left_s=left_s, tiny=args.tiny, device=device)
+        run(case, args.out, left_s=left_s, tiny=args.tiny, device=device, devices=devices)
     lines = read_lines(args.out / "lines.jsonl")
     done = {line["case"] for line in lines if line.get("done")} & {case.name for case in cases}
     print(f"{len(done)} of {len(cases)} cases done; {args.out / 'lines.jsonl'}")
 
 
-def _devices(tiny: bool) -> tuple[str, int]:
+def _devices(tiny: bool, chosen: int | None) -> tuple[str, int]:
     """Return what to run on and how many there are, without importing torch here."""
-    asked = subprocess.run(
+    if chosen is not None and chosen < 2:
+        raise SystemExit(f"suite.py: --devices {chosen}: takes 2 or more, or leave it out")
+    counted = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
         capture_output=True,
         text=True,
         check=True,
     )
-    count = int(asked.stdout)
+    count = int(counted.stdout)
     if count == 0 and not tiny:
         raise SystemExit("suite.py: no CUDA device; --tiny is a dry run on the CPU")
-    return ("cuda", min(count, 8)) if count else ("cpu", 2)
+    if count and chosen is not None and chosen > count:
+        raise SystemExit(f"suite.py: --devices {chosen}: there are {count} CUDA devices")
+    return ("cuda", chosen or min(count, 8)) if count else ("cpu", chosen or 2)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,16 @@
-"""The cases of suite.py, each a generator of lines: `key` says which row it is, the rest what came.
-
-Run by suite.py, in a process for each case.  A row that fails says so in its line and does not end
-its case; rows whose keys are known already are left out.
-"""
+"""The cases of suite.py in one process, each a generator of rows: a key, and what finds the row."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
-import json
-import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +28,8 @@ from benchmarks.gpu.single_device import LEFT_OUT, TINY, Case, most_bytes
 from meshwright.planner.architectures.parameters import graph_of
 from meshwright.planner.catalog.expressions import resolve_cluster, resolve_model
 from meshwright.planner.costs.predict import predict
-from meshwright.planner.documents.document import write
 from meshwright.planner.documents.model import Architecture, ModelGraph
-from meshwright.planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.profile import LOSS_WORDS, ChunkedLoss
 from meshwright.runtime.launch.training_loop import token_engine
 
@@ -49,10 +39,10 @@ Rows = Iterator[tuple[str, Callable[[], Row]]]
 
 
 class Setting:
-    """What a case is told: on which device, how large."""
+    """What a case is told: on which devices, how large."""
 
-    def __init__(self, *, device: str, tiny: bool, out: Path) -> None:
-        self.kind = device
+    def __init__(self, *, device: str, devices: int, tiny: bool, out: Path) -> None:
+        self.kind, self.devices = device, devices
         self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         self.tiny, self.out = tiny, out
 
@@ -192,7 +182,7 @@ def losses(
     return found
 
 
-def _alone(call: Callable[[], Any]) -> Any:
+def alone(call: Callable[[], Any]) -> Any:
     """Call, and leave no process group and no memory behind."""
     try:
         return call()
@@ -247,9 +237,9 @@ def equality(at: Setting) -> Rows:
         ) -> Row:
             plan = case.plan(model, "device", 128).model_copy(update={"loss": loss})
             on_host = plan.model_copy(update={"precision": "fp32"})
-            weights = _alone(lambda: _weights(on_host, model))
-            here = _alone(lambda: losses(on_host, model, torch.device("cpu"), weights=weights))
-            there = _alone(lambda: losses(plan, model, at.device, weights=weights))
+            weights = alone(lambda: _weights(on_host, model))
+            here = alone(lambda: losses(on_host, model, torch.device("cpu"), weights=weights))
+            there = alone(lambda: losses(plan, model, at.device, weights=weights))
             worst = max(abs(a / b - 1) for a, b in zip(there, here, strict=True))
             return {"host": here, "device": there, "worst": worst}
 
@@ -283,7 +273,7 @@ def plans(at: Setting) -> Rows:
             cluster = resolve_cluster("1xh100-sxm-80gb" if at.tiny else "local:1")
             prediction = predict(plan, model, cluster)
             parts = prediction.stages[0].memory_parts
-            found = _alone(lambda: _steps(plan, model, at))
+            found = alone(lambda: _steps(plan, model, at))
             return {
                 "predicted_s": prediction.step_time_s,
                 "predicted_bytes": sum(v for k, v in parts.items() if k not in LEFT_OUT),
@@ -323,7 +313,7 @@ def edge(at: Setting) -> Rows:
 
             def fits(size: int) -> bool:
                 try:
-                    _alone(
+                    alone(
                         lambda: token_engine(plan(size), model, device=at.device).step(
                             torch.zeros(size, 2049, dtype=torch.int64)
                         )
@@ -500,7 +490,7 @@ def compiled(at: Setting) -> Rows:
                     found["allocated_bytes"] = torch.cuda.max_memory_allocated()
                 return found
 
-            return {"eager": _alone(lambda: step(False)), "compiled": _alone(lambda: step(True))}
+            return {"eager": alone(lambda: step(False)), "compiled": alone(lambda: step(True))}
 
         yield recompute, row
 
@@ -576,227 +566,9 @@ def launches(at: Setting) -> Rows:
                     "top": [[e.key[:80], e.count, getattr(e, time_of)] for e in top],
                 }
 
-            return _alone(traced)
+            return alone(traced)
 
         yield "compiled" if compiles else "eager", row
-
-
-# --- several ranks ----------------------------------------------------------------------------
-
-SHARING = 2
-"""Ranks of one device."""
-CHOICES = ("prefetch", "reshard_after_forward", "loss", "compile", "tensor_overlap")
-"""Fields of a plan that a layout may say as they are."""
-LAYOUTS: tuple[dict[str, Any], ...] = (
-    {"mesh": {"data_shard": 2}, "zero": 3},
-    {"mesh": {"tensor": 2}},
-    {"mesh": {"pipeline": 2}},
-    {"mesh": {"context": 2}},
-    {"mesh": {"data_replicate": 2}},
-    {"mesh": {"data_shard": 2}, "zero": 3, "precision": "bf16"},
-    {"mesh": {"pipeline": 2}, "precision": "bf16"},
-    {"mesh": {"data_shard": 2}, "zero": 3, "compile": "block", "prefetch": 1},
-    {"mesh": {"data_shard": 2}, "zero": 3, "reshard_after_forward": 1, "loss": {"rows": 100}},
-    {"mesh": {"pipeline": 2}, "schedule": "zb-h1", "compile": "block"},
-    # From here on ranks have devices of their own.
-    {"mesh": {"tensor": 2}, "precision": "bf16", "compile": "block", "tensor_overlap": "async"},
-    {"mesh": {"data_shard": 4}, "zero": 3, "reshard_after_forward": 2, "prefetch": 2},
-    {"mesh": {"data_shard": 2, "tensor": 2}, "zero": 3},
-    {"mesh": {"pipeline": 2, "data_shard": 2}, "zero": 1},
-    {"mesh": {"data_shard": 4, "tensor": 2}, "zero": 3},
-)
-
-
-def layout_plan(model: ModelGraph, layout: dict[str, Any], seq_len: int = 128) -> Plan:
-    """Return the plan of a layout: eight samples, layers spread over its stages."""
-    mesh = Mesh(**layout["mesh"])
-    names = [name for name, _ in model.chain]
-    cuts = [len(names) * at // mesh.pipeline for at in range(mesh.pipeline + 1)]
-    data = mesh.data_shard * mesh.data_replicate
-    micro_batches = 4 if mesh.pipeline > 1 else 2
-    samples = max(1, 8 // data // micro_batches)
-    return Plan(
-        model=PlannedModel.of(model),
-        cluster="local",
-        seq_len=seq_len,
-        global_batch=data * micro_batches * samples,
-        precision=layout.get("precision", "fp32"),
-        mesh=mesh,
-        zero=layout.get("zero", 0),
-        schedule=layout.get("schedule", "1f1b"),
-        micro_batch=samples,
-        micro_batches=micro_batches,
-        stages=tuple(
-            Stage(layers=tuple(PlacedLayer(layer=name) for name in names[a:b]))
-            for a, b in itertools.pairwise(cuts)
-        ),
-        timeout_s=60.0,
-        **{name: layout[name] for name in CHOICES if name in layout},
-    )
-
-
-def _rank(
-    rank: int,
-    world: int,
-    backend: str,
-    device: str,
-    store: str,
-    work: Any,
-    arguments: Any,
-    out: Any,
-) -> None:
-    try:
-        own = torch.device("cpu")
-        if device == "cuda":
-            own = torch.device("cuda", 0 if backend == "gloo" else rank)
-            torch.cuda.set_device(own)
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(store, world),
-            rank=rank,
-            world_size=world,
-            device_id=own if "nccl" in backend else None,
-        )
-        out.put((rank, work(*arguments, own)))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:
-        out.put((rank, {"failed": traceback.format_exc()[-1500:]}))
-
-
-def on_ranks(
-    world: int, at: Setting, work: Callable[..., Any], *arguments: Any, shared: bool = False
-) -> list[Any]:
-    """Run one function on ranks of their own and return what each gives, rank by rank."""
-    context = multiprocessing.get_context("spawn" if at.kind == "cuda" else "fork")
-    backend = "gloo" if shared or at.kind == "cpu" else "cpu:gloo,cuda:nccl"
-    out = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        how = (world, backend, at.kind, f"{folder}/store", work, arguments, out)
-        ranks = [context.Process(target=_rank, args=(rank, *how)) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        try:
-            found = dict(out.get(timeout=120) for _ in ranks)
-        finally:
-            for process in ranks:
-                process.join(timeout=10)
-                if process.is_alive():
-                    process.kill()
-    bad = [of["failed"] for of in found.values() if isinstance(of, dict) and "failed" in of]
-    if bad:
-        raise RuntimeError(bad[0])
-    return [found[rank] for rank in range(world)]
-
-
-def _compared(at: Setting, layout: dict[str, Any], *, shared: bool) -> Row:
-    model = graph_of(at.small, name="small")
-    plan = layout_plan(model, layout)
-    alone = {"mesh": {}, "precision": "fp32"}
-    whole = layout_plan(model, alone)
-    whole = whole.model_copy(
-        update={
-            "global_batch": plan.global_batch,
-            "micro_batch": plan.global_batch // whole.micro_batches,
-        }
-    )
-    expected = _alone(lambda: losses(whole, model, at.device))
-    found = on_ranks(plan.mesh.devices, at, losses, plan, model, shared=shared)
-    worst = max(abs(a / b - 1) for of in found for a, b in zip(of, expected, strict=True))
-    return {"alone": expected, "ranks": found, "worst": worst}
-
-
-def shared_device(at: Setting) -> Rows:
-    """Yield losses of two ranks on one device, which talk over the host, against one process.
-
-    Data parallelism alone: gloo has sums, gathers and scatters of tensors on a device, but hangs in
-    the collectives of tensor and context groups and ends in sends between stages.
-    """
-    layouts = [of for of in LAYOUTS if of["mesh"].keys() <= {"data_shard", "data_replicate"}]
-    for layout in layouts[:1] if at.tiny else layouts:
-        if Mesh(**layout["mesh"]).devices == SHARING:
-            yield json.dumps(layout), lambda of=layout: _compared(at, of, shared=True)
-
-
-def ranks(at: Setting) -> Rows:
-    """Yield losses of ranks on devices of their own against one process."""
-    there = torch.cuda.device_count() if at.kind == "cuda" else 2
-    for layout in LAYOUTS[: 2 if at.tiny else None]:
-        if Mesh(**layout["mesh"]).devices <= there:
-            yield json.dumps(layout), lambda of=layout: _compared(at, of, shared=False)
-
-
-def _curves(tiny: bool, device: torch.device) -> list[Row]:
-    from meshwright.profiler import links  # noqa: PLC0415
-
-    sizes = (links.KIB, links.MIB) if tiny else links.sizes_up_to(2**30)
-    found = links.curves(
-        links.groups_of(dist.get_world_size(), "links"),
-        device=device,
-        sizes_bytes=sizes,
-        budget_s=1.0 if tiny else 20.0,
-    )
-    return [curve.model_dump(mode="json") for curve in found]
-
-
-def collectives(at: Setting) -> Rows:
-    """Yield seconds of collectives by size, for two ranks, four, eight."""
-    there = torch.cuda.device_count() if at.kind == "cuda" else 2
-    for world in (2, 4, 8):
-        if world <= there:
-            yield f"{world} ranks", lambda n=world: {"curves": on_ranks(n, at, _curves, at.tiny)[0]}
-
-
-def ends(at: Setting) -> Rows:
-    """Yield what a launch says when a rank is killed, and when one hangs."""
-    import signal  # noqa: PLC0415
-
-    for name, number in (("killed", signal.SIGKILL), ("hung", signal.SIGSTOP)):
-
-        def row(number: int = number) -> Row:
-            model = graph_of(at.small, name="small")
-            plan = layout_plan(model, {"mesh": {"data_shard": 2}, "zero": 3})
-            with tempfile.TemporaryDirectory() as text:
-                folder = Path(text)
-                source = plan.model.model_copy(update={"source": str(folder / "model.yaml")})
-                update = {"timeout_s": 20.0, "model": source}
-                write(plan.model_copy(update=update), folder / "plan.yaml")
-                write(model, folder / "model.yaml")
-                (folder / "text.txt").write_text("All happy families are alike. " * 2000)
-                command = [sys.executable, "-m", "meshwright", "launch", str(folder / "plan.yaml")]
-                command += ["--steps", "100000", "--data", str(folder / "text.txt")]
-                command += ["--output", str(folder / "out")]
-                with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
-                    metrics = folder / "out" / "metrics.jsonl"
-                    begin = time.monotonic()
-                    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-                        if launcher.poll() is not None or time.monotonic() - begin > 90:
-                            launcher.kill()
-                            return {"failed": (launcher.communicate()[1] or "")[-1500:]}
-                        time.sleep(0.2)
-                    victim = _rank_process(launcher.pid)
-                    stopped = time.monotonic()
-                    os.kill(victim, number)
-                    _, said = launcher.communicate(timeout=180)
-                    return {
-                        "seconds": time.monotonic() - stopped,
-                        "code": launcher.returncode,
-                        "said": said[-1500:],
-                    }
-
-        yield name, row
-
-
-def _rank_process(launcher: int) -> int:
-    """Return the process of rank 1 of a launch."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            if parent == launcher and b"RANK=1" in variables:
-                return int(folder.name)
-    raise RuntimeError("rank 1 is not there")
 
 
 def profiled(at: Setting) -> Rows:
@@ -806,7 +578,7 @@ def profiled(at: Setting) -> Rows:
         file = at.out / "profile.yaml"
         model, length = ("demo-4m", "128") if at.tiny else ("llama-3.2-1b", "2048")
         command = [sys.executable, "-m", "meshwright", "profile", model, "--cluster"]
-        there = torch.cuda.device_count() if at.kind == "cuda" else 1
+        there = at.devices if at.kind == "cuda" else 1
         command += [f"local:{there}", "--seq-len", length, "--global-batch", str(4 * there)]
         command += ["--budget", "15s" if at.tiny else "2min", "-o", str(file)]
         command += ["--precision", "fp32" if at.kind == "cpu" else "bf16"]
@@ -852,53 +624,3 @@ def walk(at: Setting) -> Rows:
     steps = folder / "run" / "metrics.jsonl"
     if steps.exists():
         yield "steps", lambda: {"lines": steps.read_text().splitlines()[-8:]}
-
-
-RUNS: dict[str, Callable[[Setting], Rows]] = {
-    "machine": machine,
-    "equality": equality,
-    "plans": plans,
-    "products": products,
-    "kernels": kernels,
-    "collectives": collectives,
-    "ranks": ranks,
-    "shared device": shared_device,
-    "edge": edge,
-    "compile": compiled,
-    "loss": loss,
-    "launches": launches,
-    "ends": ends,
-    "profile": profiled,
-    "walk": walk,
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=RUNS)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--known", default="[]")
-    parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    known = set(json.loads(args.known))
-    at = Setting(device=args.device, tiny=args.tiny, out=args.out)
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    for key, find in RUNS[args.case](at):
-        if key in known:
-            continue
-        begin = time.monotonic()
-        try:
-            found = find()
-        except Exception:
-            found = {"failed": traceback.format_exc()[-1500:]}
-        line = {"key": key, "took_s": round(time.monotonic() - begin, 2), **found}
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()
-    # Threads of communication libraries may wait for peers that are gone.
-    sys.stdout.flush()
-    os._exit(0)

@@ -1,15 +1,20 @@
-"""One device, four ways to train the same model: tokens per second, peak memory, first step.
+"""One device, five ways to train the same model: tokens per second, peak memory, first step.
 
     PYTHONPATH=$PWD python benchmarks/gpu/versus.py --out DIR
     PYTHONPATH=$PWD python benchmarks/gpu/versus.py --tiny --out DIR      a dry run, on any machine
 
 Contestants take turns (A B C A B C), each in a process of its own: `plain` is a loop over
 transformers' class as an expert writes it (autocast to bf16 over fp32 weights, compiled blocks,
-fused AdamW, the largest micro-batch that fits), `trainer` is transformers' Trainer with the same
-settings, `launch` is the plan that `meshwright plan` answers, run by `meshwright launch`, and
-`launch eager` the same plan without compiled blocks.  Model, samples, sequence and optimizer are
-the same; weights are drawn and tokens are random, or text for `launch`.  Every line goes to
-DIR/versus.jsonl as it comes, and a further call measures what lacks.  Writes DIR/versus.md.
+fused AdamW, the largest micro-batch that fits), `torchtitan` its own Trainer (titan.py) and
+`trainer` transformers' with the same settings, `launch` is the plan that `meshwright plan` answers,
+run by `meshwright launch`, and `launch eager` the same plan without compiled blocks.  Model,
+samples, sequence and optimizer are the same; weights are drawn and tokens are random, or text for
+`launch`.  torchtitan and peft may be missing, or lie in a folder named by PYTHONPATH; a row says
+what is not installed.
+
+A measurement takes half a minute on a device, so that ten minutes are worth the first turn of four
+models.  Every line goes to DIR/versus.jsonl as it comes, and a further call measures what lacks.
+Writes DIR/versus.md.
 """
 
 from __future__ import annotations
@@ -43,6 +48,8 @@ from meshwright.runtime.core.memory_tracker import LiveMemory  # noqa: E402
 from meshwright.runtime.models.families import configuration  # noqa: E402
 
 LORA_RANK = 16
+LONGEST_S = 150.0
+"""Of one measurement; one that takes longer has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,7 @@ WORKS = (
 TINY_WORKS = (
     Work(model="demo-4m", seq_len=64, samples=4),
     Work(model="demo-4m", seq_len=64, samples=4, recompute=True),
+    Work(model="demo-4m", seq_len=64, samples=4, lora=True),
 )
 
 
@@ -177,7 +185,17 @@ def measured(step: Callable[[], None], model: nn.Module, optimizer: Any, setting
         torch.cuda.synchronize()
     first_s = time.time() - setting.begin_s
     seconds = [step_s() for _ in range(setting.steps)]
-    return {"first_s": first_s, "seconds": seconds} | peak(step, model, optimizer, setting)
+    line = {"first_s": first_s, "seconds": seconds} | counts(model)
+    return line | peak(step, model, optimizer, setting)
+
+
+def counts(model: nn.Module) -> Line:
+    """Return how many parameters a model has and trains: contestants of a row must agree."""
+    every = {id(p): p for p in model.parameters()}.values()
+    return {
+        "parameters": sum(p.numel() for p in every),
+        "trained": sum(p.numel() for p in every if p.requires_grad),
+    }
 
 
 def peak(step: Callable[[], None], model: nn.Module, optimizer: Any, setting: Setting) -> Line:
@@ -232,7 +250,22 @@ def trainer(work: Work, setting: Setting, micro_batch: int) -> Line:
             run.train()
         peaks = {"peak_bytes": live.peak_bytes}
     seconds = [end - begin for begin, end in itertools.pairwise(ends_s)]
-    return {"first_s": ends_s[0] - setting.begin_s, "seconds": seconds, **peaks}
+    return {"first_s": ends_s[0] - setting.begin_s, "seconds": seconds, **counts(model), **peaks}
+
+
+def torchtitan(work: Work, setting: Setting, micro_batch: int) -> Line:
+    """Train by torchtitan's Trainer."""
+    from benchmarks.gpu.titan import trainer_of  # noqa: PLC0415 - may be missing
+
+    step, model, optimizer = trainer_of(
+        work.model,
+        random_tokens(work),
+        micro_batch=micro_batch,
+        recompute=work.recompute,
+        lora_rank=LORA_RANK if work.lora else None,
+        on_cuda=setting.on_cuda,
+    )
+    return measured(step, model, optimizer, setting)
 
 
 def largest_that_fits(
@@ -261,7 +294,7 @@ def launch(work: Work, setting: Setting, *fixed: str) -> Line:
     request += ["--lora", f"rank={LORA_RANK}"] if work.lora else []
     request += [word for choice in fixed for word in ("--fix", choice)]
     planned = subprocess.run([*command, *request], check=True, stdout=subprocess.PIPE)
-    predicted_s = json.loads(planned.stdout)["step_time_s"]
+    answer = json.loads(planned.stdout)
     steps = str(setting.steps + 1)
     subprocess.run(
         [*command, "launch", "plan.yaml", "--steps", steps, "-o", "run"],
@@ -273,7 +306,9 @@ def launch(work: Work, setting: Setting, *fixed: str) -> Line:
         "first_s": first_step_s(Path("run/events.jsonl"), setting.begin_s),
         "seconds": report["step_s"][1:],
         "peak_bytes": max(stage["peak_memory_bytes"] for stage in report["stages"]),
-        "predicted_s": predicted_s,
+        "predicted_s": answer["step_time_s"],
+        "predicted_bytes": max(stage["total"] for stage in answer["peak_memory_bytes"]),
+        "mfu": answer["mfu"],
         "layout": report["layout"],
     }
 
@@ -290,6 +325,7 @@ def first_step_s(events: Path, begin_s: float) -> float:
 CONTESTANTS: dict[str, Callable[[Work, Setting], Line]] = {
     "plain": functools.partial(largest_that_fits, plain),
     "launch": launch,
+    "torchtitan": functools.partial(largest_that_fits, torchtitan),
     "trainer": functools.partial(largest_that_fits, trainer),
     "launch eager": lambda work, setting: launch(work, setting, "compile=none"),
 }
@@ -309,9 +345,18 @@ def measure(name: str, work: Work, setting: Setting) -> Line:
         "TOKENIZERS_PARALLELISM": "false",
     }
     with tempfile.TemporaryDirectory() as folder:
-        child = subprocess.run(
-            command, capture_output=True, text=True, cwd=folder, env=environment, check=False
-        )
+        try:
+            child = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                cwd=folder,
+                env=environment,
+                timeout=LONGEST_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"ended after {LONGEST_S:.0f} s"}
     if child.returncode:
         return {"failed": child.stderr.strip()[-1500:] or f"ended with {child.returncode}"}
     line: Line = json.loads(child.stdout.strip().splitlines()[-1])
@@ -324,50 +369,71 @@ def vars_of(work: Work) -> dict[str, Any]:
 
 
 def turns(works: Sequence[Work], rounds: int) -> Iterator[tuple[Work, int, str]]:
-    """Yield what is measured, in order: a row's contestants one after the other, then again.
+    """Yield what is measured, in order: every row's contestants once, then all again.
 
     >>> [name for _, turn, name in turns(TINY_WORKS[:1], 2) if turn == 1][:2]
     ['plain', 'launch']
     """
-    for work in works:
-        for turn in range(rounds):
+    for turn in range(rounds):
+        for work in works:
             for name in CONTESTANTS:
                 yield work, turn, name
 
 
+HEADINGS = (
+    "model, samples", "contestant", "step", "tokens/s", "of peak", "of the best other", "peak",
+    "first step, again",
+)  # fmt: skip
+
+
 def table(lines: Sequence[Line], works: Sequence[Work]) -> str:
     """Return the results as Markdown; a row's seconds are medians of all its turns."""
-    text = [
-        "| model, samples | contestant | step | tokens/s | of the best other | peak | first step |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    text = [f"| {' | '.join(HEADINGS)} |", "|---|---|---:|---:|---:|---:|---:|---:|"]
     for work in works:
-        rows = {name: [x for x in lines if (x["key"], x["case"]) == (work.key, name)]
-                for name in CONTESTANTS}  # fmt: skip
-        steps_s = {
-            name: statistics.median([s for x in found for s in x["seconds"]])
-            for name, found in rows.items()
-            if any("seconds" in x for x in found) and all("seconds" in x for x in found)
-        }
-        others = [s for name, s in steps_s.items() if not name.startswith("launch")]
-        for name, found in rows.items():
-            if name not in steps_s:
-                reasons = [x["failed"].splitlines()[-1][:80] for x in found if "failed" in x]
-                text.append(
-                    f"| {work.key} | {name} | {''.join(reasons[:1]) or 'not run'} | | | | |"
-                )
-                continue
-            step_s = steps_s[name]
-            cells = [seconds_text(step_s), f"{work.samples * work.seq_len / step_s:,.0f}"]
-            cells.append(f"{min(others) / step_s:.2f}" if others else "")
-            cells.append(bytes_text(max(x["peak_bytes"] for x in found)))
-            cells.append(seconds_text(statistics.median(x["first_s"] for x in found)))
-            text.append(f"| {work.key} | {name} | {' | '.join(cells)} |")
-            if "predicted_s" in found[0]:
-                error = 100 * (found[0]["predicted_s"] / step_s - 1)
-                predicted = seconds_text(found[0]["predicted_s"])
-                text.append(f"| | predicted | {predicted} ({error:+.0f} %) | | | | |")
+        text += [f"| {' | '.join(row)} |" for row in table_rows(lines, work)]
     return "\n".join([*text, ""])
+
+
+def table_rows(lines: Sequence[Line], work: Work) -> Iterator[list[str]]:
+    """Yield the cells of a row's contestants, each prediction below what it predicts."""
+    rows = {name: [x for x in lines if (x["key"], x["case"]) == (work.key, name)]
+            for name in CONTESTANTS}  # fmt: skip
+    steps_s = {
+        name: statistics.median([s for x in measured for s in x["seconds"]])
+        for name, measured in rows.items()
+        if measured and all("seconds" in x for x in measured)
+    }
+    others_s = [s for name, s in steps_s.items() if not name.startswith("launch")]
+    # Seconds in which a device at its peak would do the arithmetic of the model.
+    ideal_s = [x["predicted_s"] * x["mfu"] for x in rows["launch"] if x.get("mfu")]
+    sizes = {name: rows[name][0].get("trained") for name in steps_s}
+    for name, measured in rows.items():
+        if name not in steps_s:
+            reasons = [x["failed"].splitlines()[-1][:80] for x in measured if "failed" in x]
+            yield [work.key, name, "".join(reasons[:1]) or "not run", *[""] * (len(HEADINGS) - 3)]
+            continue
+        step_s = steps_s[name]
+        called = name
+        if name != "plain" and None not in (sizes[name], sizes.get("plain")):
+            other = sizes[name] != sizes["plain"]
+            called += f" (trains {sizes[name] / 1e6:.3g} M parameters)" * other
+        first_s = [seconds_text(x["first_s"]) for x in measured]
+        yield [
+            work.key,
+            called,
+            seconds_text(step_s),
+            f"{work.samples * work.seq_len / step_s:,.0f}",
+            f"{100 * ideal_s[0] / step_s:.1f} %" if ideal_s else "",
+            f"{min(others_s) / step_s:.2f}" if others_s else "",
+            bytes_text(max(x["peak_bytes"] for x in measured)),
+            ", ".join(first_s),
+        ]
+        if "predicted_s" in measured[0]:
+            predicted = measured[0]
+            error = 100 * (predicted["predicted_s"] / step_s - 1)
+            cells = ["", "predicted", f"{seconds_text(predicted['predicted_s'])} ({error:+.0f} %)"]
+            cells += ["", f"{100 * predicted.get('mfu', 0):.1f} %", ""]
+            yield [*cells, bytes_text(predicted["predicted_bytes"]), ""]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

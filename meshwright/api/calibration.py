@@ -30,7 +30,7 @@ def calibrate(
 ) -> Calibrated:
     """Fit the constants of a cluster to tables of runs and to folders that `launch` wrote.
 
-    What was fitted goes into a profile of its own, or into one of layers that was measured before.
+    The fitted constants go into a profile of their own, or into an earlier one of layers.
     """
     if not sources:
         raise DocumentError("runs", "are missing; give tables of runs or folders of launches")

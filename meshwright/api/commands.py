@@ -101,7 +101,7 @@ class PlanCommand(PlanOptions):
     output: str | None = None
     """File of the plan."""
     html: str | None = None
-    """Page that says why, with the alternatives and the pipeline's timeline."""
+    """Page with the reasons, the alternatives and the pipeline's timeline."""
     offline: bool = False
     """Fetch no model's config.json from the Hugging Face hub."""
     progress: Progress | None = None
@@ -111,7 +111,7 @@ class PlanCommand(PlanOptions):
 def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
-    Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
+    Among plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
     `gap=0.01` takes minutes, if need be, until no plan is more than 1 % faster in simulated time,
     and may find a faster one on the way; `progress` usually gets how far the search is.
 
@@ -126,9 +126,9 @@ def plan(model: str | OwnScript, cluster: str, *, options: PlanCommand) -> Answe
     Plans fit with `fit_probability` at least, since needs of memory differ from their prediction
     (`meshwright.planner.costs.uncertainty`); 0.5 takes the prediction as it is.
 
-    `framework` trains: its own space is searched, priced as it trains.  Of a
-    profile another framework than ours takes constants of the cluster; layers measured in our
-    runtime are not that framework's, and are left out.
+    `framework` trains: its own space is searched, priced as it trains.  Another framework than ours
+    uses a profile's constants of the cluster; layers measured in our runtime are not that
+    framework's, and are left out.
 
     A module that a script builds is planned for its example of a global batch, in fp32.
     """
@@ -209,7 +209,7 @@ def _length_notes(
 
 
 def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
-    """Return an answer whose plans say what a sample is, in place of a length in tokens."""
+    """Return an answer whose plans describe a sample in place of a length in tokens."""
     return replace(
         answer,
         plan=answer.plan.with_batch(batch),
@@ -289,7 +289,7 @@ def _with_packed_weights(request: Request) -> Iterator[Request]:
 
 
 def _open_gap(certificate: Certificate, asked: float | None) -> Iterator[str]:
-    """Yield what a proof could not exclude, where its gap is above the one that is asked for."""
+    """Yield what a proof could not exclude, where its gap exceeds the requested one."""
     if asked is None or certificate.gap <= asked:
         return
     lowest = next(iter(certificate.runners_up), None)
@@ -305,7 +305,7 @@ def _with_less_surety(request: Request) -> str:
     if request.fit_probability <= AS_PREDICTED:
         return ""
     try:
-        # Below some limit, however high, since nobody asks here why nothing fits.
+        # Below some limit, however high, since no reason is needed here why nothing fits.
         looser = replace(request, fit_probability=AS_PREDICTED)
         prediction = search(looser, below_s=sys.float_info.max).prediction
     except NoPlanFits:
@@ -318,7 +318,7 @@ def _with_less_surety(request: Request) -> str:
 
 
 def _closing(progress: Progress) -> GapProgress:
-    """Return what shows a gap that closes as progress, in hundredths of a percent."""
+    """Return a function that shows a closing gap as progress, in hundredths of a percent."""
     whole = 10_000
     return lambda gap: progress(round(whole * (1 - gap)), whole)
 
@@ -328,7 +328,7 @@ def compare(
 ) -> tuple[Alternative, ...]:
     """Say what plans take beside the fastest that fits, each on its own cluster or on one.
 
-    Of plans that do other amounts of work in a step, seconds of as much work are compared.
+    Plans that do different amounts of work in a step are compared by the seconds of equal work.
     """
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
@@ -353,7 +353,7 @@ def _work(plan: Plan) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanImprovement:
-    """A plan beside the best one of its job, and what lies between them."""
+    """A plan beside the best one of its job, and their differences."""
 
     mine: Plan
     prediction: Prediction
@@ -369,7 +369,7 @@ def compare_best(
     output: str | None = None,
     progress: Progress | None = None,
 ) -> PlanImprovement:
-    """Search for the best plan of a plan's job, cluster and framework, and say what is different.
+    """Return the best plan of a plan's job, cluster and framework, and the differences.
 
     Both are priced as the framework trains; what each difference is worth is listed one at a time.
     """
@@ -403,7 +403,7 @@ def compare_best(
 
 
 def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
-    """Yield what to know before the figures are believed."""
+    """Yield warnings about the figures."""
     if not mine.fits:
         yield f"yours {mine.misfit}: its time is that of larger devices"
     for name, prediction in (("yours", mine), ("the best", best)):
@@ -476,7 +476,7 @@ def import_plan(
 
 
 def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
-    """Return what a script finds where it stands: values that are given, and files beside it."""
+    """Return the surroundings of a script: values that are given, and files beside it."""
     from meshwright.planner.framework_configs.bash.interpreter import ScriptEnvironment  # noqa: PLC0415
 
     settled: dict[str, str] = {}
@@ -500,13 +500,13 @@ def _surroundings(source: str, values: Sequence[str]) -> ScriptEnvironment:
 
 
 def _words_notes(prediction: Prediction) -> set[str]:
-    """Return the notes that name words which were not understood: they are said once."""
+    """Return the notes that name words which were not understood: they appear once."""
     return {note for note in prediction.notes if note.startswith(NOT_UNDERSTOOD)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedPlan:
-    """The plan of a configuration, what it takes, and how far it is what the configuration says."""
+    """The plan of a configuration, its prediction, and its differences from the configuration."""
 
     plan: Plan
     assumed: tuple[str, ...]
@@ -515,7 +515,7 @@ class ImportedPlan:
     without_effect: tuple[str, ...]
     """Keys that decide nothing beside the others."""
     not_understood: tuple[str, ...]
-    """Those that may change seconds or bytes, the most decisive first."""
+    """Unknown keys that may change seconds or bytes, the most decisive first."""
     prediction: Prediction
     """Its range is wider where words were not understood."""
 
@@ -523,7 +523,7 @@ class ImportedPlan:
 def of_plan(
     wanted: Plan, cluster: str | None, profile: str | None, *, path: str | None = None
 ) -> Prediction:
-    """Say what a plan takes on its own cluster or another; `path` is the plan's file, if any."""
+    """Return the prediction of a plan on its own cluster or another; `path` is its file, if any."""
     graph = plan_model(wanted, path)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster or wanted.cluster, measured)
@@ -648,7 +648,7 @@ def _framework_price(request: Request, layout: Layout) -> Prediction:
 def _refuse_other_layers(request: Request) -> None:
     """Refuse pins of layers that the framework has not: blocks would be priced as something else.
 
-    Of a whole layout that it does not run there is a price all the same, with the reason.
+    A whole layout that it does not run still has a price, with the reason.
     """
     space, devices = request.framework.space, request.cluster.groups[0].devices_per_node
     for pin, what in () if space is None else outside(request.pins, space, devices):
@@ -667,9 +667,9 @@ class FrameworkConfiguration:
     in_the_script: list[str]
     file: str | None
     environment: dict[str, str] = field(default_factory=dict)
-    """What its ranks are started with, or they may run out of memory."""
+    """Environment variables of its ranks, without which they may run out of memory."""
     warnings: tuple[str, ...] = ()
-    """What its prediction notes."""
+    """Notes of its prediction."""
 
 
 def export(
@@ -765,8 +765,8 @@ def profile(
     """Measure a model's layers and the links of these machines.
 
     `budget` is about how long it may take (`5min`); what is most valuable to a plan is measured
-    first.  What was measured before of the same model, software and machines is not measured again
-    unless `fresh`, and a profile that was cut short goes on.
+    first.  Earlier measurements of the same model, software and machines are reused unless `fresh`,
+    and an interrupted profile is continued.
 
     On several nodes it is called once on each, with the same arguments; which of them this is say
     `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
@@ -814,7 +814,7 @@ def _measured_job(
     global_batch: int | None,
     precision: Precision | None,
 ) -> Callable[[ClusterSpec], Job]:
-    """Return what makes the job to measure for, once the machine is known."""
+    """Return the function that builds the job to measure for, once the machine is known."""
     samples = script.samples if script is not None and not global_batch else global_batch
 
     def job(machine: ClusterSpec) -> Job:
@@ -837,7 +837,7 @@ def profile_agenda(
     rendezvous: str | None = None,
     budget: str | None = None,
 ) -> ProfileAgenda:
-    """Return what `profile` would measure, in its order, and measure nothing."""
+    """Return the agenda of `profile`, in its order, and measure nothing."""
     from meshwright.profiler import profile as profiles  # noqa: PLC0415 - the profiler
     from meshwright.runtime.run.node_rank import node_rank_of  # noqa: PLC0415
 
@@ -915,7 +915,7 @@ def _searched_again(
 ) -> tuple[Certificate | None, tuple[Alternative, ...], str]:
     """Return proof, alternatives and reason of a search for a plan's job.
 
-    Where there is none, the reason says why.
+    Where there is none, the reason is returned.
     """
     from meshwright.planner.report.text import why_shown  # noqa: PLC0415 - loads rich
 
@@ -973,7 +973,7 @@ def validate(
 
 
 def plugins() -> list[dict[str, str]]:
-    """Return what installed packages add, as rows; none of it is loaded."""
+    """Return the additions of installed packages, as rows; none of it is loaded."""
     return [
         {
             "kind": plugin.kind,

@@ -2,7 +2,7 @@
 
 The command line decides; else an environment variable (`MESHWRIGHT_CLUSTER`, ...), else the file
 that `MESHWRIGHT_DEFAULTS` names (empty: none), else `~/.config/meshwright/defaults.yaml`.  Commands
-say which of these they took.  Calls of the Python functions read none of them.
+report the defaults that they used.  Calls of the Python functions read none of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.planner.errors import DocumentError
 
 FILE = "MESHWRIGHT_DEFAULTS"
 PATHS = ("cluster", "prices")
-"""Values that may be files; a relative one may lie by the file of defaults."""
+"""Values that may be files; a relative one may be beside the file of defaults."""
 
 
 class Defaults(Document):
@@ -42,10 +42,10 @@ class CommandDefaults:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
         self.notes: list[str] = []
-        """Options that nobody gave, with their values and where these come from."""
+        """Options that were not given, with their values and the sources of these."""
 
     def value_of(self, option: str, given: str | None) -> str | None:
-        """Return what was given, else the user's default of an option, else None."""
+        """Return the given value, else the user's default of an option, else None."""
         if given is not None:
             return given
         variable = f"MESHWRIGHT_{option.upper()}"

@@ -43,12 +43,12 @@ MODULE_FIELDS = ("batch", "loss", "inputs", "optimizer", "groups", "units")
 DOCUMENTS: tuple[type[Document], ...] = (
     Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Framework,
 )  # fmt: skip
-"""What `load` reads."""
+"""Types of documents that `load` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlanOptions(PlanOptions):
-    """Options of a plan, and what a module of the caller's own trains on."""
+    """Options of a plan, and the training inputs of a caller's own module."""
 
     batch: Any = None
     loss: Callable[[Any, Any], Any] | None = None
@@ -67,12 +67,11 @@ def plan(
     that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
     and a count, and `inputs(batch)` what the module is given (runtime.engine.engine has all three).
     `optimizer` and `groups` are as the Engine has them, and tried for the bytes of their state;
-    without them memory is that of AdamW.
-    Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
-    is planned in fp32 unless `precision` says otherwise, as a plain script trains.
-    Of plans within 1.5 % of the fastest the simplest is taken, unless the fastest is preferred.
-    `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload"; so is
-    `fit_probability`, with which the plan fits at least.
+    without them memory is that of AdamW.  Only shapes and types of the example `batch` count;
+    without `global_batch` it is one.  A module is planned in fp32 unless `precision` says
+    otherwise, as a plain script trains.  Among plans within 1.5 % of the fastest the simplest is
+    taken, unless the fastest is preferred.  `fix`, `allow` and `require` are as on the command
+    line: "pipeline=2", "offload"; so is `fit_probability`, with which the plan fits at least.
 
     >>> import meshwright
     >>> plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", seq_len=1024, global_batch=64)
@@ -138,7 +137,7 @@ def tensor_styles(
     units: Sequence[str] | None = None,
     ranks: int = 2,
 ) -> TensorStyles:
-    """Return what of a module a tensor axis of `ranks` divides, and why the rest is whole.
+    """Return the parts of a module that a tensor axis of `ranks` divides, and the undivided rest.
 
     Each unit is run whole and in parts on random numbers, and compared; arguments as of `plan`.
 
@@ -340,6 +339,6 @@ def save(written: Document, path: str | Path) -> None:
 
 
 def _likeness(kind: type[Document], keys: set[str]) -> tuple[int, int]:
-    """Tell how well keys fit a kind of document: required ones that are missing count first."""
+    """Return how well keys fit a kind of document: required ones that are missing count first."""
     required = {name for name, field in kind.model_fields.items() if field.is_required()}
     return -len(required - keys), len(keys & set(kind.model_fields)) - len(keys)

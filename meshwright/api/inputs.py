@@ -74,7 +74,7 @@ def _named_model(text: str, seq_len: int | None) -> ModelGraph:
 
 
 def script_of(text: str) -> OwnScript | None:
-    """Return what the script of `script.py:build` trains; None for another MODEL."""
+    """Return the script of `script.py:build` that trains a module; None for another MODEL."""
     if not is_factory(text):
         return None
     from meshwright.runtime.engine.user_code import trains_in_script  # noqa: PLC0415 - the runtime
@@ -216,7 +216,7 @@ def check_devices(wanted: Plan, machine: ClusterSpec) -> None:
 
 
 def is_plan(text: str) -> bool:
-    """Whether a path names a plan rather than a model."""
+    """Return True if a path names a plan rather than a model."""
     if not text.endswith((".yaml", ".yml", ".json")) or not document.is_file(text):
         return False
     try:

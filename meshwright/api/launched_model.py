@@ -1,4 +1,4 @@
-"""Of which figures a plan is made that `launch` runs: of a model without an adapter, recorded ones.
+"""Figures of a plan that `launch` runs: of a model without an adapter, recorded ones.
 
 The planner has figures of more families than the runtime has adapters.  The library's own class of
 such a model trains as it was recorded, so that plans for our own runtime are made of the recording.
@@ -24,12 +24,13 @@ from meshwright.planner.frameworks.native_limits import adapter_caveat, device_c
 from meshwright.runtime.models.families import has_config
 
 MOST_TRIED = 2**26
-"""Parameters of a layer up to which a model is recorded unasked; a larger one may fill memory."""
+"""Parameters of a layer up to which a model is recorded by default; a larger one may fill
+memory."""
 TRIED_BYTES = 60
-"""Of a parameter of the largest layer while it is recorded: it is tried in copies, in fp32."""
+"""Bytes for each parameter of the largest layer while it is recorded, in copies in fp32."""
 Options = TypeVar("Options", bound=PlanOptions)
 UNRECORDED = "as its own class was recorded, no plan is made: "
-"""How the note begins that says why a plan is of figures that launch refuses."""
+"""Begin of the note that a plan uses figures of a model that launch refuses."""
 
 
 def launched_model(
@@ -57,7 +58,7 @@ def launched_model(
 
 
 def launch_need(graph: ModelGraph) -> str | None:
-    """Return what has to be done before a model without an adapter is launched; None if nothing."""
+    """Return the need of a model without an adapter before its launch; None if nothing."""
     a, source = graph.architecture, graph.source or ""
     if a is None:
         return None

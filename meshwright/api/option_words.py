@@ -15,7 +15,7 @@ def flag(field: str) -> str:
 
 
 def option_words(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield the options that say these values of fields.
+    """Yield the options that set these values of fields.
 
     >>> list(option_words({"steps": 7, "resume": True, "data": None, "training": ("a=1", "b=2")}))
     ['--steps', '7', '--resume', '--training', 'a=1', '--training', 'b=2']

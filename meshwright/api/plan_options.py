@@ -34,15 +34,17 @@ class JobOptions:
     lengths: str | None = None
     """Lengths of samples that vary: a file with one on each line, or `mean,p95,max`."""
     batching: Batching | None = None
-    """What batches make of them: `packed` (the default), padded to the `longest`, or `exact`."""
+    """Form of batches of such samples: `packed` (the default), padded to the `longest`, or
+    `exact`."""
     global_batch: int | None = None
     """Samples of a step."""
     precision: Precision | None = None
     lora: Sequence[str] = ()
-    """Settings of adapters, which alone are trained: `rank=16`, `weights=nf4`."""
+    """Settings of adapters, which are then the only trained parameters: `rank=16`,
+    `weights=nf4`."""
     optimizer: Optimizer | Callable[[Any], Any] | None = None
-    """What updates weights: `adamw-8bit`, `adafactor`, `muon`; None: `adamw`.  That of a module of
-    one's own is a factory."""
+    """Optimizer: `adamw-8bit`, `adafactor`, `muon`; None: `adamw`.  For a user's own module it is a
+    factory."""
     masters: MasterWeights = "fp32"
     """`none` trains the 16-bit weights themselves, without an fp32 copy."""
     objective: Objective = "sft"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def version() -> str:
-    """Return what `--version` prints."""
+    """Return the output of `--version`."""
     from importlib import metadata  # noqa: PLC0415 - of this alone
 
     return f"meshwright {metadata.version('meshwright')}"

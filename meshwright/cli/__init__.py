@@ -84,11 +84,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "whatif": hardware.whatif,
     "catalog": hardware.catalog,
 }
-"""In the order of the help."""
+"""Commands in the order of the help."""
 INTERRUPTED = Interrupted.status
-"""What a command returns that Ctrl-C ended."""
+"""Exit status of a command that Ctrl-C ended."""
 LOST = (errno.EPIPE, errno.ENOSPC)
-"""Errors of an output that nobody reads, or that has no room."""
+"""Errors of an output without a reader, or without room."""
 WRONG_USAGE: Any = typer.BadParameter.__mro__[1]
 """All errors of arguments; typer names this one of them."""
 
@@ -147,7 +147,7 @@ def _fail(
 
 
 def _place(error: MeshwrightError) -> dict[str, str]:
-    """Return where a document is wrong: its file, and the path in it."""
+    """Return the place of an error in a document: its file, and the path in it."""
     if not isinstance(error, DocumentError):
         return {}
     place = {"file": error.file, "path": error.path}

@@ -25,9 +25,9 @@ VERBS = (
     *("return", "save", "say", "see", "seed", "set", "shorten", "start", "submit", "train"),
     *("uninstall", "use", "wait", "write", "it would fit"),
 )
-"""What a remedy begins with."""
+"""Verbs with which a remedy begins."""
 BACK = r"(?:it|them|either|both|each|so|one out|one of them)\b"
-"""What speaks of the words before it, so that they stay before it."""
+"""Words that refer to the words before them, which a line break must not separate."""
 REMEDY = re.compile(
     rf"(?P<why>.+?)(?:;|[.]) (?P<do>(?:{'|'.join(VERBS)})\b(?! {BACK}).+)", re.IGNORECASE
 )
@@ -58,7 +58,7 @@ def bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
 
 
 def remedy_first(message: str) -> tuple[str, str]:
-    """Return what a refusal says to do, and why; the message and nothing where it says neither.
+    """Return a refusal's remedy and reason; the message and nothing where it has no remedy.
 
     >>> remedy_first("layout: tp=3 leaves 2 of 8 devices idle; add idle=2, or name other degrees")
     ('add idle=2, or name other degrees', 'layout: tp=3 leaves 2 of 8 devices idle')
@@ -77,7 +77,7 @@ def remedy_first(message: str) -> tuple[str, str]:
 
 
 def refuse(message: str) -> None:
-    """Print why a command ends; where that takes several lines the first says what to do."""
+    """Print why a command ends; where it takes several lines, the first one is the action."""
     short = len(f"meshwright: {message}") <= talk.width
     if short or not talk.is_terminal or "\n" in message:  # the end of a log, say
         print_message(message)

@@ -23,7 +23,7 @@ from meshwright.planner.errors import DocumentError
 
 
 class WhatIfOrder(StrEnum):
-    """What candidates are ranked by."""
+    """Criterion by which candidates are ranked."""
 
     COST = "cost"
     TIME = "time"
@@ -33,7 +33,7 @@ class WhatIfOrder(StrEnum):
 
 
 class WhatIfSizing(StrEnum):
-    """What the number of nodes is found for."""
+    """Purpose for which the number of nodes is computed."""
 
     NEED = "need"
     POWER = "power"
@@ -281,7 +281,7 @@ def whatif(
 
 
 def _parts(text: str | None) -> list[str]:
-    """Return what commas separate."""
+    """Return the parts that commas separate."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 

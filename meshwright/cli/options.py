@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, with what their help says.
+"""Arguments and options that several commands share, with their help.
 
 A command that takes a record (`runtime.run.launch_options.LaunchRun`) has an option for each of its
 fields, named and described there: `with_records` makes them, and `meshwright.api.option_words` is
@@ -35,7 +35,7 @@ class Precision(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """What updates weights."""
+    """Optimizers."""
 
     ADAMW = "adamw"
     ADAMW_BF16 = "adamw-bf16"
@@ -48,7 +48,7 @@ class OptimizerName(StrEnum):
 
 
 class BatchingName(StrEnum):
-    """What batches make of samples of several lengths."""
+    """Forms of batches of samples with several lengths."""
 
     PACKED = "packed"
     LONGEST = "longest"
@@ -56,7 +56,7 @@ class BatchingName(StrEnum):
 
 
 class ObjectiveName(StrEnum):
-    """What is learned."""
+    """Training objectives."""
 
     SFT = "sft"
     DPO = "dpo"
@@ -65,21 +65,21 @@ class ObjectiveName(StrEnum):
 
 
 class MasterCopies(StrEnum):
-    """Copies of 16-bit weights that are trained in their place."""
+    """Types of the weights that are trained in place of 16-bit weights."""
 
     FP32 = "fp32"
     NONE = "none"
 
 
 class Solver(StrEnum):
-    """How the partition problem of each layout is solved."""
+    """Methods of solving the partition problem of each layout."""
 
     EXACT = "exact"
     ILP = "ilp"
 
 
 class Preferred(StrEnum):
-    """Which of the plans near the fastest is taken."""
+    """Preferences among the plans near the fastest one."""
 
     SIMPLEST = "simplest"
     FASTEST = "fastest"
@@ -299,7 +299,7 @@ def with_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator: `options` of a command are a mapping of those that were given.
 
-    What is not given is left out, so that the record's own default counts.
+    Options that are not given are left out, so that the record's own defaults count.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -67,7 +67,7 @@ def _documents() -> Iterator[str]:
 
 
 def _python() -> Iterator[str]:
-    """Yield every public name of the package with its signature and what it says of itself."""
+    """Yield every public name of the package with its signature and docstring."""
     yield "# Python"
     yield ""
     yield "`import meshwright` gives these; nothing is imported before it is used."

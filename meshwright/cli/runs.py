@@ -203,7 +203,7 @@ def watch(
 
 
 def _tell_job(submission: Submission) -> None:
-    """Print a job that was written, or what its scheduler said of it."""
+    """Print a job that was written, or its scheduler's answer."""
     if submission.file is None:
         print(submission.text, end="")
     else:
@@ -287,7 +287,7 @@ def profile(
         print(as_json(measured.model_dump(mode="json", exclude_none=True)))
         return
     defaults = CommandDefaults({})
-    if measured.layers and measured.layers[0].seq_len > 1:  # a script's batch says it
+    if measured.layers and measured.layers[0].seq_len > 1:  # a script's batch defines it
         defaults.left_open({"seq-len": (seq_len, measured.layers[0].seq_len)})
     written = [name for name in (output, cluster_output) if name]
     for part in profile_parts(measured, model, defaults.notes, written, explain=explain):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.run.run_report import Comparison, RunReport
 
 LONG_RUN_HOURS = 1.0
-"""A longer run says when it is saved, if it is saved at all."""
+"""A longer run reports when it is saved, if it is saved at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def run_attempt(
 def with_interval(
     run: LaunchRun, saves: SaveFigures, *, step_s: float, quiet: bool = False
 ) -> LaunchRun:
-    """Return a run with the interval of checkpoints at which the least is lost, and say it."""
+    """Return a run with the interval of checkpoints that loses least, and report the interval."""
     hours = run.steps * step_s / SECONDS_PER_HOUR
     every = saves.every_steps(step_s)
     if not quiet and (hours > LONG_RUN_HOURS or every < run.steps):
@@ -134,7 +134,7 @@ def with_interval(
 
 
 def log_decision(output: Path, verdict: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:
-    """Write down what is done about an end, and say it."""
+    """Record and report the reaction to an end."""
     start_s = None if verdict.reaction == "stop" else account_of(output).start_s
     decision = decision_record(verdict.reaction, verdict.why, fit, start_s, quiet=quiet)
     append_record(decision, events_file(output))
@@ -148,7 +148,7 @@ def decision_record(
     *,
     quiet: bool,
 ) -> Decision:
-    """Return the record of a reaction after which training goes on under a plan, and say it."""
+    """Return and report the record of a reaction after which training goes on under a plan."""
     if not quiet:
         until = f"; ranks should train in {seconds_text(predicted_s)}" if predicted_s else ""
         print(f"meshwright: {reaction}, because {why}{until}", file=sys.stderr)
@@ -190,7 +190,7 @@ def copy_bytes(fit: LaunchablePlan) -> float:
 
 @contextlib.contextmanager
 def copies_rescued(slots: Slots, folder: Path | None, *, quiet: bool) -> Iterator[None]:
-    """Have the newest state on disk, whatever ends a run; an error says what is saved then."""
+    """Have the newest state on disk, whatever ends a run; an error then names the saved state."""
     from meshwright.runtime.launch.failure_report import RunEnded, saved_text  # noqa: PLC0415 - the runtime
     from meshwright.runtime.resilience.state_rescue import rescue  # noqa: PLC0415
 

@@ -33,23 +33,23 @@ from meshwright.planner.system.safe_files import folder_within, open_below, repl
 from meshwright.runtime.run.launch_options import LaunchRun
 
 FEWER = (1, 2, 4, 8)
-"""How many are lost, for which plans are solved ahead."""
+"""Numbers of lost nodes or devices for which plans are solved ahead."""
 NICE = 19
-"""The lowest priority there is: training does not wait for the book."""
+"""Lowest priority of a process, so that training does not wait for the book."""
 
 
 class FallbackPlan(Part):
     """A plan for what may be left of a run's nodes or devices."""
 
     wanted: Text
-    """Digest of the plan that it stands in for."""
+    """Digest of the plan that it replaces."""
     left: Positive
-    """Nodes, or devices of one node."""
+    """Number of remaining nodes, or devices of one node."""
     each: Positive | None = None
     """Devices of each of several nodes, where one of them has lost some."""
     path: Text
     plan: Text
-    """Its digest."""
+    """Digest of the plan."""
     devices: Positive
     step_s: Amount
     memory_bytes: Amount
@@ -63,7 +63,7 @@ class FallbackPlans:
         self._saved = saved
 
     def entry(self, wanted: Plan, left: int, each: int | None = None) -> FallbackPlan | None:
-        """Return what stands there for a plan of which so much is left; None if nothing does."""
+        """Return the entry for a plan of which this number is left; None if nothing does."""
         try:
             entry = FallbackPlan.model_validate_json(read_text(self._file(left, each)))
             plan = document.read(Plan, entry.path)
@@ -105,7 +105,7 @@ class FallbackPlans:
     def entry_or_solution(
         self, fit: LaunchablePlan, left: int, each: int | None = None
     ) -> tuple[FallbackPlan, PlanSource]:
-        """Return what stands there for what is left, solved now where nothing does."""
+        """Return the entry for what is left, solved now where there is none."""
         entry = self.entry(fit.plan, left, each)
         return (entry, "book") if entry else (self.solve(fit, left, each), "solved")
 
@@ -117,7 +117,7 @@ class FallbackPlans:
 
 
 def size_text(left: int, each: int | None = None) -> str:
-    """Return what is left as text.
+    """Return the remaining size as text.
 
     >>> size_text(6), size_text(8, 7)
     ('6', '8x7')
@@ -140,7 +140,7 @@ def fallback(
 ) -> LaunchablePlan:
     """Return the same training planned for what is left: out of the book, or solved now.
 
-    That is `left` nodes, with `each` devices where that is given, or devices of one node.
+    These are `left` nodes, with `each` devices where that is given, or devices of one node.
     """
     plans = FallbackPlans(run.checkpoint or Path())
     entry, source = plans.entry_or_solution(fit, left, each)
@@ -202,7 +202,7 @@ class FallbackSolver:
 def solve_fallbacks(
     fit: LaunchablePlan, saved: Path, lefts: Iterable[tuple[int, int | None]]
 ) -> list[FallbackPlan]:
-    """Solve for each of what may be left; what has no plan is said and passed over."""
+    """Solve for each of what may be left; losses without a plan are reported and skipped."""
     plans = []
     for left, each in lefts:
         with contextlib.suppress(MeshwrightError):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.inputs import check_code, machine_of, need_torch, plan_model
 from meshwright.api.option_words import option_words
@@ -59,19 +59,23 @@ def launch(
 
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     `replan` goes on where devices are fewer than the plan's, or one is lost, under a plan for those
-    that are left.
-    `elastic` looks for ranks that hang, and does about each end what the table of verdicts says:
-    the ranks are started again, or those that are left go on as with `replan`, or it stops.
-    A plan of a user's own file runs it, if the file and what it imports beside it are those that
-    were planned, or `trust_code` takes them as they are.
-    Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
-    On `where.hosts` it is started from here, and the answer is printed as they give it.
+    that are left.  `elastic` looks for ranks that hang, and reacts to each end by the table of
+    verdicts: the ranks are started again, or those that are left go on as with `replan`, or it
+    stops.  A plan of a user's own file runs it, if the file and what it imports beside it are those
+    that were planned, or `trust_code` takes them as they are.  Where a scheduler starts it, the job
+    is written and submitted; a dry run gives its text alone.  On `where.hosts` it is started from
+    here, and the answer is printed as they give it.
     """
     if replan and run.checkpoint is None:
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
     if elastic and run.checkpoint is None:
         raise DocumentError("elastic", "continues from checkpoints: add --checkpoint FOLDER")
-    more = {"replan": replan, "elastic": elastic, "profile": profile, "trust_code": trust_code}
+    more: dict[str, Any] = {
+        "replan": replan,
+        "elastic": elastic,
+        "profile": profile,
+        "trust_code": trust_code,
+    }
     if where.on != "local":
         return _submit_job(plan_path, run, where, more, dry_run=dry_run)
     where.refuse_job()
@@ -79,15 +83,35 @@ def launch(
         _on_hosts(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
         return None
     need_torch("launching a plan")
+    from meshwright.runtime.checkpoint import object_store  # noqa: PLC0415 - the runtime
+
+    if object_store.address_of(run.checkpoint) is not None and not dry_run:
+        with object_store.spooled(run.checkpoint) as spool:
+            run = run.model_copy(update={"checkpoint": spool})
+            return _launch_here(plan_path, run, where, more, dry_run=False, quiet=quiet)
+    return _launch_here(plan_path, run, where, more, dry_run=dry_run, quiet=quiet)
+
+
+def _launch_here(
+    plan_path: str,
+    run: LaunchRun,
+    where: Where,
+    more: Mapping[str, Any],
+    *,
+    dry_run: bool,
+    quiet: bool,
+) -> LaunchResult | None:
+    """Train as one of the nodes of a run; its checkpoints are in a folder of this node."""
     from meshwright.runtime.launch.failure_report import RankFailed  # noqa: PLC0415 - the runtime
     from meshwright.runtime.launch.launch_config import Launch  # noqa: PLC0415
 
     run_clock.begin()
+    replan, elastic = bool(more["replan"]), bool(more["elastic"])
     node_rank = where.node_rank()
-    fit = LaunchablePlan.read(plan_path, profile)
+    fit = LaunchablePlan.read(plan_path, more["profile"])
     if not dry_run:
-        fit = fit.with_code(trusted=trust_code)
-    elif not trust_code:
+        fit = fit.with_code(trusted=bool(more["trust_code"]))
+    elif not more["trust_code"]:
         check_code(fit.graph, plan_path)
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
     shrunk: Decision | None = None
@@ -140,7 +164,7 @@ def launch(
 def _shrunk(
     given: LaunchablePlan, left: int, fit: LaunchablePlan, node_rank: NodeRank, *, quiet: bool
 ) -> Decision:
-    """Return why a run begins under another plan than the given one, and say it."""
+    """Return and report why a run begins under another plan than the given one."""
     cluster, nodes = given.plan.cluster, given.nodes
     if node_rank.nodes != nodes:
         here = (
@@ -155,7 +179,7 @@ def _shrunk(
 def _raise_or_react(
     verdict: Verdict | None, failed: RankFailed, fit: LaunchablePlan, *, quiet: bool
 ) -> Verdict:
-    """Return what is done; raise how the run ended where that is nothing, and say why."""
+    """Return the reaction to an end; raise the end where there is none, with its reason."""
     if verdict is None:
         raise failed
     if verdict.reaction == "stop":
@@ -173,7 +197,7 @@ def _next_plan(
     *,
     quiet: bool,
 ) -> LaunchablePlan:
-    """Return what is run_attempt next; the book is about what was `planned` first."""
+    """Return the plan of the next attempt; the book is about what was `planned` first."""
     print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
     if verdict.reaction == "replan" and failed.end is not None:
         return fit.with_less_memory(failed.end, run, quiet=quiet)

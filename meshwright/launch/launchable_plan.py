@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.run.node_rank import NodeRank
 
 MEMORY_MARGIN = 0.03
-"""Share by which a plan has less memory than one that ran out, where nobody knows how much."""
+"""Share by which a plan has less memory than one that ran out, where its need is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class LaunchablePlan:
         return replace(self, graph=graph)
 
     def remaining(self, node_rank: NodeRank) -> int | None:
-        """Return how many nodes are there, or devices of one node; None if as many as planned."""
+        """Return the number of nodes, or of devices of one node; None if as many as planned."""
         from meshwright.runtime.launch.preflight import cuda_devices  # noqa: PLC0415 - the runtime
 
         planned = self.nodes
@@ -113,14 +113,14 @@ class LaunchablePlan:
         return self.replanned_at(path, source="solved", quiet=quiet)
 
     def movable(self) -> Plan:
-        """Return the plan with its model's file named from anywhere: a new plan lies elsewhere."""
+        """Return the plan with its model's file named from anywhere: a new plan is elsewhere."""
         from meshwright.runtime.launch.preflight import found_here  # noqa: PLC0415 - the runtime
 
         model = found_here(self.plan.model, self.graph, self.path)
         return self.plan.model_copy(update={"model": model})
 
     def replanned_at(self, path: Path, *, source: PlanSource, quiet: bool) -> LaunchablePlan:
-        """Return the same training under a plan for fewer devices or less memory, and say it."""
+        """Return and report the same training under a plan for fewer devices or less memory."""
         fit = replace(self.with_plan(str(path)), source=source)
         if not quiet:
             print(
@@ -133,7 +133,7 @@ class LaunchablePlan:
 
 
 def refuse_foreign(wanted: Plan, path: str) -> None:
-    """Refuse a plan for another framework before anything else is looked at."""
+    """Refuse a plan for another framework before any other check."""
     from meshwright.runtime.engine.unsupported import foreign  # noqa: PLC0415 - the runtime
 
     other = foreign(wanted)

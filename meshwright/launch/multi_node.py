@@ -33,7 +33,6 @@ from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.errors import HandedOver, LaunchError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch.failure_report import MOST_EVIDENCE, RankFailed
 from meshwright.runtime.launch.fork_client import Zygote
 from meshwright.runtime.launch.launch_config import Launch
@@ -47,6 +46,7 @@ from meshwright.runtime.resilience.membership import Agent, Epoch, LostDevice, P
 from meshwright.runtime.resilience.node_agent import NodeAgent, RunOver, agent_of
 from meshwright.runtime.resilience.replication import KeptCopies, Pairing, partner_places
 from meshwright.runtime.resilience.shared_memory import Slots
+from meshwright.runtime.resilience.state_rescue import saved_step
 from meshwright.runtime.run import scale_up as growth
 from meshwright.runtime.run.authenticated_channel import without_secret
 from meshwright.runtime.run.launch_options import LaunchRun
@@ -68,7 +68,8 @@ from meshwright.runtime.run.run_folder import (
 LOOK_S = 1.0
 """Seconds between two looks for nodes that came back."""
 MOST_SAID = 500
-"""Characters of what a launcher says of an end, which go to all agents twice a second."""
+"""Largest number of characters of a launcher's report on an end, which all agents get twice a
+second."""
 
 
 def on_nodes(
@@ -107,7 +108,7 @@ def on_nodes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """What a node has for as long as a run lives."""
+    """Resources of a node for the lifetime of a run."""
 
     agent: NodeAgent
     copies: KeptCopies
@@ -241,8 +242,7 @@ class Epochs:
         A node that was left out does not know: the others go on.
         """
         assert self._run.checkpoint is not None and self._run.output is not None
-        saved = checkpoint.newest(self._run.checkpoint)
-        done = checkpoint.progress(saved).step if saved is not None else 0
+        done = saved_step(self._run.checkpoint)
         attempts = (
             event for event in events(self._run.output) if isinstance(event, Attempt | AttemptEnded)
         )
@@ -252,8 +252,8 @@ class Epochs:
         notice = f"this node was a spare: {over}"
         if done < self._run.steps and not is_in_time and not is_left_out:
             raise LaunchError(
-                f"{notice}; {saved or 'nothing'} is saved of {self._run.steps} steps; start the "
-                "run again with --resume --or-start"
+                f"{notice}; {f'step {done}' if done else 'nothing'} is saved of {self._run.steps} "
+                "steps; start the run again with --resume --or-start"
             )
         self._print_notice(notice)
 
@@ -274,8 +274,7 @@ class Epochs:
         """Decide the next epoch by the table, and write down what and why."""
         last = proposal.epoch
         assert self._run.checkpoint is not None and self._run.output is not None
-        saved = checkpoint.newest(self._run.checkpoint)
-        stored = checkpoint.progress(saved).step if saved is not None else 0
+        stored = saved_step(self._run.checkpoint)
         if self._scale_up.asked and not proposal.lost and not proposal.ends:
             return self._grown(proposal, stored)
         end = self._end_of(proposal, stored)
@@ -300,7 +299,7 @@ class Epochs:
     def _without_device(
         self, proposal: Proposal, node: Agent, end: RankEnd
     ) -> tuple[Proposal, Agent | None]:
-        """Return what the run goes on with, and without which node, where a device is lost.
+        """Return the proposal after the loss of a device, and the node that it leaves out.
 
         All nodes train on one device fewer then, where that is faster than on one node fewer.
         """
@@ -321,7 +320,7 @@ class Epochs:
         return len(members), each if lost else None
 
     def _predicted_s(self, epoch: Epoch, members: Sequence[Agent]) -> float:
-        """Return what a step is predicted to take on some nodes; infinite where no plan fits."""
+        """Return the predicted seconds of a step on some nodes; infinite where no plan fits."""
         nodes, each = self._size(epoch, members)
         if not nodes or each == 0:
             return math.inf
@@ -400,7 +399,7 @@ class Epochs:
         append_record(incident, events_file(self._run.output))
 
     def _end_of(self, proposal: Proposal, stored: int) -> RankEnd:
-        """Return what ended the epoch: a node that is lost, before ranks that may follow it."""
+        """Return the end of the epoch: a node that is lost, before ranks that may follow it."""
         if proposal.lost or not proposal.ends:
             places = [member.start for member in proposal.epoch.members]
             lost = proposal.lost[0].start if proposal.lost else places[0]
@@ -426,18 +425,18 @@ class Epochs:
 
 
 class ScaleUp:
-    """Whether an epoch of a run ends so that more nodes come in, as its lead sees it."""
+    """Decision of an epoch's lead to end the epoch so that more nodes can join."""
 
     def __init__(
         self, planned: LaunchablePlan, fit: LaunchablePlan, run: LaunchRun, agent: NodeAgent
     ) -> None:
-        """`fit` is what the epoch trains by, and `planned` what the run was started with."""
+        """The epoch trains by the plan `fit`; the run was started with `planned`."""
         self._planned, self._fit, self._run, self._agent = planned, fit, run, agent
         self._next_s, self._begin_s = 0.0, time.monotonic()
         self.asked = False
-        """Whether ranks were asked to end after their next save."""
+        """True if ranks were asked to end after their next save."""
         self.nodes = len(agent.epoch.members)
-        """That the run is to have."""
+        """Number of nodes that the run is to have."""
         self.why = ""
 
     def look(self) -> None:
@@ -474,7 +473,7 @@ class ScaleUp:
         print(f"meshwright: {lines(notice)}", file=sys.stderr)
 
     def _largest(self, nodes: int, there: int) -> tuple[int, float] | None:
-        """Return the most nodes beyond those of now for which a plan is known, and its step."""
+        """Return the largest known number of nodes above the current one, and its step."""
         if there == self._planned.nodes:
             return there, self._planned_step_s
         assert self._run.checkpoint is not None
@@ -487,7 +486,7 @@ class ScaleUp:
 
     @functools.cached_property
     def _step_s(self) -> float:
-        """Predicted, by the plan of now."""
+        """Predicted seconds of a step by the current plan."""
         return _predicted_step_s(self._fit)
 
     @functools.cached_property
@@ -500,7 +499,7 @@ def _predicted_step_s(fit: LaunchablePlan) -> float:
 
 
 def domain_nodes(machine: ClusterSpec) -> int:
-    """Return how many neighbouring nodes may be lost together: those of a rack, where it has some.
+    """Return the number of neighbouring nodes that may fail together: those of a rack, if any.
 
     >>> from meshwright.api.inputs import machine_of
     >>> domain_nodes(machine_of("16xh100-sxm-80gb", None))

@@ -2,7 +2,7 @@
 
     plan_for_script(Path("train.py"), ["--epochs", "3"], ranks=2, into=Path("runs/train/plan.yaml"))
 
-It runs in a process of its own, alone.  What it gives its Engine is what `meshwright.plan` takes;
+It runs in a process of its own, alone.  The arguments of its Engine are those of `meshwright.plan`;
 a layout that it names is kept, and a plan that it names is written as it is.
 """
 

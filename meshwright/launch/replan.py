@@ -22,7 +22,6 @@ from meshwright.planner.requests.request import Request
 from meshwright.planner.schedules import schedule_of
 from meshwright.planner.search.answer import Answer
 from meshwright.planner.search.search import search
-from meshwright.planner.whatif.what_if_changes import changed_cluster, smaller_nodes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIE = 1.03
@@ -41,12 +40,10 @@ def for_fewer(
 ) -> Path:
     """Plan the same training for the `left` nodes, or devices of one node; return the plan's file.
 
-    Of one node's devices some may be left out if that is faster.  Nodes have `each`
-    devices where that is given: one of them has lost some.
+    Some of a node's devices may be left out if that is faster, as many of each node.  Nodes have
+    `each` devices where that is given: one of them has lost some.
     """
-    clusters = _smaller(machine, left)
-    if each is not None:
-        clusters = (smaller_nodes(cluster, each) for cluster in clusters)
+    clusters = _smaller(machine, left, each)
     return planned_again(wanted, graph, clusters, measured, folder=folder)
 
 
@@ -117,23 +114,24 @@ def _unlike(plan: Plan, wanted: Plan) -> int:
     return sum(value != other for value, other in pairs)
 
 
-def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
-    """Yield the cluster with `left` nodes, or its one node with `left` devices and fewer."""
+def _smaller(machine: ClusterSpec, left: int, each: int | None) -> Iterator[ClusterSpec]:
+    """Yield the cluster with `left` nodes, or its one node with `left` devices, then parts of it.
+
+    Every node that is left takes part, with all of its devices or fewer.
+    """
     if machine.is_mixed:
         raise LaunchError(f"replan: {machine.name} has several device types; plan again by hand")
     [group] = machine.groups
-    sizes = (left,) if group.nodes > 1 else range(left, 0, -1)
-    whole = group.nodes if group.nodes > 1 else group.devices_per_node
-    for size in sizes:
-        if size == whole:
+    nodes, most = (left, each or group.devices_per_node) if group.nodes > 1 else (1, left)
+    for devices in range(most, 0, -1):
+        if (nodes, devices) == (group.nodes, group.devices_per_node):
             yield machine
-        smaller = changed_cluster(machine, "devices", size / whole)
-        if smaller is not None:
-            yield smaller
+        else:
+            yield machine.smaller(nodes=nodes, devices_per_node=devices)
 
 
 def _allowances(wanted: Plan) -> frozenset[Allowance]:
-    """Return what the plan does already and may do again."""
+    """Return the allowances that the plan uses already."""
     treated = {item.activations for stage in wanted.stages for item in stage.layers}
     allowed: set[Allowance] = set()
     for word in get_args(Allowance):

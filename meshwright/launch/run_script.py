@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptResult:
-    """A script's finished run, beside its prediction where the plan says enough for one."""
+    """A script's finished run, beside its prediction where the plan suffices for one."""
 
     run: ScriptRun
     rows: list[Comparison]
@@ -102,7 +102,8 @@ def run_script(
     if profile is not None:
         measured = profile_for(plan_model(wanted, plan_path), profile)
     need_torch("running a script")
-    from meshwright.runtime.launch import script_run  # noqa: PLC0415 - the runtime
+    from meshwright.runtime.checkpoint.object_store import spooled  # noqa: PLC0415 - the runtime
+    from meshwright.runtime.launch import script_run  # noqa: PLC0415
 
     node_rank = where.node_rank()
     devices = _devices(wanted) if node_rank.nodes > 1 else []
@@ -112,22 +113,23 @@ def run_script(
             f"the plan is for {planned} ({wanted.cluster}), and {node_rank.source} says that there "
             f"are {node_rank.nodes}; plan again for what is there"
         )
-    done = script_run.run_script(
-        Path(plan_path),
-        Path(script),
-        arguments,
-        output=folder,
-        restarts=restarts,
-        survival=script_run.Survival(
-            checkpoint=None if checkpoint is None else Path(checkpoint).absolute(),
-            every=checkpoint_every,
-            elastic=elastic,
-            fewer=_fewer(wanted, plan_path, profile, checkpoint),
-        ),
-        node_rank=node_rank,
-        nodes=devices,
-        say=print_line,
-    )
+    with spooled(None if checkpoint is None else Path(checkpoint)) as saved:
+        done = script_run.run_script(
+            Path(plan_path),
+            Path(script),
+            arguments,
+            output=folder,
+            restarts=restarts,
+            survival=script_run.Survival(
+                checkpoint=None if saved is None else saved.absolute(),
+                every=checkpoint_every,
+                elastic=elastic,
+                fewer=_fewer(wanted, plan_path, profile, saved),
+            ),
+            node_rank=node_rank,
+            nodes=devices,
+            say=print_line,
+        )
     return (
         None if done is None else ScriptResult(run=done, rows=_comparison(wanted, done, measured))
     )
@@ -173,19 +175,19 @@ def _check_survival(*, elastic: bool, checkpoint: str | None, every: int | None)
 
 
 def _fewer(
-    wanted: Plan, plan_path: str, profile: str | None, checkpoint: str | None
+    wanted: Plan, plan_path: str, profile: str | None, saved: Path | None
 ) -> Callable[[int], Path | None]:
-    """Return what plans a script's module for fewer devices, where its plan says enough."""
+    """Return the function that plans a script's module for fewer devices, if its plan suffices."""
 
     def plan_for(devices: int) -> Path | None:
         from meshwright.launch.fallback_plans import fallback  # noqa: PLC0415 - after a loss alone
         from meshwright.launch.launchable_plan import LaunchablePlan  # noqa: PLC0415
 
-        if wanted.model.graph is None or checkpoint is None:
+        if wanted.model.graph is None or saved is None:
             return None
         try:
             fit = LaunchablePlan.read(plan_path, profile)
-            run = LaunchRun(checkpoint=Path(checkpoint).absolute())
+            run = LaunchRun(checkpoint=saved.absolute())
             return Path(fallback(fit, devices, run, quiet=True).path)
         except MeshwrightError as error:
             print(f"meshwright: {lines(str(error))}", file=sys.stderr)
@@ -232,7 +234,7 @@ def _command(
     restarts: int,
     more: Mapping[str, object],
 ) -> Command:
-    """Return what a job starts on every node."""
+    """Return the command that a job starts on every node."""
     if machine.devices < wanted.mesh.devices:
         raise LaunchError(
             f"{plan_path}: takes {wanted.mesh.devices} ranks, and {machine.name} has "

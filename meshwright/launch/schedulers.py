@@ -32,30 +32,30 @@ from meshwright.runtime.run.preemption import GRACE_S
 SCHEDULERS = ("slurm", "kubernetes")
 SUBMITTED_BY = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
 MOUNTED = "/meshwright"
-"""Where a pod finds the plan and the files that it names."""
+"""Folder of a pod with the plan and the files that it names."""
 STARTS_OF_A_POD = 4
-"""How often a pod is started before its job gives up."""
+"""Number of starts of a pod before its job gives up."""
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus", "kind")
 KINDS = ("job", "jobset")
-"""What starts the pods: Kubernetes' own Indexed Job, or a JobSet, which starts all of them again
-when one fails."""
+"""Kinds of Kubernetes objects that start the pods: the Indexed Job, or a JobSet, which starts all
+of them again when one fails."""
 JOBS_OF_SET = "nodes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What every node starts: `meshwright BEFORE plan.yaml OPTIONS AFTER`."""
+    """Command of every node: `meshwright BEFORE plan.yaml OPTIONS AFTER`."""
 
     before: tuple[str, ...]
     options: tuple[str, ...]
     after: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    """That it reads beside the plan."""
+    """Files that it reads beside the plan."""
     goes_on: bool
-    """It may be started again."""
+    """True if it may be started again."""
     handed_over: bool = False
-    """A notice ends it after a step that is saved, and it says so by its exit status."""
+    """True if a notice ends it after a saved step; its exit status then reports the notice."""
 
     def words(self, plan: str, *options: str) -> list[str]:
         """Return it with more options."""
@@ -69,7 +69,7 @@ class Submission:
     text: str
     file: Path | None = None
     said: str = ""
-    """By the scheduler's own command."""
+    """Answer of the scheduler's own command."""
 
 
 def submit(
@@ -137,7 +137,7 @@ def _slurm(
     *,
     logs: Path,
 ) -> str:
-    """Return a batch script.  What the user tells sbatch replaces what is usual."""
+    """Return a batch script.  The user's options of sbatch replace the defaults."""
     (group,) = machine.groups
     each = group.devices_per_node
     asked = {
@@ -331,12 +331,13 @@ _UNCOUNTED: list[dict[str, Any]] = [
 def _pod(
     name: str, group: DeviceGroup, command: Command, settings: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what runs on one node."""
+    """Return the pod of one node."""
     limits = {RESOURCES.get(group.accelerator.kind, "cpu"): str(group.devices_per_node)}
     if "cpus" in settings:
         limits["cpu"] = settings["cpus"]
     kept = "/tmp"
-    # What is mounted, and where.  Ranks of a node share tensors; the usual 64 MiB are too few.
+    # Mounted volumes and their places.  Ranks of a node share tensors; the usual 64 MiB are too
+    # few.
     volumes: list[tuple[dict[str, Any], str]] = [
         ({"name": "plan", "configMap": {"name": name}}, MOUNTED),
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm"),

@@ -1,8 +1,8 @@
-"""`--hosts a,b[0-63]`: one launcher on each host over ssh, after all hosts were looked at together.
+"""`--hosts a,b[0-63]`: one launcher on each host over ssh, after all hosts were checked together.
 
-Each host has the same folder, files and installation, at the same paths; what is wrong where is
-said before anything starts.  Hosts beyond the plan's nodes are spares under `--elastic`, also in
-the place of hosts that do not answer.  What hosts say on stderr has their name before it; the
+Each host has the same folder, files and installation, at the same paths; errors are reported with
+their host before anything starts.  Hosts beyond the plan's nodes are spares under `--elastic`, also
+in the place of hosts that do not answer.  Output of hosts on stderr has their name before it; the
 results come from the one that leads.  `meshwright.launch.ssh_remote` is the other side.
 """
 
@@ -34,9 +34,9 @@ from meshwright.runtime.run.preemption import SIGNALS
 
 SSH = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
 REMOTE = "-P -m meshwright.launch.ssh_remote"
-"""What Python runs on a host."""
+"""Arguments of Python on a host."""
 ANSWER_S = 60.0
-"""How long hosts have to answer."""
+"""Seconds within which hosts must answer."""
 MOST_HOSTS = 16_384
 MOST_NAMED = 8
 LAST_LINES = 12
@@ -88,20 +88,20 @@ def _numbers(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCommand:
-    """What is started on hosts."""
+    """Command that is started on hosts."""
 
     arguments: tuple[str, ...]
-    """Of `meshwright`, without which node it is."""
+    """Arguments of `meshwright`, without the number of the node."""
     files: tuple[str, ...]
-    """That each host must have."""
+    """Files that each host must have."""
     devices: int
-    """That each needs."""
+    """Number of devices that each host needs."""
     nodes: int
-    """Hosts that have to answer."""
+    """Number of hosts that must answer."""
     spares: bool
-    """Whether more of them are of use, and the command goes on where we are gone."""
+    """True if further hosts are useful, and the command goes on without this client."""
     rendezvous: str | None = None
-    """HOST:PORT, where the first host's own name does not do."""
+    """HOST:PORT of the rendezvous, where the first host's own name is not reachable."""
 
     @classmethod
     def of(
@@ -128,18 +128,18 @@ class HostCommand:
 
 @dataclass(slots=True, eq=False)
 class _SshHost:
-    """One host, and what it says."""
+    """One host and its output."""
 
     name: str
     process: asyncio.subprocess.Process
     last: collections.deque[str]
-    """Its last lines."""
+    """Last lines of its output."""
     node: int | None = None
-    """None before it is started."""
+    """Number of its node; None before it is started."""
     has_results: bool = False
     code: int | None = None
     follows: bool = False
-    """Whether it was asked to end since another had failed."""
+    """True if it was asked to end since another had failed."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -150,7 +150,7 @@ class _SshHost:
 
     @property
     def why(self) -> str:
-        """What it said last, in one line; of ours where it was."""
+        """Last line of its output, preferably one of meshwright's own."""
         ours = [line for line in self.last if line.startswith("meshwright: ")]
         return next(reversed(ours or self.last), f"ended with status {self.code}")
 
@@ -248,7 +248,7 @@ class _SshHosts:
         return host
 
     async def _answer(self, host: _SshHost) -> list[str]:
-        """Return what is wrong on a host."""
+        """Return the errors of a host."""
         assert host.process.stdout is not None
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -278,7 +278,7 @@ class _SshHosts:
         return ready
 
     async def _complaints(self, host: _SshHost) -> None:
-        """Hand on what a host says on stderr, by lines."""
+        """Pass on a host's stderr, line by line."""
         assert host.process.stderr is not None
         rest = b""
         while chunk := await host.process.stderr.read(CHUNK_BYTES):
@@ -295,7 +295,7 @@ class _SshHosts:
                 print(f"{host.name}: {text}", file=sys.stderr, flush=True)
 
     async def _results(self, host: _SshHost) -> None:
-        """Hand on what a host says on stdout, until it has ended."""
+        """Pass on a host's stdout until the host has ended."""
         assert host.process.stdout is not None
         while chunk := await host.process.stdout.read(CHUNK_BYTES):
             host.has_results = True
@@ -311,7 +311,7 @@ class _SshHosts:
     def _judge(self, hosts: Sequence[_SshHost]) -> None:
         """Raise how the command ended, unless well: the host that leads has results.
 
-        How hosts ended that were asked to does not count: it says nothing of why.
+        The end of hosts that were asked to end does not count, since it has another cause.
         """
         if any(host.code == 0 and host.has_results for host in hosts):
             return

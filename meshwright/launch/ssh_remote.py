@@ -28,15 +28,15 @@ from meshwright.runtime.run.authenticated_channel import SECRET
 from meshwright.runtime.run.rank_exit import end_with_parent
 
 MARK = "meshwright-host "
-"""Begins the one line that is ours: a shell's own greeting may come before it."""
+"""Prefix of the one line that is ours; a shell's greeting may come before it."""
 SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL")
 CHUNK_BYTES = 65536
 COMMAND = (sys.executable, "-P", "-m", "meshwright")
-"""What is run, before the arguments of the order."""
+"""Command before the arguments of the order."""
 
 
 def version() -> str:
-    """Return which meshwright this is."""
+    """Return the version of this meshwright."""
     try:
         return metadata.version("meshwright")
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def version() -> str:
 
 
 def wrong_here(asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not as it has to be.
+    """Yield the differences from what is needed.
 
     >>> list(wrong_here({"version": version(), "files": {}, "devices": 0}))
     []
@@ -105,7 +105,7 @@ def _run(command: Mapping[str, Any]) -> int:
 
 
 def _hand_on(source: IO[bytes], descriptor: int) -> None:
-    """Copy what the command says; once nobody listens drop it, so that the command goes on."""
+    """Copy the command's output; drop it once there is no listener, so that it continues."""
     listens = True
     while chunk := os.read(source.fileno(), CHUNK_BYTES):
         while listens and chunk:
@@ -116,7 +116,7 @@ def _hand_on(source: IO[bytes], descriptor: int) -> None:
 
 
 def _heed(process: subprocess.Popen[bytes], stays: bool) -> None:
-    """Send the command the signals that are asked for."""
+    """Send the requested signals to the command."""
     for line in sys.stdin:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             name = json.loads(line)["signal"]

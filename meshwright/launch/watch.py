@@ -35,13 +35,13 @@ from meshwright.runtime.run.run_folder import (
 )
 
 SILENT_STEPS, SILENT_S = 5, 30.0
-"""A run that says nothing for this number of steps, and seconds, is said to be silent."""
+"""Number of steps, and seconds, without any record after which a run counts as silent."""
 MOST_SHOWN = 12
-"""Incidents in a terminal, the newest."""
+"""Largest number of incidents in a terminal, the newest first."""
 EVERY_S = 2.0
-"""Between two looks at a run that lives."""
+"""Seconds between two looks at a running run."""
 MOST_FILES = 64
-"""Of what ranks left behind."""
+"""Largest number of files left by ranks that are read."""
 PATH, HOST, USER = "<path>", "<host>", "<user>"
 _CODE = re.compile(r"(?:/[^\s/'\"():,;]+)+/([\w.-]+\.py)\b")
 _PATH = re.compile(r"(?<![\w<])(?:~|\.{1,2})?(?:/[^\s/'\"(),;:]+)+/?|[A-Za-z]:\\[^\s'\"]+")
@@ -57,25 +57,25 @@ _DOMAIN = re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|internal|lan|com|net|org|
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun:
-    """A run as its folder tells it."""
+    """State of a run, read from its folder."""
 
     folder: Path
     view: RunView
     plan: Plan | None
     steps: int | None
-    """That were asked for."""
+    """Number of steps that were requested."""
     prediction: Prediction | None
     at_unix_s: float
-    """When it was read."""
+    """Time of reading in Unix seconds."""
 
     @property
     def is_over(self) -> bool:
-        """Whether its last attempt ended as it should."""
+        """True if its last attempt ended as it should."""
         return self.view.ended is not None
 
     @property
     def state(self) -> str:
-        """What it does, in words."""
+        """Current activity in words."""
         view, ago_s = self.view, max(0.0, self.at_unix_s - self.view.at_unix_s)
         if view.ended is not None:
             return f"ended after step {view.ended.after_step} ({view.ended.stopped})"
@@ -117,12 +117,12 @@ def _read(kind: type[Any], path: Path) -> Any:
 
 
 def reading_of(run: WatchedRun, incident: int | None) -> RunReading:
-    """Return what is said of a run, or of one of its incidents by its number."""
+    """Return the reading of a run, or of one of its incidents by its number."""
     return run_reading(run) if incident is None else incident_reading(run, incident)
 
 
 def run_reading(run: WatchedRun) -> RunReading:
-    """Return what a terminal or a page says of a run."""
+    """Return the content of a terminal or page on a run."""
     view = run.view
     incidents = RunTable(
         title="Incidents",
@@ -153,7 +153,7 @@ def run_reading(run: WatchedRun) -> RunReading:
 
 
 MANY_TIMES = 3.0
-"""By how much a step may exceed its prediction before it is an alarm: no range is so wide."""
+"""Factor by which a step may exceed its prediction before an alarm; no range is as wide."""
 
 
 def slowness_text(step_s: float | None, predicted_s: float | None) -> str:
@@ -396,7 +396,7 @@ def without_names(reading: RunReading) -> RunReading:
 
 
 def reading_json(reading: RunReading, run: WatchedRun) -> dict[str, Any]:
-    """Return what `watch --json` prints: the same, with figures as numbers."""
+    """Return the output of `watch --json`: the same, with figures as numbers."""
     view = run.view
     summary: dict[str, Any] = {
         "title": reading.title,
@@ -438,7 +438,7 @@ def reading_parts(reading: RunReading) -> Iterator[RenderableType]:
 def redact(text: str, names: Iterable[str] = ()) -> str:
     r"""Return text without hosts, addresses and paths; of code the file's name stays.
 
-    `names` are further words that must not stand in it.
+    `names` are further words that must not be in it.
 
     >>> redact('rank 1 at node7.cluster.local:29500, File "/home/ann/my/train.py", line 3')
     'rank 1 at <host>:29500, File "train.py", line 3'

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def answer_json(answer: Answer) -> dict[str, Any]:
-    """Return what `plan --json` prints."""
+    """Return the output of `plan --json`."""
     prediction = answer.prediction
     return {
         "plan": answer.plan.model_dump(mode="json", exclude_none=True),
@@ -51,7 +51,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
 
 
 def run_json(run: LaunchResult) -> dict[str, Any]:
-    """Return what `launch --json` prints."""
+    """Return the output of `launch --json`."""
     return {
         "report": run.report.model_dump(mode="json", exclude_none=True),
         "prediction": run.prediction.model_dump(mode="json", exclude_none=True),
@@ -69,13 +69,13 @@ def run_json(run: LaunchResult) -> dict[str, Any]:
 
 
 def job_json(written: Submission) -> dict[str, Any]:
-    """Return what `launch --on slurm --json` prints."""
+    """Return the output of `launch --on slurm --json`."""
     file = None if written.file is None else str(written.file)
     return {"job": written.text, "file": file, "said": written.said}
 
 
 def export_json(written: Exported) -> dict[str, Any]:
-    """Return what `export --json` prints."""
+    """Return the output of `export --json`."""
     return {
         "checkpoint": str(written.checkpoint),
         "step": written.step,
@@ -92,7 +92,7 @@ def as_json(data: object) -> str:
 
 
 def agenda_json(agenda: ProfileAgenda) -> dict[str, Any]:
-    """Return what `profile --dry-run --json` prints."""
+    """Return the output of `profile --dry-run --json`."""
     return {
         "cluster": agenda.machine.name,
         "ranks_of_nodes": list(agenda.counts),
@@ -135,7 +135,7 @@ def choices_json(choices: Sequence[Alternative]) -> list[dict[str, Any]]:
 
 
 def improved_json(improved: PlanImprovement) -> dict[str, Any]:
-    """Return what `compare --best --json` prints; seconds, bytes."""
+    """Return the output of `compare --best --json`; seconds, bytes."""
     sides = {
         "mine": (improved.mine, improved.prediction),
         "best": (improved.best.plan, improved.best.prediction),
@@ -174,7 +174,7 @@ def _peak(prediction: Prediction) -> float:
 
 
 def imported_json(imported: ImportedPlan) -> dict[str, Any]:
-    """Return what `import --json` prints."""
+    """Return the output of `import --json`."""
     return {
         "plan": imported.plan.model_dump(mode="json", exclude_none=True),
         "layout": imported.plan.layout.text(),

@@ -1,4 +1,4 @@
-"""Answers of commands for people: facts in ten lines first, tables where all is asked for."""
+"""Answers of commands for people: facts in ten lines first, tables on request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FEW = 3
 
 
 def next_fact(then: str, *, explain: bool) -> Fact:
-    """Return what to do with an answer, and how all of it is shown."""
+    """Return the next commands after an answer, and the one that shows all of it."""
     more = "" if explain else "--explain shows all"
     return Fact(
         label="next", text="; ".join(part for part in (then, more) if part), lines=8, copied=True
@@ -63,7 +63,7 @@ def defaults_facts(defaults: Sequence[str]) -> list[Fact]:
 def plan_text(
     answer: Answer, *, more_facts: Sequence[Fact] = (), explain: bool = False
 ) -> RenderableType:
-    """Return what a search answers: the plan first, the proof behind it."""
+    """Return the answer of a search: the plan first, the proof behind it."""
     return answer_text(
         answer.plan,
         answer.prediction,
@@ -86,7 +86,7 @@ def _training_words(plan: Plan) -> str:
 
 
 def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator[RenderableType]:
-    """Yield plans beside the fastest of them, in ten lines unless all are asked for."""
+    """Yield plans beside the fastest of them, in ten lines unless all are requested."""
     then = next_fact(f"meshwright compare {choices[0].what} --best", explain=explain)
     if explain:
         yield choices_table(choices)
@@ -138,7 +138,7 @@ def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator
 
 
 def notes_of(prediction: Prediction | None) -> tuple[str, ...]:
-    """Return what must be said beside the figures of a plan that is one of several."""
+    """Return the notes beside the figures of a plan that is one of several."""
     if prediction is None:
         return ()
     misfit = () if prediction.fits else (prediction.misfit,)
@@ -160,7 +160,7 @@ def _tenths(saved_s: Sequence[float], of_s: float) -> list[int]:
 
 
 def _worth(saved_s: float, tenths: int) -> str:
-    """Return what a change saves of a step, in seconds and as a share of it.
+    """Return the savings of a change, in seconds and as a share of the step.
 
     >>> _worth(3.0, 250), _worth(-0.6, -50), _worth(1e-5, 0)
     ('saves 3 s (25.0 %)', 'costs 600 ms (5.0 %)', 'saves nothing')
@@ -319,7 +319,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
 
 
 def run_parts(run: LaunchResult) -> Iterator[RenderableType]:
-    """Yield what a launch trained, predicted beside measured, and what it wrote."""
+    """Yield the results of a launch, predicted beside measured, and its files."""
     report = run.report
     if report.losses:
         yield f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {_steps(report.losses)}"
@@ -335,7 +335,7 @@ def run_parts(run: LaunchResult) -> Iterator[RenderableType]:
 def goodput_parts(
     goodput: float, seconds: Mapping[str, float], expected: Expected
 ) -> Iterator[RenderableType]:
-    """Yield where the seconds of a run went, beside where they should have gone."""
+    """Yield the seconds of a run by part, beside the predicted ones."""
     low, high = 100 * expected.goodput_low, 100 * expected.goodput_high
     predicted = f", predicted {100 * expected.goodput:.1f} % ({low:.1f} to {high:.1f})"
     yield f"goodput {100 * goodput:.1f} %{predicted if expected.is_of_training else ''}"
@@ -355,7 +355,7 @@ def _paths(**paths: str | None) -> Summary:
 
 
 def compiled_texts(report: RunReport) -> Iterator[str]:
-    """Yield what ran compiled, if anything was to be, and what ran eager and why."""
+    """Yield the compiled parts, if any were requested, and the eager ones with the reason."""
     if report.compile_s:
         yield f"compiled blocks, for {seconds_text(report.compile_s)} of the first step"
     layers: dict[str, list[str]] = {}
@@ -367,7 +367,7 @@ def compiled_texts(report: RunReport) -> Iterator[str]:
 
 
 def script_parts(done: ScriptResult) -> Iterator[RenderableType]:
-    """Yield what a script trained, predicted beside measured, and where its logs lie."""
+    """Yield the results of a script, predicted beside measured, and the place of its logs."""
     losses = [step.loss for step in done.run.steps]
     if losses:
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {_steps(losses)}"
@@ -384,7 +384,7 @@ def _steps(losses: Sequence[float]) -> str:
 
 
 def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
-    """Yield what a profile would measure, in its order."""
+    """Yield the agenda of a profile, in its order."""
     ranks = " + ".join(map(str, agenda.counts))
     job = agenda.job
     yield f"{agenda.machine.name}: {ranks} ranks, {job.precision}, {job.seq_len} tokens"
@@ -409,7 +409,7 @@ def agenda_lines(agenda: ProfileAgenda) -> Iterator[str]:
 
 
 def _setting_text(of: LayerRequest | StageMeasurement) -> str:
-    """Return a setting of layers as people write it.
+    """Return the text of a setting of layers.
 
     >>> from meshwright.profiler.measurement_plan import LayerRequest
     >>> setting = {"tensor": 2, "context": 2, "micro_batch": 4, "recompute": "full"}
@@ -455,7 +455,7 @@ def profile_parts(
     *,
     explain: bool,
 ) -> Iterator[RenderableType]:
-    """Yield what a profile says: how much was measured, findings; with `explain` every figure.
+    """Yield the facts of a profile: how much was measured, findings; with `explain` every figure.
 
     `model` is how it was named.
     """

@@ -26,22 +26,23 @@ from meshwright.planner.whatif.study import Study
 
 HOST = "127.0.0.1"
 MOST_BYTES = 2**20
-"""Of a study that is sent."""
+"""Largest number of bytes of a study in a request."""
 MOST_DROPPED = 2**24
-"""Of one that is larger, so much is read and dropped: who still sends does not hear the answer."""
+"""Number of bytes of a larger study that are read and dropped: a client that still sends does not
+read the answer."""
 IDLE_S = 30.0
-"""How long a connection may say nothing."""
+"""Largest number of seconds for which a connection may be silent."""
 
 Run = Callable[[Study, Progress], Result]
 
 
 @dataclass(slots=True)
 class Planning:
-    """The study that is shown, and how far planning a changed one is."""
+    """Study that is shown, and the progress of planning a changed one."""
 
     result: Result
     run: Run
-    """Plans a study; it is called in a thread of its own, one at a time."""
+    """Function that plans a study; it is called in a thread of its own, one at a time."""
     done: int = 0
     total: int = 0
     error: str = ""
@@ -93,12 +94,12 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open, token included."""
+        """Address to open, including the token."""
         return f"{self.origin}/{self.token}/"
 
     @property
     def origin(self) -> str:
-        """Of this server's pages."""
+        """Origin of this server's pages."""
         return f"http://{HOST}:{self.server_address[1]}"
 
 

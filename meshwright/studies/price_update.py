@@ -1,4 +1,4 @@
-"""Rents of today from the lists that SkyPilot's catalogue publishes, fetched when it is asked for.
+"""Rents of today from the lists that SkyPilot's catalogue publishes, fetched on request.
 
 Nothing else of Meshwright reads prices from the network.  Each list is kept for its day, so that
 asking again the same day fetches nothing; without a network, `catalog prices --import` reads a
@@ -23,17 +23,18 @@ from meshwright.planner.system.safe_files import replace_file
 
 LISTS = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8"
 PROVIDERS = ("lambda", "nebius", "runpod", "verda", "vast", "hyperstack", "oci")
-"""Whose lists are fetched: those that rent accelerators for training, and are small."""
+"""Providers whose lists are fetched: they rent accelerators for training, and their lists are
+small."""
 MOST_BYTES = 32_000_000
 TIMEOUT_S = 30.0
 MOST_MOVES = 12
-"""Prices that moved most and are named."""
+"""Largest number of prices with large changes that are named."""
 MOVED = 0.01
-"""Share from which a price has moved."""
+"""Relative change from which a price has moved."""
 
 
 def cache_folder() -> Path:
-    """Return where fetched lists are kept."""
+    """Return the folder of fetched lists."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "meshwright" / "prices"
 
@@ -48,7 +49,7 @@ def update_prices(
 ) -> tuple[Rents, list[str]]:
     """Fetch today's lists, write them as dated rents, and return them with what moved.
 
-    `say` is told each address before it is fetched.
+    `say` gets each address before it is fetched.
     """
     if Path(output).suffix not in (".yaml", ".yml"):
         raise DocumentError("output", f"is {output}; rents are YAML, as in rents.yaml")
@@ -97,7 +98,7 @@ def download(address: str) -> str:
 
 
 def moved_texts(before: Iterable[Rent], now: Iterable[Rent]) -> list[str]:
-    """Return how on-demand prices of a provider's accelerators moved, the largest moves first."""
+    """Return the moves of a provider's on-demand prices by accelerator, the largest first."""
     old, new = _medians(before), _medians(now)
     moves = [
         (new[key] / old[key] - 1, *key)

@@ -95,7 +95,7 @@ FLAGS = {
     "assumptions.years": "years",
     "assumptions.quota_devices": "quota",
 }
-"""What places of a study in few words are called on the command line."""
+"""Names on the command line of fields of a study."""
 
 
 def whatif(
@@ -195,11 +195,31 @@ def study_of(
     """Return the study that compares clusters for one model.
 
     `clusters` are rented at the catalogue's offers; hardware of `owned` ones costs nothing more;
-    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a
-    term in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands
-    in a cluster, `solve` finds it.
+    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a term
+    in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where a cluster
+    contains {n}, `solve` finds it.
     """
+    bound = [*buy, *reserved]
+    used: tuple[tuple[str, object, object, str], ...] = (
+        ("solve", solve, any("{n}" in cluster for cluster in clusters), "{n} in --clusters"),
+        ("quota", quota, solve, "--solve, which finds {n}"),
+        ("as-run", as_run, clusters, "--clusters"),
+        ("change", change, clusters, "--clusters"),
+        ("each-provider", each_provider, clusters, "--clusters"),
+        ("wait-months", wait_months, clusters, "--clusters, whose rent of then is compared"),
+        ("market", market, [*clusters, *spot], "--clusters or --spot"),
+        ("lead-days", lead_days is not None, buy, "--buy; --wait-months orders later"),
+        ("years", years, bound, "--buy or --reserved"),
+        ("utilisation", utilisation, [*bound, *owned], "--buy, --reserved or --owned"),
+        ("electricity", electricity, [*buy, *owned], "--buy or --owned; rent includes it"),
+        ("rent-change", rent_change, wait_months or bound, "--wait-months, --buy or --reserved"),
+        ("day-usd", day_usd, by == "weighted", "--by weighted"),
+    )
+    for flag, given, there, what in used:
+        if given and not there:
+            raise DocumentError(flag, f"changes nothing without {what}; add that, or leave it out")
     rent = _without_none({"market": market, "each_provider": each_provider or None}) or None
+    spot_rent = _without_none({"commitment": "spot", "market": market})
     rented = [
         {
             "cluster": cluster,
@@ -230,7 +250,7 @@ def study_of(
             if wait_months
         ),
         *(
-            {"name": f"{cluster} on spot", "cluster": cluster, "rent": {"commitment": "spot"}}
+            {"name": f"{cluster} on spot", "cluster": cluster, "rent": spot_rent}
             for cluster in spot
         ),
         *({"name": f"own {cluster}", "cluster": cluster, "owned": True} for cluster in owned),
@@ -306,7 +326,8 @@ def study_of(
     try:
         return Study.of(_without_none(study))
     except DocumentError as error:
-        raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
+        path = "wait-months" if error.path.endswith(".wait_months") else error.path
+        raise DocumentError(FLAGS.get(path, path), error.message) from error
 
 
 def _tuning(
@@ -331,7 +352,7 @@ def _tuning(
 
 
 def _is_given(value: object) -> bool:
-    """Whether a word of the command has a value; 0 is one.
+    """Return True if an option of the command has a value; 0 is one.
 
     >>> [_is_given(value) for value in (None, False, [], 0, 0.0)]
     [False, False, False, True, True]
@@ -344,7 +365,8 @@ def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 AS_RUN = ("tp=1", "pp=1", "zero=3")
-"""Weights, gradients and optimizer cut over all devices, as most scripts that people start from."""
+"""Weights, gradients and optimizer sharded over all devices, as in most scripts that people start
+from."""
 
 
 def with_name(offer: dict[str, Any], words: str, **more: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One trial: a plan run for a few steps by a command of its own, and ended when enough is known.
 
-What runs is `meshwright launch`, or a command that a template names.  Either is a child in a
+A trial runs `meshwright launch`, or a command that a template names.  Either is a child in a
 session of its own, which the kernel ends with this process, however that ends.  Its steps are read
 from its metrics, or from what its framework prints.
 """
@@ -34,16 +34,16 @@ from meshwright.runtime.run.run_report import WARM_UP_STEPS
 
 LOG = "output.log"
 LEAST, USUAL, MOST = 3, 10, 40
-"""Timed steps of a trial; more than usual where they are noisy, while they take no longer than what
-came before them."""
+"""Numbers of timed steps of a trial; more than usual where they are noisy, while they take no
+longer than everything before them."""
 WANTED, BORNE = 0.01, 0.02
-"""Standard errors of the median, as a share, at which no more steps are asked for: at any time, and
+"""Standard errors of the median, as a share, at which no more steps are requested: at any time, and
 after the usual ones."""
 SLOWER, SURELY = 1.1, 3.0
 """A plan is surely slower than the best one if every step of it is by this factor, and its median
 by this many standard errors of both."""
 GRACE_S = 20.0
-"""Between asking a child to end and killing it."""
+"""Seconds between asking a child to end and killing it."""
 LOOK_S = 0.1
 TAIL_BYTES = 1 << 16
 STEADY = Steadiness()
@@ -51,7 +51,7 @@ STEADY = Steadiness()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a trial saw."""
+    """Measurements of a trial."""
 
     ended: Ended
     step_s: float | None = None
@@ -64,17 +64,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialProcess:
-    """What a trial runs, and how its steps are read."""
+    """Command of a trial, and the reader of its steps."""
 
     words: tuple[str, ...]
     folder: Path
     ranks: int
     work: LoggedWork
     reader: Reader | None = None
-    """Of what it prints; None: it writes our own metrics."""
+    """Reader of its output; None: it writes our own metrics."""
 
     def records(self) -> Iterator[Said]:
-        """Yield what it has said so far."""
+        """Yield its figures so far."""
         if self.reader is not None:
             yield from self.reader(self.log().splitlines(keepends=True), self.work)
             return
@@ -82,11 +82,11 @@ class TrialProcess:
             yield Said(step_s=record.step_s, peak_bytes=record.peak_memory_bytes)
 
     def log(self) -> str:
-        """Return what it has printed."""
+        """Return its output so far."""
         path = self.folder / LOG
         try:
             return document.read_text(path) if document.is_file(path) else ""
-        except DocumentError:  # longer than a document may be: the end tells enough
+        except DocumentError:  # longer than a document may be: the end suffices
             with path.open("rb") as file:
                 file.seek(-TAIL_BYTES, os.SEEK_END)
                 return file.read().decode(errors="replace")
@@ -137,7 +137,7 @@ def enough(
     steadiness: Steadiness = STEADY,
     start_s: float = 0.0,
 ) -> Ended | None:
-    """Return how a trial ends after these steps; None: it goes on.  It had begun in `start_s`.
+    """Return the end of a trial after these steps; None: it goes on.  It had begun in `start_s`.
 
     >>> enough([1.0, 1.0, 1.0], None), enough([1.0, 1.5, 1.0], None)
     ('ran', None)
@@ -208,7 +208,7 @@ def trial(
 def _trial_result(
     run: TrialProcess, judge: Callable[[Sequence[float]], Ended | None], code: int, seconds: float
 ) -> Measured:
-    """Return what a child that is gone has said; `judge` says how its steps end the trial."""
+    """Return the measurements of a child that has ended; `judge` is its last judgement."""
     records = list(run.records())
     steps_s = warm_step_seconds(records)
     ended = judge(steps_s) or ("ran" if len(steps_s) >= LEAST else None)

@@ -1,14 +1,13 @@
-"""The command `tune`: plan, try what prediction cannot tell apart, answer with what was measured.
+"""The command `tune`: try the plans that prediction cannot distinguish, answer by measurement.
 
     FOLDER/
-    ├── profile.yaml      what was measured of the machine before them, if that paid
-    ├── subject.json      what the trials are of
+    ├── profile.yaml      measurements of the machine before the trials, if they paid
+    ├── subject.json      subject of the trials
     ├── trials.jsonl      a line for each finished trial
     ├── constants.yaml    the cluster's constants as trials show them: a profile
     ├── cluster.yaml      the cluster with them, for `plan` and `whatif`
-    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with
-    `--trial-cluster` the
-                          model with fewer layers
+    └── 01/ 02/ ...       plan, configuration and output of each trial; with
+                          `--trial-cluster` the model with fewer layers
 
 The plan so far is written after every trial, so that whenever this ends it is one that ran.  With
 the same arguments it goes on behind the last finished trial.
@@ -81,7 +80,7 @@ from meshwright.tune.trial import USUAL, Measured, TrialProcess, launch_words, t
 DEFAULT_TRIALS = 8
 CONSTANTS_FILE, CLUSTER_FILE, PROFILE_FILE = "constants.yaml", "cluster.yaml", "profile.yaml"
 LONGEST_START_S = 600.0
-"""Of a trial, before its first step, after which it is given up."""
+"""Seconds before its first step after which a trial is given up."""
 SUFFIXES = {
     "accelerate": ".yaml",
     "deepspeed": ".json",
@@ -89,16 +88,16 @@ SUFFIXES = {
     "megatron": ".args",
     "torchtitan": ".py",
 }
-"""Of configurations, as their frameworks read them."""
+"""Suffixes of configuration files, by framework."""
 INTERRUPTED = "interrupted; the same command goes on from here"
 PATIENCE = 5.0
-"""Times its believed seconds after which a trial is ended."""
+"""Factor on its predicted seconds after which a trial is ended."""
 ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialBudget:
-    """What trials may take."""
+    """Largest number, or seconds, of trials."""
 
     trials: int | None = None
     seconds: float | None = None
@@ -119,7 +118,7 @@ class TrialBudget:
         return cls(seconds=duration_s(text))
 
     def allows(self, trials: Sequence[Trial], next_s: float) -> bool:
-        """Whether another trial of these seconds is within it; the first one always is."""
+        """Return True if the budget has room for another trial; the first one always fits."""
         if not trials:
             return True
         if self.trials is not None:
@@ -129,28 +128,28 @@ class TrialBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewedProof:
-    """What a search proves with the constants of its trials."""
+    """Proof of a search with the constants of its trials."""
 
     chosen_s: float
-    """What the answer is predicted to take with them."""
+    """Predicted seconds of the answer's step with these constants."""
     lower_bound_s: float
-    """No plan of the space takes less."""
+    """Lower bound in seconds on the step of every plan of the space."""
     layout: str
-    """The plan that is predicted fastest with them,"""
+    """Layout of the plan that is predicted fastest with these constants."""
     step_s: float
-    """what it takes,"""
+    """Predicted seconds of that plan's step."""
     known: bool
-    """and whether it was among those that could be tried."""
+    """True if that plan was among the candidates of trials."""
 
     @property
     def gap(self) -> float:
-        """By which share of the answer's step a plan may be faster at most."""
+        """Largest share of the answer's step by which another plan may be faster."""
         return max(0.0, 1 - self.lower_bound_s / self.chosen_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What trials came to."""
+    """Results of trials."""
 
     candidates: tuple[TrialCandidate, ...]
     trials: tuple[Trial, ...]
@@ -159,20 +158,20 @@ class TuningResult:
     planned_s: float
     """CPU seconds of the search."""
     stopped: str
-    """Why there are no more trials."""
+    """Reason for which there are no more trials."""
     plan_file: str | None = None
     folder: Path | None = None
     queue: tuple[int, ...] = field(default=())
-    """What a dry run would try, as far as that is known before the first trial."""
+    """Trials of a dry run, as far as they are known before the first trial."""
     small: InSmall | None = None
-    """What is tried instead of the candidates."""
+    """Stand-ins that are tried instead of the candidates."""
     trial_cluster: str | None = None
-    """The smaller cluster on which it is."""
+    """Smaller cluster on which the stand-ins are tried."""
     proof: RenewedProof | None = None
 
     @property
     def options(self) -> tuple[TrialCandidate, ...]:
-        """What an option of the tuner is."""
+        """Plans of the tuner's options."""
         return (*self.candidates, *_stood_in(self.small))
 
     @property
@@ -182,23 +181,23 @@ class TuningResult:
 
     @property
     def step_s(self) -> float | None:
-        """The answer's measured step."""
+        """Measured seconds of the answer's step."""
         answer = self.tuner.answer
         return self.tuner.measured_step(answer).step_s if answer in self.tuner.ran else None
 
     @property
     def first_s(self) -> float | None:
-        """The measured step of the plan that was predicted fastest."""
+        """Measured seconds of a step of the plan that was predicted fastest."""
         return self.tuner.measured_step(0).step_s if 0 in self.tuner.ran else None
 
     @property
     def device_seconds(self) -> float:
-        """What all trials took of all devices."""
+        """Device-seconds of all trials."""
         return self.devices * sum(trial.seconds for trial in self.trials)
 
 
 def _stood_in(small: InSmall | None) -> tuple[TrialCandidate, ...]:
-    """Return what is tried in small."""
+    """Return the candidates that stand in on the smaller cluster."""
     return tuple(stand_in.candidate for stand_in in small.stand_ins) if small else ()
 
 
@@ -237,17 +236,15 @@ def tune(model: str, cluster: str, *, options: TuneOptions) -> TuningResult:
     """Measure what prediction cannot tell apart, and return the plan that is fastest measured.
 
     `model` may be a plan, as `meshwright.plan` saves one of a script's own module: its job and
-    training settings are kept.
-    Trials go on until no other plan is more than 2 % faster with 95 % probability, or `budget`
-    (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
-    {plan}, {config} (the plan as its framework's configuration) and {output} (a folder): another
-    framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
-    Without a `profile` this machine is measured first where that tells more for each second than a
-    trial.
-    `trial_cluster` is a smaller cluster of the same devices: plans are tried there in small, with
-    fewer stages and layers, and the answer is believed and not measured. `trials` names the folder
-    of trials, by default beside the plan; a profile with the cluster's constants as the trials show
-    them lies in it.
+    training settings are kept.  Trials go on until no other plan is more than 2 % faster with 95 %
+    probability, or `budget` (`8 trials`, `20min`) ends.  `run` is the template of a command that
+    trains by a plan, with {plan}, {config} (the plan as its framework's configuration) and {output}
+    (a folder): another framework's, or `meshwright run` with a script; usually `meshwright launch`
+    runs them.  Without a `profile` this machine is measured first where that gains more per second
+    than a trial.  `trial_cluster` is a smaller cluster of the same devices: plans are tried there
+    in small, with fewer stages and layers, and the answer is believed and not measured. `trials`
+    names the folder of trials, by default beside the plan; the folder contains a profile with the
+    cluster's constants by the trials.
 
     Raises LaunchError where no plan of the space ran.
     """
@@ -354,7 +351,7 @@ def _profile(model: str, cluster: str, request: Request, folder: Path) -> None:
 
 
 def _without_pace(measured: Profiles) -> Profiles:
-    """Return a profile of which the pace is not known; where devices differ none has one."""
+    """Return a profile without its pace; where devices differ none has one."""
     if not isinstance(measured, Profile) or measured.calibration is None:
         return measured
     plain = measured.calibration.model_copy(update={"pace": None})
@@ -377,7 +374,7 @@ def _folder(output: str) -> Path:
 
 
 def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tuple[str, ...]:
-    """Return options of `launch`, the paths as they are from anywhere."""
+    """Return options of `launch`, with paths that are valid from any folder."""
     named = {"--data": data, "--tokenizer": tokenizer}
     candidates = [
         word
@@ -391,7 +388,7 @@ def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tu
 def _runnable(
     request: Request, answer: Answer, run: str | None, progress: Progress | None
 ) -> tuple[TrialCandidate, ...]:
-    """Return the candidates, of another framework those that its configuration can say."""
+    """Return the candidates; for another framework those that its configuration can express."""
     every = candidates(request, answer, progress)
     if run is None or "{config}" not in run:
         return every
@@ -411,7 +408,7 @@ def _runnable(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Trials as they are asked for."""
+    """Trials as they are requested."""
 
     request: Request
     candidates: tuple[TrialCandidate, ...]
@@ -449,11 +446,11 @@ class Tuning:
 
     @property
     def _options(self) -> tuple[TrialCandidate, ...]:
-        """What options are of: plans, then what is tried in small."""
+        """Plans of the options: candidates, then stand-ins on the smaller cluster."""
         return (*self.candidates, *_stood_in(self.small))
 
     def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
-        """Return what is known after finished trials."""
+        """Return the tuner after finished trials."""
         tries = [trial for trial in trials if trial.step_s is not None]
         beside = [
             trial.seconds - (WARM_UP_STEPS + trial.steps) * (trial.step_s or 0.0) for trial in tries
@@ -474,13 +471,13 @@ class Tuning:
         )
 
     def profile_pays(self) -> bool:
-        """Whether a profile tells more for each second than any trial, and none was made."""
+        """Return True if no trial was made and a profile gains more per second than any."""
         from meshwright.profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
 
         return not read_trials(self.folder) and self._start().profile_pays(BUDGET_S)
 
     def agenda(self) -> TuningResult:
-        """Return what would be tried if every step took what is predicted; nothing is run."""
+        """Return the trials that would run if every step took its predicted time; run none."""
         tuner, queue = self._start(), list[int]()
         while not tuner.is_done and (option := tuner.next_trial()) is not None:
             next_s = tuner.trial_s(option)
@@ -709,7 +706,7 @@ class Tuning:
         return self._profile(trial)
 
     def _predicted_s(self, constants: Calibration, option: int) -> float:
-        """Return what an option is predicted to take with some constants."""
+        """Return the predicted seconds of an option with some constants."""
         request = self._request_of(option)
         return predict(
             self._options[option].plan,
@@ -725,7 +722,7 @@ class Tuning:
         return None if base_of(self.request.framework.name) != "native" else profile
 
     def _request_of(self, option: int) -> Request:
-        """Return what an option is a plan of: the request, or one in small."""
+        """Return the request that an option answers: the request, or one in small."""
         if self.small is None:
             return self.request
         return self.small.stand_ins[option - len(self.candidates)].request

@@ -20,7 +20,7 @@ from meshwright.tune.tune import CLUSTER_FILE, CONSTANTS_FILE, RenewedProof, Tun
 MOVED = 0.02
 """Logarithm by which a constant has to move to be reported."""
 SURELY = 1.28
-"""Spreads that it has to lie from the predicted one: nine of ten such moves are real."""
+"""Distance from the predicted one, in spreads: nine of ten such moves are real."""
 
 
 def tuned_parts(
@@ -134,7 +134,7 @@ def _result_facts(tuned: TuningResult) -> Iterator[Fact]:
 
 
 def _proof_text(proof: RenewedProof) -> str:
-    """Return what a search proves with the constants of its trials."""
+    """Return the proof of a search with the constants of its trials."""
     text = (
         "with the constants of its trials no plan takes less than "
         f"{seconds_text(proof.lower_bound_s)}; this one {seconds_text(proof.chosen_s)} "
@@ -146,17 +146,17 @@ def _proof_text(proof: RenewedProof) -> str:
 
 
 def _distinct(tuned: TuningResult) -> int:
-    """Return how many plans were tried; noisy trials are repeated."""
+    """Return the number of tried plans; noisy trials are repeated."""
     return len({trial.plan_digest for trial in tuned.trials})
 
 
 def _untried_count(tuned: TuningResult) -> int:
-    """Return how many plans may be the answer and are not tried themselves."""
+    """Return the number of plans that may be the answer and are not tried themselves."""
     return 0 if tuned.small is None else len(tuned.candidates)
 
 
 def _unseen_text(tuned: TuningResult) -> str:
-    """Return what trials in small cannot tell, which keeps its range."""
+    """Return what trials in small cannot show, which keeps its range."""
     assert tuned.small is not None
     doublings = tuned.chosen.option.doublings
     wide = math.exp(SURELY * CONSTANTS["scale"].spread * doublings) - 1
@@ -166,7 +166,7 @@ def _unseen_text(tuned: TuningResult) -> str:
 
 
 def _gain_text(tuned: TuningResult) -> str:
-    """Return what was gained over the plan that was predicted fastest."""
+    """Return the gain over the plan that was predicted fastest."""
     first_s, step_s = tuned.first_s, tuned.step_s
     if tuned.small is not None:
         if tuned.tuner.answer == 0:
@@ -210,7 +210,7 @@ def trials_table(trials: Sequence[Trial]) -> RenderableType:
 
 
 def tuned_json(tuned: TuningResult) -> dict[str, Any]:
-    """Return what `tune --json` prints; seconds, fractions."""
+    """Return the output of `tune --json`; seconds, fractions."""
     chosen, posterior = tuned.chosen, tuned.tuner.posterior
     return {
         "plan": chosen.plan.model_dump(mode="json", exclude_none=True),

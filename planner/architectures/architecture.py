@@ -3,7 +3,7 @@
 `architecture_of` knows which keys each `model_type` has, what their defaults are, and which of our
 figures they mean.  A configuration that the figures cannot express is refused, by its key.
 
-Model types that are known and not planned, each with the reason in a sentence.
+Model types that cannot be planned, each with the reason in a sentence.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ REASONS = {kind: reason for reason, kinds in _OF_KIND.items() for kind in kinds}
 
 
 def reason(kind: str, config: Any) -> str | None:
-    """Return why a known model type has no figures, or None if it is not known either.
+    """Return why a model type has no figures, or None if the type is unknown.
 
-    Whatever joins towers for images or sound with a language model says so by `text_config`.
+    A model that joins towers for images or sound with a language model has a `text_config`.
 
     >>> reason("gemma3", {"text_config": {"model_type": "gemma3_text"}})
     "joins other inputs with a language model; that alone can be planned: a config.json with what \
@@ -183,7 +183,7 @@ def _qwen3(config: Config) -> Architecture:
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    """Qwen slides only from block `max_window_layers` on, and only if the configuration says so."""
+    """Qwen slides only from block `max_window_layers` on, if its configuration enables it."""
     window = optional(config, "sliding_window", 4096)
     if not flag(config, "use_sliding_window", False) or not window:
         return {}

@@ -10,7 +10,7 @@ from meshwright.planner.errors import DocumentError
 
 Config = Mapping[str, Any]
 AS_RECORDED = "plan FOLDER:recorded, the model as its own class runs"
-"""What to do with a configuration that has no figures here."""
+"""Advice for a configuration that has no figures here."""
 
 
 def without_figures(key: str, why: str) -> DocumentError:
@@ -30,7 +30,7 @@ def positive(config: Config, key: str) -> int:
 
 
 def experts_of(config: Config, key: str) -> int:
-    """Return how many experts there are; `transformers` 5 writes one name for all families."""
+    """Return the number of experts; `transformers` 5 writes one name for all families."""
     new_key = "num_local_experts"
     return positive(config, new_key if config.get(key) is None and new_key in config else key)
 

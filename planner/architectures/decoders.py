@@ -95,7 +95,7 @@ def deepseek(config: Config, family: str) -> Architecture:
 
 
 def leading_dense(config: Config) -> int:
-    """Return how many leading blocks have a plain MLP; other patterns are refused."""
+    """Return the number of leading blocks with a plain MLP; other patterns are refused."""
     layers = positive(config, "num_hidden_layers")
     if (step := optional(config, "decoder_sparse_step", 1)) != 1:
         raise without_figures("decoder_sparse_step", f"is {step} and not 1")
@@ -112,7 +112,7 @@ def leading_dense(config: Config) -> int:
 
 
 def windows(config: Config, *, window: int, every: int) -> dict[str, Any]:
-    """Return which blocks attend to a window of tokens, and which to all.
+    """Return the blocks that attend to a window of tokens, and those that attend to all.
 
     Without `layer_types` every n-th block is global: as `sliding_window_pattern` says, or `every`.
     """

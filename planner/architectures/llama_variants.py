@@ -1,7 +1,7 @@
 """Configurations of later decoders that are built as Llama, DeepSeek-V3 or Qwen3-MoE are.
 
-What sets them apart beside their figures (scales of embeddings and residuals, layers without
-rotation, thetas of their own) costs nothing that is counted.
+Their differences beside their figures (scales of embeddings and residuals, layers without rotation,
+thetas of their own) have no counted cost.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _gemma3(config: Config) -> Architecture:
 
 
 def _olmo2(config: Config, family: str) -> Architecture:
-    """Norms stand behind attention and MLP instead of before them, as many of the same size."""
+    """Norms follow attention and MLP instead of preceding them, in the same number and size."""
     bias = flag(config, "attention_bias", False)
     return Architecture(
         **decoder(config, family),

@@ -1,7 +1,7 @@
 """Parameters of every layer: the figures of an architecture as a chain of layers.
 
-Counts are exact, as `transformers` builds the modules.  What a layer costs in time and memory
-stands elsewhere.
+Counts are exact, as `transformers` builds the modules.  The time and memory of a layer are computed
+elsewhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def block_kinds(architecture: Architecture) -> tuple[str, ...]:
     """Return the kind of every block in order.
 
     `block`, `moe_block`, and `dense_block` (a leading block with a plain MLP in a model with
-    experts); `local_` before it says that it attends to a sliding window.
+    experts); the prefix `local_` means that it attends to a sliding window.
     """
     experts, every = architecture.experts, architecture.sliding_every
     everywhere = set(architecture.global_blocks or ())
@@ -62,12 +62,12 @@ def block_kinds(architecture: Architecture) -> tuple[str, ...]:
 
 
 def routes(kind: str) -> bool:
-    """Whether layers of a kind route tokens to experts."""
+    """Return True if layers of a kind route tokens to experts."""
     return kind.endswith("moe_block")
 
 
 def slides(kind: str) -> bool:
-    """Whether attention of layers of a kind sees a sliding window alone."""
+    """Return True if attention of layers of a kind is limited to a sliding window."""
     return kind.startswith("local_")
 
 

@@ -47,16 +47,16 @@ D = TypeVar("D", bound=Document)
 
 
 class AcceleratorEntry(Part):
-    """An accelerator and the node it usually sits in."""
+    """An accelerator and its usual node."""
 
     aliases: tuple[Text, ...] = ()
     driver_names: tuple[Text, ...] = ()
-    """What `nvidia-smi` calls it."""
+    """Names of the accelerator in `nvidia-smi`."""
     vendor: Text
     kind: AcceleratorKind = "cuda"
     memory_bytes: Positive
     memory_range_bytes: tuple[Positive, Positive] | None = None
-    """Where it lies, if no log of what CUDA reports was found."""
+    """Smallest and largest total that CUDA may report, in bytes, where no log of it was found."""
     peak_flops: dict[Precision, Rate]
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None
@@ -68,12 +68,12 @@ class AcceleratorEntry(Part):
     host_devices: Devices | None = None
     """Devices of one host, where the links of a node join several hosts: 4 of the 72 of NVL72."""
     tiers: tuple[LinkTier, ...] = ()
-    """Within a node."""
+    """Link tiers inside a node."""
     bridge: LinkTier | None = None
     """A bridge between pairs of cards that a node may have and usually has not."""
     host_link_bytes_per_s: Rate | None = None
     network_bytes_per_s: Rate | None = None
-    """Between nodes, of one device, as its usual node has it."""
+    """Bytes per second of one device between nodes, in its usual node."""
     note: Text | None = None
     sources: dict[str, Text] = Field(default_factory=dict)
 
@@ -108,48 +108,49 @@ class NodeEntry(Part):
 
 
 class ModelEntry(Part):
-    """A model: the figures of its Hugging Face configuration."""
+    """A model, by the figures of its Hugging Face configuration."""
 
     aliases: tuple[Text, ...] = ()
     parameters: Amount | None = None
-    """As published, rounded as there."""
+    """Number of parameters as published, with its rounding."""
     source: Text
     config: dict[str, Any]
 
 
 Market = Literal["specialist", "hyperscaler"]
 HYPERSCALERS = frozenset({"aws", "azure", "gcp", "oci"})
-"""Providers of general clouds; others rent accelerators alone, or are marketplaces of such."""
+"""Providers of general clouds; other providers rent accelerators only, or are marketplaces of
+such."""
 
 
 class Rent(Part):
-    """What a provider asked for an instance on a date; never a quote for today."""
+    """Price that a provider asked for an instance on a date; never a quote for today."""
 
     provider: Text
     instance: Text
     accelerator: Text
     devices: Devices
-    """Of the instance."""
+    """Number of devices of the instance."""
     region: Text
     on_demand_usd_per_device_hour: Amount | None = None
     spot_usd_per_device_hour: Amount | None = None
-    """The lowest seen; a lower bound, not an offer."""
+    """Lowest spot price seen; a lower bound, not an offer."""
     reserved_usd_per_device_hour: Amount | None = None
-    """Under a contract, paid for every hour of its term."""
+    """Price under a contract, paid for every hour of its term."""
     term_months: Rate | None = None
-    """Of the contract."""
+    """Term of the contract in months."""
     prepaid: Proportion = 0.0
     """Share of the contract that is paid on the first day."""
     whole_node: Flag = True
-    """False where the host is rented apart and not in the price."""
+    """False where the host is rented separately and is not in the price."""
     host_usd_per_device_hour: Amount | None = None
-    """What the host costs then."""
+    """Price of the host where it is rented separately."""
     divisible: Flag = False
-    """Any number of the instance's devices can be had at the same price each."""
+    """True if any number of the instance's devices is available at the same price each."""
     fabric: Text | None = None
-    """The network that joins several instances to train on; None where nobody says there is one."""
+    """Network that joins several instances for training; None where none is known."""
     most_devices: Devices | None = None
-    """That can be had at once, where it is known."""
+    """Largest number of devices that are available at once, where it is known."""
     date: Text
     source: Text
     confidence: Literal["high", "medium", "low"]
@@ -157,7 +158,7 @@ class Rent(Part):
 
     @property
     def market(self) -> Market:
-        """Which kind of provider asks it: their prices differ by a factor of two and more."""
+        """Kind of the provider; prices of the two kinds differ by a factor of two and more."""
         return "hyperscaler" if self.provider in HYPERSCALERS else "specialist"
 
     @model_validator(mode="after")
@@ -173,14 +174,14 @@ class Rent(Part):
 
 
 class PurchasePrice(Part):
-    """What a device was sold for on a date."""
+    """Price for which a device was sold on a date."""
 
     accelerator: Text
     usd_per_device: Amount
     low: Amount | None = None
     high: Amount | None = None
     with_node: Flag
-    """Its share of the server is in the price."""
+    """True if the price includes the device's share of the server."""
     date: Text
     source: Text
     confidence: Literal["high", "medium", "low"]
@@ -188,7 +189,7 @@ class PurchasePrice(Part):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The price's range, its own value where no end is known."""
+        """Ends of the price's range; the price itself for an unknown end."""
         return self.low or self.usd_per_device, self.high or self.usd_per_device
 
     @model_validator(mode="after")
@@ -269,7 +270,7 @@ class Carbon(Part):
 
 
 class Facility(Part):
-    """What running devices costs beside their rent.
+    """Cost of running devices beside their rent.
 
     Energy of a job: devices x TDP x node_power_over_tdp, plus the network, times the power usage
     effectiveness, times hours.
@@ -429,7 +430,7 @@ def purchases() -> dict[str, PurchasePrice]:
 
 @cache
 def network_purchase() -> Quantity:
-    """Return what switches and cables cost for each device, in US dollars."""
+    """Return the cost of switches and cables for each device, in US dollars."""
     return _bought().network
 
 
@@ -445,7 +446,7 @@ def facility() -> Facility:
 
 @cache
 def sources() -> dict[str, str]:
-    """Return what the capital words in sources stand for."""
+    """Return the meanings of the capital words in sources."""
     return _Sources.parse(_text("sources.yaml"), file="sources.yaml").sources
 
 

@@ -23,7 +23,7 @@ RATE = re.compile(rf"{NUMBER}([KMGT]i?[Bb])(?:/s|ps)")
 SIZE = re.compile(rf"{NUMBER}([KMGT]i?B)")
 PCIE = re.compile(r"([3-6])(?:x(1|2|4|8|16))?")
 LANE_BYTES_PER_S = {"3": 1e9, "4": 1.94e9, "5": 3.94e9, "6": 7.88e9}
-"""Of one direction: 16 lanes are the catalogue's 16, 31 and 63 GB/s."""
+"""Bytes per second of a lane in one direction; 16 lanes are the catalogue's 16, 31 and 63 GB/s."""
 GIVEN = "given behind the cluster's name"
 FORMS = {
     "network": "a rate of each device and direction, as 25GB/s or 200Gb/s",

@@ -4,7 +4,8 @@ MODEL is a name of the catalogue or of the Hugging Face hub, a `config.json` or 
 one, or a model document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a
 node type (`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a
 cluster document.  `CLUSTER:3x4` is a part of a cluster: 3 of its nodes, and 4 devices of each;
-`cluster.yaml:GROUP+GROUP` is some groups of a document.
+`8xh100-sxm-80gb:1x6+4xl40s` is one of several groups, and `cluster.yaml:GROUP+GROUP:1x6` one of a
+document's.
 
 A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with torch.
 """
@@ -50,17 +51,19 @@ from meshwright.planner.documents.units import MOST_DEVICES, name_of
 from meshwright.planner.errors import DocumentError
 
 ROUND_S = 3e-6
-"""Of a ring's round inside nodes while it goes over a network: what NCCL counts for a send of its
-simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
+"""Seconds of a ring's round inside nodes while the ring crosses a network: NCCL's figure for a send
+of its simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
 ALONE = "-language-model-alone"
-"""What a model is called of which the towers for images or sound are left out."""
+"""Suffix of the name of a model without its towers for images or sound."""
 CLUSTER_FORMS = (
     "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
     "of them joined by +"
 )
+Shape = tuple[int, int]
+"""Nodes, and devices of each."""
 
 
 def resolve_model(text: str) -> ModelGraph:
@@ -102,7 +105,7 @@ def resolve_model(text: str) -> ModelGraph:
 
 
 def _catalogued_model(text: str) -> str:
-    """Return the name in the catalogue that MODEL stands for, also by a variant of one shape.
+    """Return the catalogue's name of MODEL, also for a variant of the same shape.
 
     The configuration that the hub's cache has of exactly this name goes before a variant's.
 
@@ -122,7 +125,7 @@ def _catalogued_model(text: str) -> str:
 
 
 def locate_model(source: str, document: str | os.PathLike[str]) -> str:
-    """Return a model's source as it is found from here: a relative file may lie by the document.
+    """Return a model's source as it is found from here: a relative file may be beside the document.
 
     >>> locate_model("gpt2", "plans/plan.yaml")
     'gpt2'
@@ -148,11 +151,11 @@ def resolve_cluster(text: str) -> ClusterSpec:
     >>> cluster.devices, [(tier.name, tier.devices) for tier in cluster.tiers]
     (128, [('nvlink', 8), ('network', 128)])
     """
-    whole, _, shape = text.rpartition(":")
-    if whole and (part := re.fullmatch(r"(\d{1,9})x(\d{1,9})", shape)):
-        return _part_of_cluster(resolve_cluster(whole), int(part[1]), int(part[2]), text)
-    if whole and is_file(_path(whole)) and not is_there(text):
-        return _named_groups(resolve_cluster(whole), shape, text)
+    file = _document_in(text)
+    if file:
+        return _named_part(resolve_cluster(file), text.removeprefix(f"{file}:"), text)
+    if "+" not in text and (shape := _shape_in(text)) is not None:
+        return _part_of_cluster(resolve_cluster(text.rpartition(":")[0]), shape, text)
     if text == "local" or text.startswith("local:"):
         from meshwright.planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
 
@@ -163,7 +166,7 @@ def resolve_cluster(text: str) -> ClusterSpec:
 
 
 def _of_one_kind(text: str) -> ClusterSpec:
-    """Return nodes of one kind, with the settings that stand behind their name."""
+    """Return nodes of one kind, with the settings after their name."""
     plain_text, comma, words = text.partition(",")
     if comma:
         settings = ClusterSettings.parse(words)
@@ -186,7 +189,7 @@ def _of_one_kind(text: str) -> ClusterSpec:
 
 
 def _read_cluster(path: Path) -> ClusterSpec:
-    """Read a cluster document, in which names of the catalogue may stand for its accelerators."""
+    """Read a cluster document, whose accelerators may be names of the catalogue."""
     data = plain(read_text(path))
     try:
         if isinstance(data, dict) and isinstance(data.get("groups"), list):
@@ -235,7 +238,25 @@ def _usual_tiers(entry: AcceleratorEntry, group: dict[str, object]) -> list[obje
     return [tier.model_dump(mode="json", exclude_none=True) for tier in (*within, *between)]
 
 
-def _part_of_cluster(whole: ClusterSpec, nodes: int, each: int, text: str) -> ClusterSpec:
+def _document_in(text: str) -> str:
+    """Return the file of which a text names a part; empty where it names a file or none."""
+    places = [at for at, character in enumerate(text) if character == ":"]
+    if not places or is_there(text):
+        return ""
+    return next((text[:at] for at in places if is_file(_path(text[:at]))), "")
+
+
+def _shape_in(text: str) -> Shape | None:
+    """Return the nodes and the devices of each that stand behind a name, if any do.
+
+    >>> _shape_in("3x5xh100-sxm-80gb:3x4"), _shape_in("local:4")
+    ((3, 4), None)
+    """
+    shape = re.fullmatch(r".+:(\d{1,9})x(\d{1,9})", text)
+    return None if shape is None else (int(shape[1]), int(shape[2]))
+
+
+def _part_of_cluster(whole: ClusterSpec, shape: Shape, text: str) -> ClusterSpec:
     """Return some nodes of a cluster of one group, and some devices of each.
 
     >>> part = resolve_cluster("3x5xh100-sxm-80gb:3x4")
@@ -244,64 +265,97 @@ def _part_of_cluster(whole: ClusterSpec, nodes: int, each: int, text: str) -> Cl
     """
     if len(whole.groups) > 1:
         raise DocumentError("", f"'{text:.60}' is a part of several groups; name the nodes it has")
-    [group] = whole.groups
+    _check_shape(whole.groups[0], shape, text)
+    return whole.smaller(nodes=shape[0], devices_per_node=shape[1])
+
+
+def _check_shape(group: DeviceGroup, shape: Shape, text: str) -> None:
+    nodes, each = shape
     if not (1 <= nodes <= group.nodes and 1 <= each <= group.devices_per_node):
         raise DocumentError(
             "",
             f"'{text:.60}' is no part of {group.nodes} nodes with {group.devices_per_node} devices "
             "each; name 1 to as many",
         )
-    return whole.smaller(nodes=nodes, devices_per_node=each)
 
 
-def _named_groups(whole: ClusterSpec, names: str, text: str) -> ClusterSpec:
-    """Return some groups of a document, by their names."""
+def _named_part(whole: ClusterSpec, names: str, text: str) -> ClusterSpec:
+    """Return some nodes of a document, or some of its groups by their names."""
+    shape = _shape_in(f"{whole.name}:{names}")
+    if shape is not None and ":" not in names and len(whole.groups) == 1:
+        return _part_of_cluster(whole, shape, text)
     groups = [group.name for group in whole.groups]
-    wanted = names.split("+")
-    for name in wanted:
+    shapes: dict[int, Shape] = {}
+    for term in names.split("+"):
+        shape = _shape_in(term)
+        name = term if shape is None else term.rpartition(":")[0]
         if name not in groups:
             file = text.removesuffix(f":{names}")
             raise DocumentError("", f"'{name:.60}' is no group of {file}; {nearest(name, groups)}")
-    return _some_groups(whole, [at for at, name in enumerate(groups) if name in wanted])
+        group = whole.groups[groups.index(name)]
+        if shape is not None:
+            _check_shape(group, shape, text)
+        shapes[groups.index(name)] = shape or (group.nodes, group.devices_per_node)
+    kept = sorted(shapes)
+    return _some_groups(whole, kept, [shapes[at] for at in kept])
 
 
-def _some_groups(whole: ClusterSpec, kept: Sequence[int]) -> ClusterSpec:
-    """Return some groups of a cluster with the links that they can use."""
+def _some_groups(
+    whole: ClusterSpec, kept: Sequence[int], shapes: Sequence[Shape] | None = None
+) -> ClusterSpec:
+    """Return some groups of a cluster, or some nodes of them, with the links that they can use."""
     groups = tuple(whole.groups[at] for at in kept)
+    every = [(group.nodes, group.devices_per_node) for group in groups]
+    shapes = list(shapes or every)
     if len(groups) == len(whole.groups):
-        return whole
+        return whole if shapes == every else whole.with_shapes(shapes)
     part = whole.part(groups).model_copy(update={"price": whole.price})
     if len(groups) > 1:
-        return part
-    [group] = groups
+        return part if shapes == every else part.with_shapes(shapes)
+    [group], [(nodes, each)] = groups, shapes
     # Its links are the cluster's now, none wider than it is.
     alone = part.model_copy(update={"groups": (group.model_copy(update={"tiers": None}),)})
-    smaller = alone.smaller(nodes=group.nodes, devices_per_node=group.devices_per_node)
+    smaller = alone.smaller(nodes=nodes, devices_per_node=each)
     return smaller.model_copy(update={"name": group.name})
 
 
-def groups_part(called: str, cluster: ClusterSpec, kept: Sequence[int]) -> tuple[str, ClusterSpec]:
-    """Return what names some groups of the cluster that is `called` so, and that part.
+def groups_part(
+    called: str,
+    cluster: ClusterSpec,
+    kept: Sequence[int],
+    shapes: Sequence[Shape] | None = None,
+) -> tuple[str, ClusterSpec]:
+    """Return the name of some groups of the cluster `called`, and that part.
 
-    Of kinds of nodes that `+` joins the others are left out, with the limits of their networks.
+    Where `+` joins kinds of nodes, the others are left out, with the limits of their networks.
+    `shapes` are the nodes that are kept of each, and the devices of each node; by default all.
 
     >>> called = "2xa100-sxm-80gb+8xh100-sxm-80gb+4xl40s"
     >>> name, part = groups_part(called, resolve_cluster(called), (1,))
     >>> name, part == resolve_cluster("8xh100-sxm-80gb")
     ('8xh100-sxm-80gb', True)
+    >>> groups_part(called, resolve_cluster(called), (0, 1), [(1, 2), (1, 6)])[0]
+    '2xa100-sxm-80gb+8xh100-sxm-80gb:1x6'
     """
     terms = called.split("+")
-    if _is_path(called) or len(terms) != len(cluster.groups):
-        names = "+".join(cluster.groups[at].name for at in kept)
-        return f"{called}:{names}", _some_groups(cluster, kept)
-    name = "+".join(terms[at] for at in kept)
-    if _join_groups(called) == cluster:
+    joined = not _is_path(called) and len(terms) == len(cluster.groups)
+    if not joined:
+        terms = [group.name for group in cluster.groups]
+    names = []
+    for number, at in enumerate(kept):
+        group = cluster.groups[at]
+        nodes, each = whole = group.nodes, group.devices_per_node
+        if shapes is not None:
+            nodes, each = shapes[number]
+        names.append(terms[at] if (nodes, each) == whole else f"{terms[at]}:{nodes}x{each}")
+    name = "+".join(names)
+    if joined and _join_groups(called) == cluster:
         return name, resolve_cluster(name)
-    return name, _some_groups(cluster, kept)  # with figures of its own
+    return name if joined else f"{called}:{name}", _some_groups(cluster, kept, shapes)
 
 
 def part_name(called: str, *, nodes: int, devices_per_node: int) -> str:
-    """Return what names a part of the cluster that is `called` so.
+    """Return the name of a part of the cluster `called`.
 
     >>> part_name("3x5xh100-sxm-80gb", nodes=3, devices_per_node=4), part_name("local", nodes=1,
     ...     devices_per_node=2)
@@ -319,14 +373,19 @@ def _join_groups(text: str) -> ClusterSpec:
     >>> [(group.name, group.devices) for group in joined.groups], joined.tiers[0].devices
     ([('a100-sxm-80gb', 4), ('v100-sxm-32gb', 8)], 12)
     """
-    terms = text.split("+")
+    shapes = [_shape_in(term) for term in text.split("+")]
+    terms = [
+        term if shape is None else term.rpartition(":")[0]
+        for term, shape in zip(text.split("+"), shapes, strict=True)
+    ]
     parts = []
-    for term in terms:
+    for term, shape in zip(terms, shapes, strict=True):
         if _is_path(term) or term.startswith("local"):
             raise DocumentError(
                 "", f"'{text:.60}' joins '{term:.40}', which is no kind of node; {CLUSTER_FORMS}"
             )
-        parts.append(_joined_part(term))
+        part = _joined_part(term)
+        parts.append(part if shape is None else _part_of_cluster(part, shape, text))
     devices = sum(part.devices for part in parts)
     networks = [_network_of(term, part.groups[0]) for term, part in zip(terms, parts, strict=True)]
     slowest = min(networks, key=lambda tier: tier.bytes_per_s)
@@ -559,7 +618,7 @@ def _clip_tiers(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]
 
 
 def _network(entry: AcceleratorEntry, devices_per_node: int, rate: float | None) -> LinkTier:
-    """Return the tier between nodes where the node type does not say."""
+    """Return the tier between nodes where the node type has none."""
     source = "given"
     if rate is None and entry.network_bytes_per_s is not None:
         rate, source = entry.network_bytes_per_s, entry.sources.get("network_bytes_per_s", "usual")

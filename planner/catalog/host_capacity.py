@@ -1,7 +1,7 @@
 """Memory of hosts: what the nodes of an accelerator have, with the range that they span.
 
-A node type says its own.  Where an accelerator is named alone, the nodes of the catalogue that have
-it stand for its node; where there are none, a share of the devices' memory does.
+A node type states its own.  Where an accelerator is named alone, the catalogue's nodes with it
+represent its node; where there are none, a share of the devices' memory does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HostCapacity(NamedTuple):
 
 
 def host_capacity(accelerator: str, entry: AcceleratorEntry, devices: int) -> HostCapacity:
-    """Return what a node with so many devices of an accelerator has, as its nodes usually do.
+    """Return the usual host capacity of a node with this number of an accelerator's devices.
 
     >>> from meshwright.planner.catalog import accelerators
     >>> entry = accelerators()["h100-sxm-80gb"]

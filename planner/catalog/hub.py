@@ -1,7 +1,7 @@
 """Models by the names of the Hugging Face hub: `owner/name`, whose config.json is a few kB.
 
-The file lies in the hub's cache on this machine, or `huggingface_hub` fetches it there where that
-is installed and nothing says to stay offline (`--offline`, HF_HUB_OFFLINE).  Nothing but that file
+The file is in the hub's cache on this machine, or `huggingface_hub` fetches it there where that is
+installed and no setting asks to stay offline (`--offline`, HF_HUB_OFFLINE).  Nothing but that file
 is fetched, and no code that comes with a model is run.
 """
 
@@ -25,7 +25,7 @@ from meshwright.planner.errors import DocumentError
 CONFIG = "config.json"
 HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 VARIANT = re.compile(r"[-_](?:instruct|chat|base|it|pt|hf)(?=[-_]|$)", re.IGNORECASE)
-"""What tells apart models of one shape: how they were trained after the first time."""
+"""Part of a name that tells apart models of one shape by their training after the first."""
 CONNECTION_S = 5.0
 YES = ("1", "on", "yes", "true")
 
@@ -39,7 +39,7 @@ class FetchedConfig:
     size_bytes: int
 
     def __str__(self) -> str:
-        """Return what was fetched, from where, and where it lies now."""
+        """Return the fetched file, its origin and its place."""
         return (
             f"fetched {CONFIG} of {self.model} from {endpoint()} ({self.size_bytes:,} bytes): "
             f"{self.file}"
@@ -47,11 +47,11 @@ class FetchedConfig:
 
 
 FETCHED: list[FetchedConfig] = []
-"""In order."""
+"""Configurations that this process has fetched, in order."""
 
 
 def is_hub_name(text: str) -> bool:
-    """Say whether a text has the form of a hub's name.
+    """Return True if a text has the form of a hub's name.
 
     >>> is_hub_name("Qwen/Qwen2.5-7B"), is_hub_name("llama-3.1-8b"), is_hub_name("a/b/c")
     (True, False, False)
@@ -60,7 +60,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def plain_name(text: str) -> str:
-    """Return a model's name without what says how it was trained after the first time.
+    """Return a model's name without the suffix of its later training.
 
     >>> plain_name("mistralai/Mixtral-8x7B-Instruct-v0.1"), plain_name("google/gemma-2-9b-it")
     ('mistralai/Mixtral-8x7B-v0.1', 'google/gemma-2-9b')
@@ -73,7 +73,7 @@ _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 
 @contextmanager
 def offline(asked: bool) -> Iterator[None]:
-    """Fetch nothing within, where that is asked for."""
+    """Fetch nothing inside of this context if `asked`."""
     token = _OFFLINE.set(asked or _OFFLINE.get())
     try:
         yield
@@ -82,7 +82,7 @@ def offline(asked: bool) -> Iterator[None]:
 
 
 def is_offline() -> bool:
-    """Say whether nothing may be fetched."""
+    """Return True if nothing may be fetched."""
     if _OFFLINE.get():
         return True
     switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -90,7 +90,7 @@ def is_offline() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return where the hub keeps what was fetched, by its own rules."""
+    """Return the hub's cache folder, by its own rules."""
     if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(folder).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -104,7 +104,7 @@ def endpoint() -> str:
 
 
 def _unreachable() -> str | None:
-    """Return why no connection to the hub can be made, which its own client repeats for long."""
+    """Return why no connection to the hub can be made; its own client would retry for long."""
     address = urlsplit(endpoint())
     if getproxies() or address.hostname is None:
         return None
@@ -119,7 +119,7 @@ def _unreachable() -> str | None:
 def cached_config(name: str) -> Path | None:
     """Return the config.json of a model in the hub's cache; None where there is none.
 
-    Of several revisions that of `main` counts, else the one fetched last.
+    Among several revisions, `main` counts, else the one fetched last.
     """
     folder = cache_folder() / f"models--{name.replace('/', '--')}"
     main = folder / "refs" / "main"

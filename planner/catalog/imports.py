@@ -30,13 +30,13 @@ NAMES: dict[str, str] = {
     "rtxpro6000": "rtx-pro-6000",
     "rtx6000ada": "rtx-6000-ada",
 }
-"""What the lists call accelerators that the catalogue calls otherwise."""
+"""Catalogue names of accelerators by their names in the lists, where these differ."""
 
 
 _Rent = dict[str, object]
-"""A rent as plain data, not yet validated."""
+"""Rent as plain data, not yet validated."""
 MOST = float(MOST_DEVICES)
-"""Devices, gigabytes or dollars an hour; a cell beyond is none of them."""
+"""Largest number of devices, gigabytes or dollars an hour in a cell; a larger one is invalid."""
 
 
 class Rents(Document):
@@ -50,8 +50,8 @@ class Rents(Document):
 def import_rents(path: str, *, provider: str, date: str) -> Rents:
     """Return the offers of a CSV file; rows of accelerators that the catalogue lacks are left out.
 
-    Neither list says when it was made or by whom each row was asked: `provider` and `date` do,
-    where a row has no provider of its own.
+    Neither list contains its date or the source of each row: `provider` and `date` do, where a row
+    has no provider of its own.
     """
     for name, value, as_in in (("provider", provider, "aws"), ("date", date, "2026-01-31")):
         if not value.strip():

@@ -4,7 +4,7 @@ Devices are looked up in the catalogue by the name that their driver gives.  Cor
 that were measured of one thread and cached (planner.catalog.machine_figures), so that all commands
 and all ranks plan for the same cluster.
 
-How the devices of one host are joined, as `nvidia-smi topo -m` prints it.
+Links between the devices of one host, as `nvidia-smi topo -m` prints them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.planner.errors import DocumentError
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 Links = Mapping[tuple[int, int], str]
-"""What joins two devices, by their numbers: `NV18` (18 NVLinks), or what of the host lies between
+"""Link between two devices, by their numbers: `NV18` (18 NVLinks), or the part of the host between
 them: `PIX`, `PXB`, `PHB`, `NODE`, `SYS`."""
 
 
@@ -58,7 +58,7 @@ def links(text: str) -> Links:
 
 
 def joined_by_nvlink(links: Links, devices: Sequence[int]) -> int | None:
-    """Return how many neighbours in the order of `devices` NVLink joins; None if unknown.
+    """Return the number of neighbours in the order of `devices` that NVLink joins; None if unknown.
 
     1 where none are joined.  Joined are devices that NVLink leads between, through others too: the
     mesh of older machines leaves some pairs without a link of their own.  Islands of several sizes,
@@ -81,14 +81,16 @@ def joined_by_nvlink(links: Links, devices: Sequence[int]) -> int | None:
 
 MIB = 2**20
 CUDA_SHARE, LEAST_CUDA_SHARE = 0.993, 0.98
-"""Of the memory that the driver shows, what CUDA reports as total: the median of nine boards
-(`CUDA_SHARE` in sources.yaml), and below the least of them."""
+"""Share of the driver's memory that CUDA reports as total: the median of nine boards (`CUDA_SHARE`
+in sources.yaml), and a value below the least of them."""
 MOST_CORES = 8
-"""Processor ranks that are taken unless a number is asked for."""
+"""Number of processor ranks that are used by default."""
 ATTENTION_FRACTION = 0.5
-"""Of the measured matrix product; attention on a processor is not measured here."""
+"""Rate of attention over that of the measured matrix product; attention on a processor is not
+measured here."""
 SPREAD = 0.3
-"""A tenth of a second on a machine that does other things too."""
+"""Relative spread of measurements of a tenth of a second on a machine that runs other programs
+too."""
 
 
 class LocalDevice(NamedTuple):
@@ -97,13 +99,13 @@ class LocalDevice(NamedTuple):
     name: str
     memory_bytes: int
     identifier: str = ""
-    """By which CUDA_VISIBLE_DEVICES may name it."""
+    """Identifier by which CUDA_VISIBLE_DEVICES may name the device."""
     number: int | None = None
-    """In the listings of `nvidia-smi`; None for a part of a device."""
+    """Number in the listings of `nvidia-smi`; None for a part of a device."""
 
     @property
     def kind(self) -> tuple[str, int]:
-        """What is equal of devices that are alike."""
+        """Name and memory in bytes, which are equal for devices that are alike."""
         return self.name, self.memory_bytes
 
 
@@ -267,7 +269,7 @@ def visible(
 
 
 def nvidia_links() -> Links:
-    """Return what joins this machine's devices by `nvidia-smi topo -m`; {} where it says none."""
+    """Return the links between this machine's devices by `nvidia-smi topo -m`; {} if none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return {}
@@ -323,8 +325,8 @@ def _tiers(
 ) -> tuple[LinkTier, ...]:
     """Return the links of the host, each as the slowest of its kind among the devices.
 
-    Where the driver tells what joins them: NVLink for as many neighbours as it joins, and the
-    host's link for the others.  Where it does not: the widest link of the catalogue's entries.
+    Where the driver reports their links: NVLink for as many neighbours as it joins, and the host's
+    link for the others.  Where it does not: the widest link of the catalogue's entries.
     """
     count = len(devices)
     if count == 1:

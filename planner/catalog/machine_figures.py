@@ -9,7 +9,7 @@ figures, or their plans differ, so the figures are cached and one process measur
 wait.  KEY is the machine: its name, its processor, its memory and the version of numpy.
 
 Figures are measured again after DAYS.  Where the memory that is free has changed by a factor of
-MEMORY_FACTOR, it alone is read anew: the seconds of a plan stay the same.  The load at which they
+MEMORY_FACTOR, it alone is read again: the seconds of a plan stay the same.  The load at which they
 were measured is cached too, and named where other programs ran on all cores.  Where no cache can be
 written, each process measures for itself.
 """
@@ -37,7 +37,7 @@ from meshwright.planner.errors import DocumentError, LaunchError
 DAYS = 30
 """Figures that are older are measured again."""
 MEMORY_FACTOR = 2
-"""By which free memory may differ from the cached figure."""
+"""Factor by which free memory may differ from the cached figure."""
 MEASURE = """
 import json, socket, threading, time
 import numpy
@@ -96,33 +96,33 @@ print(json.dumps({
 
 
 class MachineFigures(Part):
-    """What one thread of this machine reached, and when it was measured."""
+    """Rates that one thread of this machine reached, with the time of the measurement."""
 
     measured: Text
-    """UTC, as `2026-11-23T20:45:00+00:00`."""
+    """Time of the measurement in UTC, as `2026-11-23T20:45:00+00:00`."""
     flops: Rate
-    """Of a matrix product in fp32, per second."""
+    """FLOP per second of a matrix product in fp32."""
     bytes_per_s: Rate
-    """Read and written together."""
+    """Bytes per second, read and written together."""
     link_latency_s: Rate
     link_bytes_per_s: Rate
     memory_bytes: Count
-    """Free on the machine."""
+    """Bytes of memory that are free on the machine."""
     load: Amount = 0.0
-    """Programs that ran or waited beside, on average over a minute."""
+    """Mean number of other running programs over a minute."""
     cores: Count | None = None
-    """Of the machine."""
+    """Number of cores of the machine."""
 
     @property
     def date(self) -> str:
-        """When it was measured, to the minute, and whether others used all cores meanwhile."""
+        """Time of the measurement to the minute, with a note if others used all cores."""
         text = f"{datetime.fromisoformat(self.measured):%Y-%m-%d %H:%M} UTC"
         if self.cores is None or self.load <= self.cores:
             return text
         return f"{text} at load {self.load:.0f} on {self.cores} cores: this figure means little"
 
     def is_fresh(self, *, now: datetime) -> bool:
-        """Whether the figures still count; a date in the future does not."""
+        """Return True if the figures are recent enough; a date in the future is not."""
         try:
             age = now - datetime.fromisoformat(self.measured)
         except (TypeError, ValueError):
@@ -146,7 +146,7 @@ def cache_folder() -> Path:
 
 
 def figures_file() -> Path:
-    """Return where the figures of this machine are cached."""
+    """Return the file in which the figures of this machine are cached."""
     return cache_folder() / "machine" / f"{_machine_key()}.json"
 
 

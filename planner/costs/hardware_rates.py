@@ -52,7 +52,7 @@ errors fall with it (docs/results/accuracy.md)."""
 HOST_LINK_SHARE = 0.86
 """Of a host link's quoted rate, what copies from and to pinned memory reach: headers and flow
 control of PCIe take the rest.  Measured on an H100 and an H200, 53.0 to 55.0 GB/s of 63
-(docs/results/gpu);
+(docs/results/gpu.md);
 both ways at once each direction reaches 46."""
 LONG_WINDOW_S = 1e3
 """Behind which a second of communication hides as much as it ever does."""

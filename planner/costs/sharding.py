@@ -134,8 +134,11 @@ def traffic(
     added_s = 0.0
     if types.unit == "buffer" or (sharing.accumulated and not sharing.reduces_each_micro_batch):
         added_s = rates.adding_s(accumulated_bytes(types, rule.accumulation) * trained)
+    whole = sharing.leaves_whole and not sharing.is_wrapped
+    narrowed_s, widened_s = _whole_copies_s(trained, sharing, rates)
+    added_s += widened_s
     if not (sharing.is_wrapped or sharing.data > 1):
-        return ShardingTraffic(backward_copies_s=added_s)
+        return ShardingTraffic(backward_copies_s=added_s, copies_per_step_s=narrowed_s)
     working = types.working * trained
     if not sharing.has_whole_frozen:
         working += types.frozen * frozen
@@ -144,14 +147,14 @@ def traffic(
     gather_s, reduce_s, factoring_s = _collectives_s(
         trained, working, sharing, links, rates, sides=sides
     )
-    unpack_s, pack_s = 0.0, factoring_s
+    unpack_s, pack_s = narrowed_s, factoring_s
     match rule.copies:
         case "none":
             pass
         case "around_collectives":
             # The whole parameters of a replica in fp32 are those that its optimizer holds.
-            copied = sharing.is_sharded or types.working != types.stored_bytes
-            unpack_s = rates.gather_copy_s(working) if copied else 0.0
+            copied = sharing.is_sharded or (sharing.is_mixed and not whole)
+            unpack_s += rates.gather_copy_s(working) if copied else 0.0
             apart = rates.framework.eight_bit.cast_kernels > 0
             if narrow and apart and sharing.gathers_again:
                 cast = NARROWING_TRAFFIC_BYTES * (parameters - wide) / sharing.shard
@@ -192,6 +195,21 @@ def traffic(
         beside=rates.beside_products(links.shard),
         host_gather_s=host_gather_s,
         host_reduce_s=host_reduce_s,
+    )
+
+
+def _whole_copies_s(trained: float, sharing: StateSharding, rates: Rates) -> tuple[float, float]:
+    """Return the seconds of copies in 16 bits, made of what a step has updated, and of gradients.
+
+    Where they are added up or sent to others, gradients get to fp32 on the way.
+    """
+    types = sharing.types
+    if not (sharing.leaves_whole and sharing.is_mixed) or sharing.is_wrapped:
+        return 0.0, 0.0
+    alone = not sharing.accumulated and sharing.data == 1
+    return (
+        rates.memory_s((types.stored_bytes + types.working) * trained),
+        rates.adding_s((types.working + types.gradient) * trained) if alone else 0.0,
     )
 
 

@@ -1,10 +1,11 @@
 """The axes of a layout beside its degrees, sharding and schedule, one row each.
 
-A row says how an axis is named, what it can be, how a framework's space lists what it executes, and
-in which words others refuse it.  A layout's text, the fields that a plan writes, pins, allowances,
-facts of frameworks, exports and plans made anew read the rows; no file repeats them.  The fields of
-Layout, Plan and Pins are declared by hand for their types; `tests/planner/documents/test_axes.py`
-compares them with the rows.  What an axis costs, and how it runs, is code.
+A row holds the names and values of an axis, the field of a framework's space that lists the
+executed values, and the words of refusals.  A layout's text, the fields that a plan writes, pins,
+allowances, facts of frameworks, exports and new plans read the rows; no file repeats them.  The
+fields of Layout, Plan and Pins are declared by hand for their types;
+`tests/planner/documents/test_axes.py` compares them with the rows.  The cost and the execution of
+an axis are code.
 """
 
 from __future__ import annotations
@@ -19,31 +20,33 @@ class LayoutAxis:
     """One choice that a layout makes."""
 
     name: str
-    """Of the field of Layout, Plan and Pins."""
+    """Name of the field of Layout, Plan and Pins."""
     short: str
-    """In a layout's text, and of a pin."""
+    """Name in a layout's text and in a pin."""
     usual: Any
     values: tuple[str, ...] = ()
-    """The words that it can be; empty where it is no word."""
+    """Words that the axis can take; empty where its values are not words."""
     space: str
-    """Field of a framework's space: the values it executes, or whether any but the usual one."""
+    """Field of a framework's space: the values that it executes, or whether it executes any but the
+    usual one."""
     refused: str
-    """What a framework lacks that does not execute the value {}."""
+    """Description of what a framework lacks that does not execute the value `{}`."""
     exported: str | None = None
-    """What the file of another framework cannot say; None where it can, or says why not itself."""
+    """Description of the value that another framework's file cannot express; None where the file
+    can, or where its exporter names the reason itself."""
     machinery: str | None = None
-    """What a plan needs for a value but the usual one, where a plainer plan is preferred."""
+    """Name of the machinery that an unusual value needs; a plan without it is preferred."""
     allowance: str | None = None
-    """Without which the search looks at the usual value alone."""
+    """Allowance without which the search considers the usual value alone."""
     changes_training: bool = False
-    """A pin needs the allowance too."""
+    """True if the value changes what is trained, so that a pin needs the allowance too."""
     needs: str | None = None
-    """Degree that must be above 1 for the value to have an effect, and why a pin has none."""
+    """Degree that must be above 1 for the value to have an effect."""
     without: str = ""
     computes: bool = False
-    """What a layer computes, or sends inside itself, depends on it."""
+    """True if a layer's computation, or communication inside of the layer, depends on the axis."""
     always_written: bool = False
-    """A plan's document says it even where it is the usual one."""
+    """True if a plan's document contains the value even where it is the usual one."""
 
 
 LAYOUT_AXES = (
@@ -155,12 +158,12 @@ LAYOUT_AXES = (
         computes=True,
     ),
 )
-"""In the order of a layout's text."""
+"""Axes in the order of a layout's text."""
 
 
 AXIS_NAMES = tuple(axis.name for axis in LAYOUT_AXES)
 computed_by = attrgetter(*(axis.name for axis in LAYOUT_AXES if axis.computes))
-"""Values of a layout, or of layouts that have them in common, on which a layer's seconds depend."""
+"""Values, of one layout or of layouts that share them, on which a layer's seconds depend."""
 
 
 def axes_of(source: object) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """ClusterSpec: the machine, as its vendor quotes it.
 
-Rates count one direction and one device.  Figures quoted here are never measured ones: those stand
-in a Profile.  Fractions of a quoted rate that kernels or collectives reach say where they are from.
+Rates count one direction and one device.  Figures quoted here are never measured ones: those are in
+a Profile.  Fractions of a quoted rate that kernels or collectives reach carry their source.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -36,7 +37,7 @@ Provenance = Literal["measured", "interpolated", "fitted", "quoted"]
 
 
 class DeviceCurve(Part):
-    """What kernels reach: seconds = launch_s + max(FLOPs / (f P), bytes / (g W)).
+    """Rates that kernels reach: seconds = launch_s + max(FLOPs / (f P), bytes / (g W)).
 
     P is the peak of the precision, W the memory bandwidth; f and g are the fractions here.  The
     larger term counts, since a kernel reads memory while it computes.  The fractions of attention
@@ -44,64 +45,81 @@ class DeviceCurve(Part):
     """
 
     launch_s: Amount
+    """Seconds to start one kernel."""
     matmul: Fraction
+    """Fraction f of the peak that matrix products reach."""
     attention_forward: Fraction
+    """Fraction f of the peak that fused attention reaches in forward."""
     attention_backward: Fraction
+    """Fraction f of the peak that fused attention reaches in backward."""
     memory: Fraction
+    """Fraction g of the memory bandwidth that kernels reach."""
     spread: Amount
-    """Relative error of this description where it was fitted, else a guess at it (0.1: 10 %)."""
+    """Relative error of the curve (0.1: 10 %): fitted where the curve was fitted, else a guess."""
     provenance: Provenance
+    """Origin of these figures."""
     source: Text
+    """Source of these figures, such as a benchmark or a paper."""
 
 
 AttentionKernel = Literal["fa1", "fa2", "fa3"]
 
 
 class KernelRates(Part):
-    """What kernels of training steps reach on a device, beside the curve of single kernels."""
+    """Rates of kernels inside of training steps, relative to the curve of single kernels."""
 
     sustained: Annotated[float, Field(gt=0, le=1.2)] = 0.9
     """Rate of matrix units through a step of modules as PyTorch runs them, over that of the short
     kernels that the curve is fitted to: power limits lower the clock."""
     sustained_tuned: Annotated[float, Field(gt=0, le=1.2)] = 0.95
-    """The same of frameworks with their own kernels.  Above 1 on cards whose sheets quote a lower
-    clock than they hold."""
+    """The same ratio for frameworks with kernels of their own.  It is above 1 for cards that run at
+    a higher clock than their sheets quote."""
     sustained_basis: Text | None = None
-    """What these two are fitted to, or derived from; None where they are the usual."""
+    """Source of the two ratios; None where they are the defaults."""
     attention: dict[AttentionKernel, Rate] = {"fa1": 0.65, "fa2": 1.0, "fa3": 1.0}  # noqa: RUF012 - frozen
     """Rate of each generation of fused attention over that of the curve (Dao, 2023,
     arXiv:2307.08691; Shah et al., 2024, arXiv:2407.08608)."""
     attention_half_tokens: Positive = 800
-    """Tokens of a sequence at which attention has half of its rate on endless ones."""
+    """Sequence length in tokens at which attention reaches half of its highest rate."""
     eight_bit: Rate = 0.925
-    """Share of the curve's fraction that large products in 8 bits reach of their own peak."""
+    """Share of the curve's fraction that large 8-bit products reach, relative to the 8-bit peak."""
     eight_bit_attention: dict[Literal["fp8", "mxfp8"], tuple[Rate, Rate]] = Field(
         default_factory=dict
     )
-    """Rate of fused attention in 8 bits over that in 16, causal, of 8,192 tokens and heads of 128,
-    forward and backward; of a device that has none, nothing is known."""
+    """Rate of fused attention in 8 bits over its rate in 16 bits, forward and backward: causal,
+    8,192 tokens, heads of 128.  Empty where no measurement is known."""
     four_bit: Rate | None = None
-    """The same of products in 4 bits, of the peak in 8 bits; None: there are none."""
+    """Share of the curve's fraction that 4-bit products reach, relative to the 8-bit peak; None
+    where the device has no 4-bit products."""
 
 
 class Accelerator(Part):
-    """One device."""
+    """One device type."""
 
     name: Line
+    """Name of the device type, such as H100-SXM-80GB."""
     kind: AcceleratorKind = "cuda"
+    """Kind of the device: the backend of its programs."""
     memory_bytes: Positive
-    """What a program can use: what CUDA reports as total, less than label and driver say."""
+    """Bytes that a program can use: the total that CUDA reports, which is less than the label and
+    the driver say."""
     peak_flops: dict[Precision, Rate]
-    """Dense, fp32 accumulation."""
+    """Peak FLOP per second by precision: dense, with fp32 accumulation."""
     memory_bytes_per_s: Rate
+    """Bytes per second of device memory."""
     curve: DeviceCurve
+    """Rates that single kernels reach."""
     kernels: KernelRates = KernelRates()
+    """Rates that kernels reach inside of training steps."""
     architecture: Name | None = None
-    """Generation, which figures of frameworks may depend on: ampere, hopper."""
+    """Generation, such as ampere or hopper; figures of frameworks may depend on it."""
     tdp_w: Amount | None = None
+    """Thermal design power in watts; None: not known."""
     multiprocessors: Positive | None = None
-    """Units that kernels divide: streaming multiprocessors, or compute units of AMD."""
+    """Number of streaming multiprocessors, or of compute units on AMD, among which a kernel's work
+    is divided."""
     sources: dict[str, Text] = Field(default_factory=dict)
+    """Sources of these figures, by field."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -111,15 +129,16 @@ class Accelerator(Part):
 
 
 class NarrowGroup(Part):
-    """What collectives reach among few of a tier's devices.
+    """Bandwidth fractions of collectives among few of a tier's devices.
 
-    Of a switch fewer ports are busy, and it sums for whole nodes alone; through a host's memory
-    few pairs have it for themselves.
+    Fewer ports of a switch are busy, and a switch sums for whole nodes only.  Where traffic crosses
+    a host's memory, few pairs have the memory to themselves.
     """
 
     members: Devices
-    """At most."""
+    """Largest number of members."""
     fractions: dict[Collective, Amount]
+    """Bus bandwidth of each collective over the tier's `bytes_per_s`."""
 
 
 class LinkTier(Part):
@@ -130,30 +149,36 @@ class LinkTier(Part):
     """
 
     name: Name
+    """Name of the tier, such as nvlink or infiniband."""
     devices: Devices
-    """How many devices reach each other over this tier or a faster one."""
+    """Number of devices that reach each other over this tier or a faster one."""
     latency_s: Amount
-    """Of one round of a ring: an all-reduce of n devices has 2 (n - 1), others n - 1."""
+    """Seconds of latency of one round of a ring; an all-reduce of n devices has 2 (n - 1) rounds,
+    other collectives have n - 1."""
     bytes_per_s: Rate
+    """Bytes per second of one device in one direction while every peer sends too."""
     peer_bytes_per_s: Rate | None = None
-    """To one peer, on a mesh without a switch; `bytes_per_s` then needs all peers at once."""
+    """Bytes per second to one peer on a mesh without a switch; reaching `bytes_per_s` then needs
+    all peers at once."""
     fractions: dict[Collective, Amount] = Field(default_factory=dict)
-    """Bus bandwidth of each collective over `bytes_per_s`; sums in the switch can pass 1."""
+    """Bus bandwidth of each collective over `bytes_per_s`; above 1 where the switch sums."""
     narrow: tuple[NarrowGroup, ...] = ()
-    """Fractions among fewer members, fewest first."""
+    """Fractions for groups with fewer members, the fewest first."""
     start_s: Amount = 0.0
-    """Of every collective, before its first round."""
+    """Seconds before the first round of every collective."""
     least_round_s: Amount = 0.0
-    """Of a round on a faster tier, where the ring goes over this one."""
+    """Minimum seconds of a round on a faster tier where the ring also crosses this tier."""
     oversubscription: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
-    """Rate of all devices' own links together over that of what joins them: 4 leaves each a quarter
-    where all send at once."""
+    """Total rate of all devices' links over the rate of the links that join them: with 4, each
+    device has a quarter of its rate where all send at once."""
     provenance: Provenance = "quoted"
+    """Origin of the rate and the latency."""
     source: Text | None = None
+    """Source of the rate and the latency."""
 
     @property
     def rate_text(self) -> str:
-        """Name and rate, as people read it."""
+        """Name and rate of the tier as users read them."""
         shared = (
             f" ({self.oversubscription:g}:1 oversubscribed)" if self.oversubscription > 1 else ""
         )
@@ -167,22 +192,26 @@ class DeviceGroup(Part):
     """
 
     name: Line
+    """Name of the group, unique in the cluster."""
     accelerator: Accelerator
+    """Device type of all devices of the group."""
     nodes: Devices
+    """Number of nodes."""
     devices_per_node: Devices
+    """Number of devices on each node."""
     host_memory_bytes: Count | None = None
-    """Of one node."""
+    """Bytes of host memory of one node."""
     host_memory_range_bytes: tuple[Count, Count] | None = None
-    """What such nodes have, where this one's memory is assumed.  None where it is known, as it is
-    too outside of these."""
+    """Smallest and largest host memory in bytes of such nodes, where this node's memory is assumed;
+    else None.  Memory outside of this range counts as known."""
     host_link_bytes_per_s: Rate | None = None
-    """Of one device, one direction."""
+    """Bytes per second between one device and its host, in one direction."""
     host_memory_bytes_per_s: Rate | None = None
-    """Of one node."""
+    """Memory bandwidth of one node's host in bytes per second."""
     host_link_devices: Devices = 1
-    """Neighbouring devices that share one such link, behind a switch."""
+    """Number of neighbouring devices behind one switch that share a link to the host."""
     tiers: tuple[LinkTier, ...] | None = None
-    """Links inside the group where they are not the cluster's: fastest first."""
+    """Links inside the group, the fastest first, where they differ from the cluster's."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -199,14 +228,45 @@ class DeviceGroup(Part):
         """Devices in the group."""
         return self.nodes * self.devices_per_node
 
+    def smaller(self, nodes: int, devices_per_node: int) -> DeviceGroup:
+        """Return some nodes of the group, and some devices of each."""
+        shape: dict[str, object] = {"nodes": nodes, "devices_per_node": devices_per_node}
+        if self.tiers is not None:
+            shape["tiers"] = self.fewer_tiers(self.tiers, nodes, devices_per_node)
+        if self.host_memory_bytes is not None and self.host_memory_range_bytes is not None:
+            # What is assumed of a host is a share for each device.
+            sizes = (self.host_memory_bytes, *self.host_memory_range_bytes)
+            host, *span = (size * devices_per_node // self.devices_per_node for size in sizes)
+            shape |= {"host_memory_bytes": host, "host_memory_range_bytes": (span[0], span[1])}
+        return self.model_copy(update=shape)
+
+    def fewer_tiers(
+        self, tiers: tuple[LinkTier, ...], nodes: int, devices_per_node: int
+    ) -> tuple[LinkTier, ...]:
+        """Return links of the group where it has fewer nodes and devices."""
+        kept: dict[int, LinkTier] = {}
+        for tier in tiers:
+            if tier.devices <= self.devices_per_node:
+                reach = min(tier.devices, devices_per_node)
+            else:
+                reach = tier.devices * devices_per_node // self.devices_per_node
+            reach = min(reach, nodes * devices_per_node)
+            if reach > max(kept, default=1):
+                kept[reach] = tier.model_copy(update={"devices": reach})
+        return tuple(kept.values())
+
 
 class Price(Part):
     """A dated rent for the whole cluster."""
 
     usd_per_device_hour: Amount
+    """US dollars for one device and hour."""
     commitment: Literal["on_demand", "reserved", "spot", "owned"]
+    """Kind of contract."""
     date: Text
+    """Date of the price."""
     source: Text
+    """Source of the price."""
 
 
 class ClusterSpec(Document):
@@ -215,9 +275,13 @@ class ClusterSpec(Document):
     kind_of_document: ClassVar[str] = "cluster"
 
     name: Line
+    """Name of the cluster."""
     groups: tuple[DeviceGroup, ...]
+    """Device groups; one where all nodes are alike."""
     tiers: tuple[LinkTier, ...]
+    """Links between devices, the fastest first; the last tier joins all devices."""
     price: Price | None = None
+    """Rent of the whole cluster; None: not known."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -245,12 +309,12 @@ class ClusterSpec(Document):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether devices differ between groups."""
+        """True if device types differ between groups."""
         return any(group.accelerator != self.groups[0].accelerator for group in self.groups)
 
     @property
     def links_text(self) -> str:
-        """Rates of all links, of each device and direction; empty where there are none."""
+        """Rates of all links for each device and direction; empty where there are none."""
         inside = (tier for group in self.groups for tier in group.tiers or ())
         every = (*inside, *self.tiers)
         if not every:
@@ -294,29 +358,27 @@ class ClusterSpec(Document):
         Links keep their rates; one that joins no more devices than a faster one is left out.
         """
         [group] = self.groups
-        shape: dict[str, object] = {"nodes": nodes, "devices_per_node": devices_per_node}
-
-        def fewer(tiers: tuple[LinkTier, ...]) -> tuple[LinkTier, ...]:
-            kept: dict[int, LinkTier] = {}
-            for tier in tiers:
-                if tier.devices <= group.devices_per_node:
-                    reach = min(tier.devices, devices_per_node)
-                else:
-                    reach = tier.devices * devices_per_node // group.devices_per_node
-                reach = min(reach, nodes * devices_per_node)
-                if reach > max(kept, default=1):
-                    kept[reach] = tier.model_copy(update={"devices": reach})
-            return tuple(kept.values())
-
-        inside = None if group.tiers is None else fewer(group.tiers)
-        if group.host_memory_bytes is not None and group.host_memory_range_bytes is not None:
-            # What is assumed of a host is a share for each device.
-            sizes = (group.host_memory_bytes, *group.host_memory_range_bytes)
-            host, *span = (size * devices_per_node // group.devices_per_node for size in sizes)
-            shape |= {"host_memory_bytes": host, "host_memory_range_bytes": (span[0], span[1])}
         return ClusterSpec(
             name=f"{self.name}:{nodes}x{devices_per_node}"[-200:],
-            groups=(group.model_copy(update={**shape, "tiers": inside}),),
-            tiers=fewer(self.tiers),
+            groups=(group.smaller(nodes, devices_per_node),),
+            tiers=group.fewer_tiers(self.tiers, nodes, devices_per_node),
             price=self.price,
         )
+
+    def with_shapes(self, shapes: Sequence[tuple[int, int]]) -> ClusterSpec:
+        """Return the cluster with some nodes of each of its groups, and some devices of each node.
+
+        What joins all groups joins what is left of them, and no faster link joins more.
+        """
+        groups = tuple(
+            group.smaller(*shape) for group, shape in zip(self.groups, shapes, strict=True)
+        )
+        devices = sum(group.devices for group in groups)
+        largest, node = (max(g.devices_per_node for g in each) for each in (self.groups, groups))
+        kept: dict[int, LinkTier] = {}
+        for tier in self.tiers[:-1]:
+            reach = min(tier.devices, node if tier.devices <= largest else devices - 1)
+            if reach > max(kept, default=1):
+                kept[reach] = tier.model_copy(update={"devices": reach})
+        joined = self.tiers[-1].model_copy(update={"devices": devices})
+        return self.model_copy(update={"groups": groups, "tiers": (*kept.values(), joined)})

@@ -42,9 +42,9 @@ MAX_DEPTH = 40
 MAX_COLUMNS = 1000
 MAX_ROWS = 500_000
 MAX_VALUES = 200_000
-"""Keys and values of a document; each takes up to 400 bytes while it is read."""
+"""Largest number of keys and values of a document; reading takes up to 400 bytes for each."""
 MAX_CELLS = 2_000_000
-"""Of a table, each of its rows as long as its header."""
+"""Largest number of cells of a table, each of whose rows is as long as its header."""
 
 D = TypeVar("D", bound="Document")
 
@@ -90,11 +90,11 @@ class Part(BaseModel):
 
 
 class Document(Part):
-    """A part that is a whole file; `format` says which version of the types it follows."""
+    """A part that is a whole file; `format` is the version of its types."""
 
     kind_of_document: ClassVar[str]
     not_digested: ClassVar[frozenset[str]] = frozenset()
-    """Fields that the digest leaves out."""
+    """Names of fields that the digest leaves out."""
     format: Literal[1] = 1
 
     @property
@@ -135,7 +135,7 @@ class Document(Part):
             raise DocumentError("", "is nested too deeply; write it flatter") from error
 
     def dump(self, *, defaults: bool = True) -> str:
-        """Return the document as YAML, with its defaults or with what was said alone."""
+        """Return the document as YAML, with its defaults or with explicit values alone."""
         data = self.model_dump(mode="json", exclude_none=True, exclude_unset=not defaults)
         data = {"format": self.format, **data}
         return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
@@ -147,7 +147,7 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there is such a file; a name that no file can have names none."""
+    """Return True if there is such a file; a name that no file can have names none."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):  # too long, or a null byte
@@ -155,7 +155,7 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there is such a folder."""
+    """Return True if there is such a folder."""
     try:
         return Path(path).is_dir()
     except (OSError, ValueError):
@@ -163,7 +163,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path leads to anything."""
+    """Return True if a path leads to anything."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):
@@ -171,7 +171,7 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 
 
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
-    """Return what to say of a file that cannot be read."""
+    """Return the message on a file that cannot be read."""
     if isinstance(error, FileNotFoundError):
         return DocumentError("", "is not there; name a file that exists", file=str(path))
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -432,7 +432,7 @@ _SafeLoader.add_constructor(
 
 
 def _json(text: str) -> object:
-    """Return JSON as plain data; ValueError for whatever the YAML reader would refuse too."""
+    """Return JSON as plain data; ValueError for data that the YAML reader refuses too."""
 
     def mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
@@ -508,7 +508,7 @@ def first_error(error: ValidationError) -> DocumentError:
     """Return pydantic's first finding as our error; the rest is counted."""
     try:
         findings = error.errors(include_url=False)
-    except UnicodeEncodeError:  # pydantic cannot tell of a key that is no text
+    except UnicodeEncodeError:  # pydantic cannot report a key that is no text
         return DocumentError("", "has a key with half of a surrogate pair; write characters whole")
     first = findings[0]
     location = tuple(first["loc"])

@@ -1,9 +1,9 @@
 """Framework: how a training framework of a version trains, as a document.
 
-It says which types states have, what is sharded, which kernels are fused, what selective
-recompute drops, which communication is hidden, and what the host and the allocator take.  Its
-figures are data in `planner/catalog/frameworks/`, each with its provenance in `basis`; a formula
-reads fields and never a framework's name.  Devices, links and models are not in it.
+The document states the types of states, the sharding, the fused kernels, the tensors that selective
+recompute drops, the hidden communication, and the costs of the host and the allocator.  Its figures
+are data in `planner/catalog/frameworks/`, each with its provenance in `basis`; a formula reads
+fields and never a framework's name.  It contains no devices, links or models.
 
 A field's default is neutral: nothing is sharded, nothing is hidden, a share is 1, a cost is 0; or,
 where there is no neutral value, that of mixed precision in plain PyTorch.
@@ -33,7 +33,8 @@ from meshwright.planner.documents.units import (
 from meshwright.planner.errors import DocumentError
 
 Kernel = Literal["module", "fused"]
-"""One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
+"""Implementation of an operator: one kernel, its author's or a compiler's (`fused`), or the tensor
+operations that a module writes out (`module`)."""
 Attention = Literal["module", "fa1", "fa2", "fa3"]
 Unit = Literal["layer", "flat", "buffer"]
 """FSDP's units hold shards apart from the working copies that they gather: FSDP2's of tensors one
@@ -52,7 +53,7 @@ recompute_modules): norms, projections up from latents and activations of expert
 without their outputs being kept; the others are checkpoints of their own.  `act` is the activation
 of a feed-forward without experts."""
 CHEAP_MODULES: tuple[RecomputeModule, ...] = ("act", "layernorm", "mla-up-proj", "moe-act")
-"""Those that are cheap to make again (DeepSeek-V3, section 3.2.3, arXiv:2412.19437)."""
+"""Modules that are cheap to recompute (DeepSeek-V3, section 3.2.3, arXiv:2412.19437)."""
 Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
@@ -61,39 +62,40 @@ class Types(Part):
     """Bytes of each parameter's states, in 16-bit training."""
 
     working: Count = 2
-    """A weight as layers use it."""
+    """Bytes of a weight as layers use it."""
     gradient: Count = 4
-    """The buffer in which gradients are summed."""
+    """Bytes of an element of the buffer in which gradients are summed."""
     fp16_gradient: Count = 2
     """The same in fp16 training, whose reduction is no wider."""
     fresh_gradients: Count = 0
-    """Gradients in the working type that stay beside that buffer, where that is of another type."""
+    """Bytes of a gradient in the working type that stays beside that buffer, where the buffer has
+    another type; else 0."""
     master: Count = 4
-    """The fp32 weight beside the working one; 0 where the working one is trained."""
+    """Bytes of the fp32 weight beside the working one; 0 where the working one is trained."""
     moments: Count = 8
-    """Both moments of AdamW."""
+    """Bytes of both moments of AdamW."""
     wire: Count = 4
-    """A gradient while it is reduced between ranks."""
+    """Bytes of a gradient while it is reduced between ranks."""
     scales: Amount = 4 / 64
-    """Of a frozen weight in 4 bits, the scale of its block: bitsandbytes has one of 4 bytes for 64,
-    or, itself rounded, one of a byte and a 256th of 4 more."""
+    """Bytes of block scales for each frozen weight in 4 bits.  bitsandbytes has a scale of 4 bytes
+    for 64 weights or, with rounded scales, of one byte and a 256th of 4 more."""
     wide_frozen: Flag = False
-    """Of a model in 4 bits whose states are not divided, all that is not is cast to fp32: both ends
-    and norms, so that blocks hand on fp32."""
+    """With 4-bit weights and undivided states, everything that is not in 4 bits is cast to fp32:
+    embedding, head and norms, so that blocks pass fp32 on."""
     wide_adapters: Flag = False
-    """Where states are not divided, adapters are trained in fp32, whatever the model is in."""
+    """Adapters are trained in fp32 where states are not divided, whatever the model's type."""
     full_with_zero: Flag = False
-    """Under ZeRO masters and moments are fp32 whatever a single device trains in, and gradients are
-    reduced as they are summed."""
+    """Under ZeRO, masters and moments are fp32 whatever a single device trains in, and gradients
+    are reduced in the type in which they are summed."""
 
 
 class Sharding(Part):
-    """What data-parallel ranks divide, and which of its communication is seen."""
+    """Sharding of states among data-parallel ranks, and the visible share of its communication."""
 
     zero: int = Field(default=0, ge=0, le=3, strict=True)
-    """ZeRO level of a run that does not say."""
+    """ZeRO level of a run that does not name one."""
     unit: Unit = "buffer"
-    """What is divided between ranks, gathered and reduced together."""
+    """Piece of the states that ranks divide, gather and reduce together."""
     ends: Literal["units", "kept"] = "units"
     """Embedding and head are units of their own, and the head's copy may stay until its backward
     (torchtitan, apply_fsdp: the last layers are not resharded).  FSDP1 has both in its root."""
@@ -111,117 +113,128 @@ class Sharding(Part):
     """Seconds of the host for each rank of such a collective whose parts are a list of tensors: a
     view, checks and a copy each, before anything else is started."""
     regathers: Flag = False
-    """A block that recomputes all of itself gathers its parameters for that and again for its
-    backward, since modules let go of them one by one."""
+    """A block that recomputes all of itself gathers its parameters for the recomputation and again
+    for its backward, since modules free them one by one."""
     overlap: Amount = Field(default=1.0, le=1)
-    """Share of ZeRO-3 collectives that runs beside their neighbours' computation: all, where units
+    """Share of ZeRO-3 collectives that overlaps with their neighbours' computation: 1 where units
     are gathered ahead."""
     channels: Count = 16
     """Multiprocessors that a kernel of the collective library takes, one for each channel, from the
-    computation beside it: that is the least of a hidden collective that is seen.  The library has
-    16 over eight network cards, up to 24 inside a node of NVSwitch (NVIDIA/nccl, issues 1453 and
-    1259)."""
+    computation beside it; their share is the least of a hidden collective that stays visible.  The
+    library has 16 over eight network cards, and up to 24 inside a node of NVSwitch (NVIDIA/nccl,
+    issues 1453 and 1259)."""
     reduce_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gradients' reduction that runs beside the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gather of updated parameters that runs beside the next forward."""
     copies: Copies = "none"
-    """Whether parameters and gradients are copied between their own tensors and the buffers of
-    collectives (FSDP2), or are parts of those buffers."""
+    """Copies of parameters and gradients between their own tensors and the buffers of collectives:
+    `around_collectives` (FSDP2), or `none` where the tensors are parts of those buffers."""
     accumulation: Accumulation = "into_sum"
-    """How a micro-batch's gradients are added to those before: see
+    """Way in which a micro-batch's gradients are added to the earlier ones: see
     `meshwright.planner.costs.sharding.accumulated_bytes`."""
     implicit_gathers: Flag = False
-    """A forward's gather starts when the host comes by its unit, unless a layout asks for a depth
-    of prefetching; else it is always started ahead."""
+    """A forward's gather starts when the host reaches its unit, unless a layout sets a prefetch
+    depth; else it always starts ahead."""
     bucket_gradients: Amount = 0.0
-    """Gradients of a bucket in which ZeRO reduces them, which is a buffer of its own in the type of
-    computation; there are two, one of which is reduced."""
+    """Gradients in a bucket that ZeRO reduces.  A bucket is a buffer of its own in the type of
+    computation; there are two, and one of them is being reduced."""
     leaves_frozen: Flag = False
-    """Frozen weights that every rank has whole are in no unit of FSDP2: they are used where they
-    are; else a shard stands beside the copy that it is gathered into."""
+    """Frozen weights that every rank has whole are in no unit of FSDP2 and are used where they are;
+    else a shard exists beside the copy that it is gathered into."""
+    leaves_whole: Flag = False
+    """Other weights that every rank has whole are in no unit of FSDP2 either: in mixed precision
+    passes compute with copies of them, without hooks of units."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     registered: Flag = False
     """Buffers of ZeRO-3's collectives are registered with the collective library, whose kernels
-    then need no multiprocessors to reach the network."""
+    then use no multiprocessors to reach the network."""
     bridged: Flag = True
     """Collectives use bridges between pairs of cards, where a machine has them."""
 
 
 class Kernels(Part):
-    """Which kernels run, and what they reach."""
+    """Kernels that run, and the rates that they reach."""
 
     norm: Kernel = "fused"
+    """Norms as one kernel, or as the tensor operations of a module."""
     gate: Kernel = "fused"
-    """SwiGLU as one kernel, or an activation and a product with a tensor each."""
+    """SwiGLU as one kernel, or as an activation and a product with a tensor each."""
     rotary: Kernel = "fused"
-    """Else rotated queries and keys are new tensors beside the projection's output."""
+    """Rotary embedding as one kernel; else rotated queries and keys are new tensors beside the
+    projection's output."""
     projections: Kernel = "fused"
-    """Queries, keys and values are one product, as are gate and up; what is cut from its result
-    keeps it whole."""
+    """Queries, keys and values are one product, and so are gate and up; a part of its result keeps
+    the whole result alive."""
     backward_traffic: Amount = 0.0
-    """Memory traffic of a memory-bound operator's backward over its forward's; 0: each operator's
-    own is counted."""
+    """Memory traffic of a memory-bound operator's backward over its forward's; with 0, each
+    operator's own traffic counts."""
     launches: Literal["every", "products"] = "products"
-    """Whose launches count on the device; those of memory-bound kernels hide behind the kernels
-    before them, or in `host.layer_s`."""
+    """Kernels whose launches count on the device.  With `products`, launches of memory-bound
+    kernels hide behind the kernels before them, or in `host.layer_s`."""
     softmax: Kernel = "fused"
-    """Of written-out attention; else it keeps scores in 16 and in 32 bits."""
+    """Softmax of written-out attention; a `module` one keeps scores in 16 and in 32 bits."""
     flash_attention: Flag = True
-    """Attention is one kernel whose scores never reach memory, where a run does not say."""
+    """Default of a run that names no kernel: attention is one kernel whose scores never reach
+    memory."""
     attention: Attention = "fa2"
     """Generation of that kernel; cuDNN's counts as the third.  `module`: torch's own, wherever a
     family's modules call it, at the rate of the device's curve for any length."""
     eight_bit_attention: Flag = False
-    """Where products are in 8 bits that kernel is too: its tensors are cast for it and back."""
+    """Attention also runs in 8 bits where products do; its tensors are cast before and after it."""
     core_traffic: Flag = False
-    """That kernel's reads and writes count beside its FLOPs, at whose measured rate they are
-    hidden."""
+    """The attention kernel's memory traffic counts beside its FLOPs; else its measured rate
+    contains that traffic."""
     pads_values: Flag = False
-    """That kernel has one width of heads: narrower values are padded to the width of queries."""
+    """The attention kernel has one head width, so narrower values are padded to the width of
+    queries."""
     dropout: Flag = False
-    """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
+    """Models of the GPT kind (ungated feed-forward) drop activations at random."""
     adapters: Literal["attention", "all"] = "all"
-    """Which products of a frozen block have adapters, and so keep their inputs."""
+    """Products of a frozen block that have adapters, and so keep their inputs."""
     adapter_rank: Positive = 16
-    """Of those adapters, where a run does not say."""
+    """Rank of the adapters of a run that does not name one."""
     adapter_targets: tuple[Text, ...] = ("all-linear",)
-    """Modules that have them, where a run does not say."""
+    """Modules that have adapters in a run that does not name them."""
     adapter_dropout: Flag = False
-    """Their inputs are dropped at random: each keeps a copy of its own and a mask."""
+    """Inputs of adapters are dropped at random: each keeps its own copy and a mask."""
     restored_bytes: Amount = 5.0
-    """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
-    written, at half of the bandwidth of a plain copy."""
+    """Bytes of memory traffic per weight for unpacking 4 bits to 16 before each product: 0.5 read
+    and 2 written, at half of the bandwidth of a plain copy."""
     restored_indices: Amount = 0.0
-    """Bytes of indices for each weight that is restored from 4 bits, of some weights at a time."""
+    """Bytes of indices for each weight that is unpacked from 4 bits; some weights are unpacked at a
+    time."""
     tuned: Flag = True
-    """Products are tuned to their shapes, and reach the device's rate of those; else that of
-    torch's own choice, or of the device's measured curve."""
+    """Products are tuned to their shapes and reach the device's rate of tuned products; else the
+    rate of torch's own choice, or of the device's measured curve."""
     products: Rate = 1.0
     """Rate of matrix products over what well-tuned frameworks reach on the same device."""
     architecture_products: dict[Text, Rate] = Field(default_factory=dict)
-    """The same on architectures that a framework's libraries are older than, by their names."""
+    """The same rate by device architecture, where a framework's libraries are older than the
+    architecture."""
 
 
 class Recipe(Part):
-    """Products in 8 bits whose operands have other scales than a framework's usual ones."""
+    """Products in 8 bits whose operands have other scales than the framework's usual ones."""
 
     input_bytes: Amount
-    """Memory traffic per element of bringing a product's input to 8 bits, for both of its products.
+    """Bytes of memory traffic per element for casting a product's input to 8 bits, for both of its
+    products.
     """
     gradient_bytes: Amount
-    """The same of the gradient of a product's output."""
+    """The same for the gradient of a product's output."""
     weight_bytes: Amount
-    """The same of a weight, in each forward and in each backward."""
+    """The same for a weight, in each forward and in each backward."""
     rate: Rate = 1.0
     """Rate of products with such scales over that of products with the usual ones."""
     architecture_rates: dict[Text, Rate] = Field(default_factory=dict)
-    """The same on architectures, by their names, where it is another."""
+    """The same rate by device architecture, where it differs."""
     wide_gradients: Flag = False
     """Gradients of weights are products in 16 bits."""
     gathers: Flag = True
-    """What a framework gathers in 8 bits is gathered so with these scales too."""
+    """Tensors that the framework gathers in 8 bits are also gathered in 8 bits with these
+    scales."""
 
 
 class EightBit(Part):
@@ -229,51 +242,56 @@ class EightBit(Part):
 
     narrow_states: Flag = True
     """Gradients are summed in bf16 and activations stored as narrow as products (Transformer
-    Engine); else only products are narrow, their inputs stored in bf16 (torchao)."""
+    Engine); else only products are narrow and their inputs are stored in bf16 (torchao)."""
     products: Literal["linears", "all"] = "all"
-    """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
+    """Products of a block that are narrow: those of Linears alone, or those of experts' matrices
+    too."""
     eligible: Literal["aligned", "large"] = "aligned"
-    """Which Linears are: all whose sides are multiples of 16, or those that are large too, by the
-    sides at which torchao saw a gain on H100 (`auto_filter_small_kn`)."""
+    """Linears that are narrow: `aligned`, all whose sides are multiples of 16; `large`, those that
+    are also large by the sides at which torchao saw a gain on H100 (`auto_filter_small_kn`)."""
     scales: Scales = "tensorwise"
-    """Of runs that do not say."""
+    """Scales of a run that does not name them."""
     large_rate: Flag = True
-    """They reach the share of the curve that the device's large products do, else all of it."""
+    """Narrow products reach the share of the curve that the device's large products reach; else all
+    of it."""
     architecture_rates: dict[Text, Rate] = Field(default_factory=dict)
-    """Their rate over that on architectures, by their names, with whose libraries it is another."""
+    """Rate of narrow products over the usual one, by device architecture, where its libraries reach
+    another."""
     input_bytes: Amount = 2.0
-    """Memory traffic per element of bringing a product's input to 8 bits, as is and transposed for
-    the gradient of its weights."""
+    """Bytes of memory traffic per element for casting a product's input to 8 bits, both as it is
+    and transposed for the gradient of its weights."""
     gradient_bytes: Amount = 4.0
-    """The same of the gradient of a product's output."""
+    """The same for the gradient of a product's output."""
     weight_bytes: Amount = 0.0
-    """The same of a weight, in each forward and in each backward; 0 where a step casts it once."""
+    """The same for a weight, in each forward and in each backward; 0 where a step casts it once."""
     recipes: dict[Text, Recipe] = Field(default_factory=dict)
-    """By the scales that a layout asks for (`rowwise`), and by precisions that have scales of their
-    own (`mxfp8`); others are priced by the figures above."""
+    """Recipes by the scales that a layout asks for (`rowwise`), and by precisions with scales of
+    their own (`mxfp8`); the figures above price all others."""
     arrived_bytes: Amount = 1.0
-    """Of a weight that was gathered in 8 bits, in either pass: one of both reads and writes it in
-    another order."""
+    """Bytes of memory traffic per element of a weight that was gathered in 8 bits: one of the two
+    passes reads it and writes it in another order."""
     gathered: tuple[Literal["activations", "parameters"], ...] = ()
-    """What is gathered in 8 bits: activations and their gradients along the sequence between
-    tensor-parallel ranks, the blocks' parameters under ZeRO-3."""
+    """Tensors that are gathered in 8 bits: activations and their gradients along the sequence
+    between tensor-parallel ranks, and the blocks' parameters under ZeRO-3."""
     cast_bytes: Amount = 0.0
-    """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
+    """Bytes of memory traffic per element for rounding an operand; 0 where another kernel writes it
+    rounded."""
     cast_kernels: Count = 0
-    """Kernels started to round one operand."""
+    """Kernels that round one operand."""
 
 
 class Loss(Part):
-    """The output projection's loss."""
+    """Loss of the output projection."""
 
     kind: Kernel = "fused"
-    """One operator with `peak_bytes`, or log-softmax and choice in fp32 as torch has them."""
+    """One operator with `peak_bytes`, or log-softmax and choice in fp32 as in torch."""
     peak_bytes: Rate = 10.0
     """Bytes per logit at the loss's peak."""
     divided_bytes: Amount = 0.0
-    """The same of a rank's own logits where tensor-parallel ranks divide the loss; 0: as many."""
+    """The same for a rank's own logits where tensor-parallel ranks divide the loss; 0 means the
+    same number."""
     fused: Flag = False
-    """Softmax and its gradient are one kernel that writes over stored logits."""
+    """Softmax and its gradient are one kernel that overwrites stored logits."""
     fused_bytes: Amount = 0.0
     """Bytes per logit at the peak of such a kernel; 0: `peak_bytes`."""
     divided: Flag = True
@@ -281,13 +299,14 @@ class Loss(Part):
 
 
 class RecomputeRule(Part):
-    """What recompute drops."""
+    """Tensors that recomputation drops."""
 
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
     every second product's; all outputs but products', attention's and those of collectives that
     shrink; all of every second block; or what belongs to `modules`."""
     modules: tuple[RecomputeModule, ...] = ()
+    """Modules that selective recompute of `modules` recomputes."""
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
     reentrant: Flag = False
@@ -300,87 +319,90 @@ class TensorRule(Part):
     """Tensor parallelism."""
 
     sequence_parallel: Flag = False
-    """The residual stream is sharded along the sequence, where a run does not say."""
+    """Default of a run: the residual stream is sharded along the sequence."""
     keeps_gathered: Flag = False
     """Products keep their gathered inputs for backward, not their own shard of them."""
     second_gather: Amount = Field(default=0.5, le=1)
-    """Of gathering a product's input again for its weights' gradient, the share that is seen beside
-    the other product of its backward."""
+    """Visible share of gathering a product's input again for its weights' gradient, beside the
+    other product of its backward."""
     copies: Flag = False
     """Micro-batches of several samples are brought into the order of positions around each
     collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
     async_overlap: Amount = Field(default=0.0, le=1)
-    """Where a layout asks for asynchronous tensor parallelism, the share of a collective beside a
-    product that hides behind this product, which then runs in as many pieces as there are ranks."""
+    """Share of a collective that a product hides under asynchronous tensor parallelism.  The
+    product then runs in as many pieces as there are ranks."""
     recorded: Amount = 0.0
-    """Undivided activations of each block that wait for their collective to end on the device
-    before the allocator gives their memory away again (c10d's record_stream), since the host runs a
-    pass ahead; the transfers of a pipeline hold it back."""
+    """Undivided activations of each block whose memory the allocator reuses only after their
+    collective has ended on the device (c10d's record_stream), since the host runs a pass ahead; a
+    pipeline's transfers hold the host back."""
 
 
 NATURAL_SPREAD = 0.3
-"""How uneven routers load experts where nothing forces them: of runs of one layout with
-natural and with forced routing, Qwen3-235B with 16 thousand tokens on 256 H100 takes 1.24 times as
-long, with 32 thousand 1.21, for which 0.3 to 0.5 is needed; steps of 4 thousand tokens that nothing
-is compared with show 0 to 0.2 (moe_zoo).  Mixtral-8x7B's experts get about 0.6 to 1.6 of their mean
-(arXiv:2401.04088, figure 7, from memory), which is 0.17.  Of one layer at a step, not of a whole
-training, over which routers are less uneven."""
+"""Imbalance of the experts' load under natural routing.  Of runs of one layout with natural and
+with forced routing, Qwen3-235B on 256 H100 takes 1.24 times as long with 16 thousand tokens and
+1.21 times with 32 thousand, which needs 0.3 to 0.5; steps of 4 thousand tokens, which have no
+counterpart, show 0 to 0.2 (moe_zoo).  Mixtral-8x7B's experts get about 0.6 to 1.6 of their mean
+(arXiv:2401.04088, figure 7, from memory), which is 0.17.  The figure is of one layer in one step;
+over a whole training routers are less uneven."""
 
 
 class ExpertRule(Part):
     """Expert parallelism."""
 
     shared: Literal["whole", "divided"] = "whole"
-    """Beside routed experts on ranks of their own, those that all tokens share are whole on every
-    rank, or divided by tensor parallelism as a feed-forward is."""
+    """Placement of shared experts where routed experts have ranks of their own: `whole` on every
+    rank, or `divided` by tensor parallelism like a feed-forward."""
     moves: Amount = 0.0
-    """Memory traffic of sorting tokens by experts and back, in sizes of what is sent to experts; 0:
-    of modules that index rows."""
+    """Memory traffic of sorting tokens by experts and back, as a multiple of the size that is sent
+    to experts; 0: the traffic of modules that index rows."""
     grouped_share: Fraction = 1.0
-    """Rate of products of many experts together over that of one product as large."""
+    """Rate of one grouped product of many experts over that of one product of the same size."""
     tile_rows: Count = 0
-    """Rows of a tile of grouped products, to which each expert's tokens are filled up; 0: what is
-    filled up is in `grouped_share`."""
+    """Rows of a tile of grouped products, to which each expert's tokens are padded; 0:
+    `grouped_share` contains the padding."""
     sends: Sends = "each"
     """A token is sent to each of its experts (all-to-all of the collective library), or once to
     every node and there once to every rank that has some of them (DeepEP, HybridEP)."""
     narrow_sends: Flag = False
     """Tokens on their way to experts, and gradients on theirs, are in 8 bits where products are;
-    what is combined stays in 16."""
+    combined results stay in 16."""
     links_rate: Rate = 1.0
     """Rate of these exchanges over that of the collective library's all-to-all."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
-    combined 1F1B); the rest is what multiprocessors that send do not compute."""
+    combined 1F1B); the rest is computation lost on the multiprocessors that send."""
     shared_overlap: Amount = Field(default=0.0, le=1)
     """Share of sending tokens to experts, and of bringing their gradients back, that hides behind
     the products of experts that all tokens share."""
     load_spread: Amount = NATURAL_SPREAD
-    """How uneven natural routers load a layer's experts, from 0, balanced, to 1, where all tokens
-    go to the same ones; the busiest rank's load follows from it
-    (`meshwright.planner.operators.expert_routing.Routing.busiest_load`)."""
+    """Imbalance of the experts' load in a layer under natural routing, from 0 (balanced) to 1 (all
+    tokens go to the same experts);
+    `meshwright.planner.operators.expert_routing.Routing.busiest_load` computes the busiest rank's
+    load from it."""
     fused: Flag = False
-    """Gates of experts are computed in the products that make them, which read and write nothing
-    for them but what the next product reads."""
+    """Gates of experts are computed in the products that make them, and cause no memory traffic
+    beyond the next product's input."""
     counts: Literal["device", "host"] = "device"
-    """Where tokens of each expert are counted.  A host that reads the counts waits for all that the
-    device has to do before it starts what takes them (Megatron Core, token_dispatcher.py,
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize), so that in a forward neither works
-    beside the other.  A backward knows them."""
+    """Place where the tokens of each expert are counted.  A host that reads the counts first waits
+    for all queued work of the device, then starts the operations that need them (Megatron Core,
+    token_dispatcher.py, MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize), so that host and
+    device do not overlap in a forward.  A backward knows the counts."""
 
 
 class ContextRule(Part):
     """Context parallelism."""
 
     kind: Literal["gather", "ring", "heads"] = "gather"
-    """Keys and values of all ranks are gathered before attention; or go round while it works, and
-    twice in backward, with gradients; or ranks exchange parts of the sequence for heads, before
-    attention and behind it (DeepSpeed-Ulysses)."""
+    """Exchange of context parallelism.  `gather`: keys and values of all ranks are gathered before
+    attention.  `ring`: they go round while attention works, and twice in backward, with gradients.
+    `heads`: ranks exchange parts of the sequence for heads, before and after attention
+    (DeepSpeed-Ulysses)."""
     balanced: Flag = True
-    """Each rank has a chunk from the front of the sequence and one from the back (or all of it, by
-    heads), so that all attend to as many keys; else the last rank attends to almost all of them."""
+    """Each rank has a chunk from the front of the sequence and one from the back (with `heads`, all
+    of it), so that all attend to equally many keys; else the last rank attends to almost all of
+    them."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of these collectives that hides behind attention."""
 
@@ -389,205 +411,235 @@ class PipelineRule(Part):
     """Pipeline parallelism."""
 
     overlap: Amount = Field(default=0.0, le=1)
-    """Share of transfers between stages that hides: 0 where each is waited for."""
+    """Share of transfers between stages that hides behind computation; 0 where each is waited
+    for."""
     interleaved_overlap: Amount = Field(default=0.0, le=1)
-    """The same between the stages of ranks that have several."""
+    """The same between stages where ranks have several."""
     divided_transfers: Flag = True
-    """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
+    """Each tensor-parallel rank sends its share of an activation; else the whole activation."""
     keeps_sent: Flag = False
-    """Activations sent to the next stage stay until their backward."""
+    """Activations that were sent to the next stage stay in memory until their backward."""
     keeps_results: Flag = False
-    """So does what the last stage returns, beside its loss."""
+    """The last stage's outputs, beside its loss, stay in memory until their backward."""
     stages: StageRule = "even"
-    """How blocks are divided among stages (meshwright.planner.frameworks.stage_rules)."""
+    """Division of blocks among stages (meshwright.planner.frameworks.stage_rules)."""
     polled_s: Amount = 0.0
-    """What the host sleeps between two looks at whether a message has come."""
+    """Seconds that the host sleeps between two checks for a message."""
 
 
 class PerPass(Part):
     """Seconds of one forward and of one backward."""
 
     forward: Amount = 0.0
+    """Seconds of one forward."""
     backward: Amount = 0.0
+    """Seconds of one backward."""
 
 
 class Host(Part):
     """Seconds of the host's Python and launches."""
 
     layer_s: PerPass = PerPass()
-    """Least time of a block's pass, however small its work."""
+    """Minimum seconds of a block's pass, however small its work."""
     kernel_s: PerPass = PerPass()
-    """For each kernel of a forward, in both passes."""
+    """Seconds for each kernel of a forward, in both passes."""
     compiled_s: PerPass = PerPass()
-    """What the call of a compiled block adds: guards, and autograd's side of it."""
+    """Seconds that the call of a compiled block adds: guards, and the side of autograd."""
     checkpoint_s: PerPass = PerPass()
-    """What an eager layer that recomputes adds beside the kernels that it starts again: hooks and
-    states of generators."""
+    """Seconds that an eager layer that recomputes adds beside the kernels that it starts again:
+    hooks and states of generators."""
     selective_s: Amount = 0.0
-    """What recomputation by operator adds to each pass of an eager layer, for each kernel of its
-    forward: Python is asked about every operator."""
+    """Seconds that recomputation by operator adds to each pass of an eager layer, for each kernel
+    of its forward, since Python decides for every operator."""
     graph_s: Amount = 0.0
-    """Compilation of one kind of block, before its first step."""
+    """Seconds of compiling one kind of block, before its first step."""
     window: Literal["kernels", "layer"] = "layer"
-    """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
-    that the device does for the layer, collectives of its stream too."""
+    """Device work that hides the host's work on a layer: the kernels of each pass, or all work for
+    the layer, including collectives of its stream."""
     adapter_s: PerPass = PerPass()
-    """What each product that has an adapter adds to an eager layer's passes."""
+    """Seconds that each product with an adapter adds to an eager layer's passes."""
     experts_s: Amount = 0.0
-    """What routing, permutation and grouped products add to a block, both passes."""
+    """Seconds that routing, permutation and grouped products add to a block, over both passes."""
     rank_s: Amount = 0.0
-    """What each further tensor-parallel rank adds to each of a block's collectives, which wait for
-    the slowest host."""
+    """Seconds that each further tensor-parallel rank adds to each of a block's collectives, which
+    wait for the slowest host."""
     checked_s: Amount = 0.0
-    """What each rank of a tensor-parallel group adds to each of a block's collectives where c10d
-    compares them first (TORCH_DISTRIBUTED_DEBUG=DETAIL), a quarter more for each further node that
-    the group spans: at its barrier rank 0 meets the others one by one."""
+    """Seconds that each rank of a tensor-parallel group adds to each of a block's collectives where
+    c10d compares them first (TORCH_DISTRIBUTED_DEBUG=DETAIL).  Each further node of the group adds
+    a quarter, since rank 0 meets the others one by one at the barrier."""
     action_s: Amount = 0.0
-    """Each forward and each backward of a micro-batch on a stage, beside its layers."""
+    """Seconds of each forward and each backward of a micro-batch on a stage, beside its layers."""
     action_of: Literal["stage", "rank"] = "stage"
-    """Whose it is where ranks have several stages: each stage's, or all of a rank's together."""
+    """Owner of an action where ranks have several stages: each stage, or the rank with all of its
+    stages together."""
     actions: Literal["always", "pipeline"] = "always"
-    """Whether a model of one stage has actions too, or a loop around its layers alone."""
+    """Models that have actions: all (`always`), or those with several stages (`pipeline`); else one
+    loop runs over the layers."""
     step_s: Amount = 0.0
-    """Once per step: optimizer launches, norms, logging, data."""
+    """Seconds once per step: optimizer launches, norms, logging, data."""
     slowest: Overhead = 1.0
-    """Times these seconds that the host of a machine may take of which nothing was measured: the
-    range of a step reaches to it."""
+    """Factor on these seconds for the host of an unmeasured machine at its slowest; the range of a
+    step includes it."""
 
 
 class OptimizerRule(Part):
     """The optimizer's step."""
 
     clips: Flag = False
-    """Gradients are multiplied by what clips their norm at every step; else only where they are
-    too large, which is not counted."""
+    """Every step multiplies gradients by the factor that clips their norm; else only steps whose
+    norm is too large do, which is not counted."""
     zeroed: Flag = True
     """Gradients are set to zero in their buffers; else those are freed."""
     flattens: Flag = False
     """Under ZeRO the step copies the gradients of a rank's shard to a flat tensor in their own
-    type, and this to one in fp32 (DeepSpeed, single_partition_of_fp32_groups); not where fresh
-    gradients wait beside sums, which lie flat (BF16_Optimizer)."""
+    type, and this to one in fp32 (DeepSpeed, single_partition_of_fp32_groups).  It does not where
+    fresh gradients wait beside sums, which are flat (BF16_Optimizer)."""
     roots: Flag = False
-    """The step has the square roots of all second moments of a rank's shard at once
-    (torch.optim.adamw._multi_tensor_adamw, exp_avg_sq_sqrt); fused kernels have none."""
+    """The step holds the square roots of all second moments of a rank's shard at once
+    (torch.optim.adamw._multi_tensor_adamw, exp_avg_sq_sqrt); fused kernels hold none."""
     flat_together: Positive | None = None
-    """Parameters of a rank's shard whose gradients are copied together under ZeRO-3; None: all."""
+    """Parameters of a rank's shard whose gradients are copied together under ZeRO-3; None: all of
+    them."""
 
 
 class OffloadRule(Part):
     """Offload to the host."""
 
     updates: Literal["streamed", "on_host"] = "on_host"
-    """Where an optimizer on the host steps: its state goes through the device, or the host's
-    processors update what it has of the parameters, whose working copies go back."""
+    """Place of the update with an optimizer on the host.  `streamed`: its state passes through the
+    device.  `on_host`: the host's processors update their share of the parameters and send the
+    working copies back."""
     host_share: Fraction = 0.5
-    """Of a host's memory, what offloaded states may take.  Half, where torch pins each block: those
-    are powers of two, up to twice what they contain; processes and the system need some too."""
+    """Share of a host's memory that offloaded states may take.  It is one half where torch pins
+    each block: pinned blocks are powers of two, up to twice their content, and processes and the
+    system need memory too."""
     activations_share: Fraction = 1.0
-    """Of a block's activations, where they are offloaded."""
+    """Share of a block's activations that moves to the host where they are offloaded."""
 
 
 class MemoryRule(Part):
     """Memory outside of tensors."""
 
     reserved: Rate = 1.05
-    """Reserved over allocated bytes of the caching allocator."""
+    """Reserved bytes over allocated bytes of the caching allocator."""
     replayed: Flag = False
-    """What it reserves beside them follows from the tensors of a step instead, of layouts without
-    stages that keep their activations (`meshwright.planner.costs.memory.allocator_segments`)."""
+    """For layouts without stages that keep their activations, reserved bytes follow from the
+    tensors of a step instead (`meshwright.planner.costs.memory.allocator_segments`)."""
     tight: Rate = 1.02
-    """Reserved over allocated bytes where memory is short and the allocator compacts."""
+    """Reserved bytes over allocated bytes where memory is short and the allocator compacts."""
     context_bytes: Amount = 1.0e9
-    """CUDA context and library buffers of a process, communicators left out where they are given
-    apart."""
+    """Bytes of a process's CUDA context and library buffers, without communicators where these are
+    given apart."""
     communicator_bytes: Amount = 0.0
-    """Buffers of the collective library, of a process with more than one rank."""
+    """Bytes of the collective library's buffers in a process with more than one rank."""
     workspaces: dict[Text, Amount] = Field(default_factory=dict)
-    """Bytes that matrix-product libraries work in, of the caching allocator, by the architecture of
-    a device; `other` of all that are not named."""
+    """Bytes of the caching allocator in which matrix-product libraries work, by device
+    architecture; `other` for all architectures that are not named."""
     spread: Amount = 0.15
-    """Standard deviation of the logarithm of what a run needs over what is predicted: of all
-    published runs that say whether they ran, each predicted without its own source, this one has
-    the least Brier score (0.10: 0.0222, 0.15: 0.0213, 0.20: 0.0214, 0.30: 0.0246, means over 17
-    sources), and 80 of 100 peaks lie within 1.28 of it (docs/results/accuracy.md)."""
+    """Standard deviation of the logarithm of a run's memory over its prediction.  Over all
+    published runs with a known outcome, each predicted without its own source, it has the smallest
+    Brier score (0.10: 0.0222, 0.15: 0.0213, 0.20: 0.0214, 0.30: 0.0246, means over 17 sources); 80
+    of 100 peaks are within 1.28 of it (docs/results/accuracy.md)."""
     reported: Reported = "allocated"
-    """Which peak runs tell that do not name it."""
+    """Kind of peak that a run reports where it does not name the kind."""
 
 
 class Seen(Part):
-    """The runs that fitted figures come from."""
+    """Runs that fitted figures come from."""
 
     accelerators: tuple[Text, ...]
+    """Device types of the runs."""
     parameters: tuple[Amount, Amount]
+    """Smallest and largest number of parameters."""
     devices: tuple[Positive, Positive]
+    """Smallest and largest number of devices."""
     seq_len: tuple[Positive, Positive]
+    """Smallest and largest sequence length in tokens."""
     pretraining: Flag = True
+    """The runs include pretraining."""
     tuning: Flag = False
+    """The runs include fine-tuning."""
     eight_bits: Flag = False
+    """The runs include products in 8 bits."""
     releases: dict[Text, Text] = Field(default_factory=dict)
     """The last release of each product, as runs name them: `nemo: "26.08"`."""
 
 
 class RunsWith(Part):
-    """What measured runs had beside the framework, which a table of them does not say."""
+    """Options of measured runs beside the framework that the table of the runs does not list."""
 
     options: tuple[Text, ...]
+    """Options of such runs."""
     when: tuple[ConditionText, ...] = ()
-    """All of them hold of such a run's layout."""
+    """Conditions that all hold for the layout of such a run."""
     source: Text | None = None
-    """The table's source whose runs alone tell it; None where a launch script or code does."""
+    """Source of the table whose runs alone show the options; None where a launch script or code
+    shows them."""
     why: Text
+    """Reason to infer the options."""
 
 
 class Accuracy(Part):
-    """What was measured of a framework's runs; `planner.costs.uncertainty` makes ranges of it."""
+    """Measurements of a framework's runs; `planner.costs.uncertainty` makes ranges of them."""
 
     seen: Seen | None = None
+    """Runs that the fitted figures come from; None: there are none."""
     runs_with: tuple[RunsWith, ...] = ()
+    """Options that runs had and their tables do not list."""
 
 
 class Versions(Part):
-    """Which software a framework speaks of."""
+    """Software versions that a framework's figures describe."""
 
     of: Text
+    """Name of the software."""
     since: Text | None = None
+    """First version that the figures describe."""
     until: Text | None = None
+    """Last version that the figures describe."""
     earlier: Text | None = None
-    """The framework of the releases before.  FlashAttention is of 2022: a run without fused
-    attention of a framework whose releases since then have it is read as one of those."""
+    """Framework that describes earlier releases.  FlashAttention dates from 2022: a run without
+    fused attention of a framework whose later releases have it is read as a run of that earlier
+    framework."""
 
 
 class Release(Part):
-    """What runs of a release have by default, or in its authors' recipes, where they do not say."""
+    """Options that runs of a release have by default, or in its authors' recipes."""
 
     of: Text
-    """What is counted: `transformers`, `nemo`, `mlperf`."""
+    """Product whose versions are counted: `transformers`, `nemo`, `mlperf`."""
     since: Text
+    """First version with these options."""
     options: tuple[Text, ...] = ()
+    """Default options of runs."""
     source: Text
+    """Source of the options."""
 
 
 class OptionChoice(Part):
-    """Options of a framework that make a step shorter, and what they ask for."""
+    """Options of a framework that shorten a step, and their requirements."""
 
     options: tuple[Text, ...]
+    """Options that are tried together."""
     when: tuple[ConditionText, ...] = ()
-    """All of them hold of a layout that gains by them."""
+    """Conditions that all hold for a layout that gains by the options."""
     needs: Text
+    """Requirements of the options, in words."""
 
 
 class Basis(Part):
-    """Where figures come from."""
+    """Provenance of figures."""
 
     fields: tuple[Text, ...]
-    """Paths such as `host.layer_s`."""
+    """Paths of figures, such as `host.layer_s`."""
     provenance: Provenance
+    """Origin of the figures: derived from code, measured, fitted to runs, or assumed."""
     source: Text
     """Source file, paper, machine or table."""
     runs: Positive | None = None
-    """How many runs figures were fitted to."""
+    """Number of runs that the figures were fitted to."""
     why: Text | None = None
-    """The mechanism, in a sentence."""
+    """Mechanism, in a sentence."""
 
     @model_validator(mode="after")
     def _check_basis(self) -> Self:
@@ -597,15 +649,19 @@ class Basis(Part):
 
 
 class Framework(Document):
-    """How one framework trains."""
+    """Figures of how one framework trains."""
 
     kind_of_document: ClassVar[str] = "framework"
     name: Text
+    """Name of the framework."""
     aliases: tuple[Text, ...] = ()
+    """Other names of the framework."""
     extends: Text | None = None
-    """The framework whose figures hold where this one gives none."""
+    """Framework whose figures hold where this one gives none."""
     summary: Text
+    """Description in a sentence."""
     versions: Versions | None = None
+    """Software versions that the figures describe."""
     types: Types = Types()
     sharding: Sharding = Sharding()
     kernels: Kernels = Kernels()
@@ -621,13 +677,15 @@ class Framework(Document):
     offload: OffloadRule = OffloadRule()
     memory: MemoryRule = MemoryRule()
     space: Space | None = None
-    """None where layouts are priced and not searched."""
+    """Space of layouts that is searched; None where layouts are priced and not searched."""
     accuracy: Accuracy = Accuracy()
+    """Measurements of the framework's runs."""
     releases: tuple[Release, ...] = ()
-    """The last of each product that is no later than a run's own."""
+    """Releases of products; a run has the last one that is no later than its own."""
     choices: tuple[OptionChoice, ...] = ()
     """Options that a search tries where they are allowed (`--allow framework-options`)."""
     basis: tuple[Basis, ...] = ()
+    """Provenance of the figures; each figure that differs from its default has one."""
 
     @model_validator(mode="after")
     def _figures_have_a_basis(self) -> Self:
@@ -663,7 +721,7 @@ GROUPS = (
     "offload",
     "memory",
 )
-"""Groups of figures, which `basis` gives a provenance each."""
+"""Groups of figures; `basis` gives each figure its provenance."""
 
 
 def figures(framework: Framework) -> Iterator[tuple[str, object]]:
@@ -689,19 +747,19 @@ def with_figures(framework: Framework, values: Mapping[str, object]) -> Framewor
 
 
 ONE_STUDY = (frozenset({"vtrain_multi", "vtrain_single"}),)
-"""Sources of one paper, machine and program, which support a figure no more than one does."""
+"""Sources of one paper, machine and program; together they support a figure as one source."""
 FEWEST_OTHERS = 2
-"""Sources that must support a fitted figure for it to stand without one more."""
+"""Number of other sources that must support a fitted figure."""
 
 
 def resting_on(
     framework: Framework, left: Collection[str], sources: Collection[str]
 ) -> frozenset[str]:
-    """Return the fitted figures that would not stand without the runs of some sources.
+    """Return the fitted figures that are not supported without the runs of some sources.
 
-    Those that fewer than two other studies of `sources` support, and which runs were measured.
-    Their names stand in a basis's `source`; what is derived from code or measured by itself rests
-    on no run.
+    Fewer than two other studies of `sources` support them.  `accuracy.seen`, the measured runs, is
+    such a figure too.  A basis's `source` contains their names; what is derived from code or
+    measured by itself rests on no run.
     """
     paths: set[str] = set()
     for entry in framework.basis:
@@ -731,11 +789,10 @@ def _study(source: str) -> frozenset[str]:
 def without_sources(
     framework: Framework, left: Collection[str], sources: Collection[str], usual: Framework
 ) -> Framework:
-    """Return a framework as it would stand had nobody seen the runs of the sources that are `left`
-    out.
+    """Return a framework as it would be without the runs of the sources that are `left` out.
 
-    Fitted figures that rest on it are those of `usual`, of which nothing else is known; what its
-    runs alone are known to have had is gone.
+    Fitted figures that rest on them are those of `usual`, and options that only these runs show are
+    removed.
     """
     runs_with = tuple(run for run in framework.accuracy.runs_with if run.source not in left)
     dependents = resting_on(framework, left, sources)
@@ -747,7 +804,8 @@ def without_sources(
 
 
 GRAPH_REPLAY_S = 5e-5
-"""One call of `torch.cuda.CUDAGraph.replay` through torch.cuda.make_graphed_callables."""
+"""Seconds of one call of `torch.cuda.CUDAGraph.replay` through
+torch.cuda.make_graphed_callables."""
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {
     "flash": {"kernels.flash_attention": True},
@@ -836,7 +894,8 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.rank_s": 0.0,
     },
 }
-"""What a run may say of its kernels beside its framework; in a plan `megatron+eager-attention`."""
+"""Figures by option that a run may have beside its framework; a plan writes
+`megatron+eager-attention`."""
 
 OPTION_BASIS: Mapping[str, str] = {
     "deepep": "derived: 1.1 to 1.3 times the all-to-all of the collective library over the same "
@@ -854,15 +913,15 @@ OPTION_BASIS: Mapping[str, str] = {
     "narrow-loss": "derived: a model's own loss under DeepSpeed, which has no autocast: "
     "log-softmax, its gradient and its input's in 16 bits (3 x 2)",
 }
-"""What figures of options are fitted to, or derived from."""
+"""Source that the figures of each option are fitted to or derived from."""
 
 
 OF_ROUTERS = ("balanced-routing",)
-"""Options that speak of a model's routers, which every framework may have."""
+"""Options about a model's routers, which every framework may have."""
 
 
 def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
-    """Return the options that runs of a release have where they do not say.
+    """Return the default options of runs of a release.
 
     A release is what versions it joins: `torch-2.4.1/transformers-4.45.2`.
 
@@ -883,7 +942,7 @@ def usual_of_release(framework: Framework, release: str) -> tuple[str, ...]:
 
 
 def is_newer(framework: Framework, release: str) -> bool:
-    """Say whether a release is later than those of a framework's measured runs.
+    """Return True if a release is later than those of a framework's measured runs.
 
     >>> seen = Seen(accelerators=("h100",), parameters=(1e9, 2e9), devices=(8, 16),
     ...     seq_len=(2048, 4096), releases={"nemo": "26.08"})
@@ -917,7 +976,7 @@ def base_of(name: str) -> str:
 
 
 def with_options(framework: Framework, options: Sequence[str]) -> Framework:
-    """Return a framework with other kernels, of which its name then tells."""
+    """Return a framework with other kernels; its name then contains the options."""
     for option in options:
         if option not in OPTIONS:
             raise DocumentError(
@@ -946,7 +1005,7 @@ def with_options(framework: Framework, options: Sequence[str]) -> Framework:
 
 
 def without_basis(framework: Framework) -> list[str]:
-    """Return the figures that differ from their defaults and say nothing of their provenance."""
+    """Return the figures that differ from their defaults and have no provenance."""
     stated = {path for entry in framework.basis for path in entry.fields}
     plain = Framework(name="plain", summary="the defaults")
     defaults = dict(figures(plain))
@@ -1005,4 +1064,5 @@ NOT_INHERITED = (
     "releases",
     "choices",
 )
-"""Of what one extends: its names, what it executes, how far its runs lay from predictions."""
+"""Fields that an extending framework does not inherit: names, executed layouts, and the accuracy of
+past runs."""

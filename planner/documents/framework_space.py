@@ -1,9 +1,9 @@
-"""The space of layouts that a framework executes, as data: the search looks at nothing else.
+"""The space of layouts that a framework executes, as data: the search considers no others.
 
-Most of it are lists and limits: schedules, recompute kinds, degrees.  What goes with what is said
-by conditions over the names of `FACTS`, as `data_shard x context = 1` or `precision = bf16|fp8`:
-a `Conflict` is a set of them that no layout may keep together, a `Divisible` a product that another
-must divide.  Nothing here knows a framework's name.
+Most of it are lists and limits: schedules, recompute kinds, degrees.  Conditions over the names of
+`FACTS` state combinations, as `data_shard x context = 1` or `precision = bf16|fp8`: a `Conflict` is
+a set of them that no layout may keep together, a `Divisible` a product that another must divide.
+Nothing here knows a framework's name.
 """
 
 from __future__ import annotations
@@ -43,17 +43,20 @@ from meshwright.planner.documents.training import FrozenWeights, Objective, Opti
 from meshwright.planner.documents.units import Flag, Positive, Text
 
 StageRule = Literal["any", "even", "even_but_ends", "by_products"]
-"""Which splits of a model's blocks among stages can be asked for (stage_rules)."""
+"""Splits of a model's blocks among stages that a framework accepts (stage_rules)."""
 
 
 class Facts(NamedTuple):
-    """What conditions speak of."""
+    """Values that conditions refer to: a model, a cluster, a job and a layout."""
 
     model: ModelGraph
+    """Model."""
     cluster: ClusterSpec | None
-    """None where a layout alone is asked about."""
+    """Cluster; None where a layout is checked without one."""
     job: Job
+    """Work of a step."""
     layout: Layout
+    """Layout."""
 
 
 Value = int | str
@@ -68,7 +71,7 @@ _OF_LAYOUTS = (
     "micro_batches",
     *(axis.name for axis in LAYOUT_AXES if axis.values),
 )
-"""What layouts of the same degrees do not share."""
+"""Facts in which layouts of the same degrees can differ."""
 _OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
 _OF_JOBS = ("seq_len", "global_batch", "precision")
 _OF_MODELS = ("layers", "heads", "kv_heads", "hidden_size", "ffn_size", "vocab_size")
@@ -122,7 +125,7 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     "idle_ranks": lambda facts: max(0, facts.layout.pipeline - facts.layout.micro_batches),
     "devices_per_node": _devices_per_node,
 }
-"""By name: of a layout, a job, a language model, a cluster."""
+"""Functions that return the value of each fact, by its name."""
 WORDS = frozenset(
     {
         "schedule",
@@ -138,7 +141,7 @@ WORDS = frozenset(
         "backward",
     }
 )
-"""Those that are words; the others are numbers."""
+"""Facts whose values are words; all others are numbers."""
 _COMPARED: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -154,7 +157,9 @@ class Product(NamedTuple):
     """Factors that are multiplied; a single one may be a word."""
 
     number: int
+    """Product of the numbers."""
     names: tuple[str, ...]
+    """Names of the facts that are multiplied."""
 
     def value_of(self, facts: Facts) -> Value:
         """Return its value."""
@@ -186,14 +191,17 @@ def product_of(text: str) -> Product:
 
 
 class Compared(NamedTuple):
-    """A condition that was read."""
+    """A parsed condition."""
 
     product: Product
+    """Left side of the comparison."""
     sign: str
+    """Sign of the comparison."""
     values: tuple[str, ...]
+    """Right side: the accepted values, or one number."""
 
     def is_fulfilled(self, facts: Facts) -> bool:
-        """Whether it is so."""
+        """Return True if the condition holds."""
         places = self.product.value_of(facts)
         if self.sign in ("=", "!="):
             return (str(places) in self.values) == (self.sign == "=")
@@ -202,7 +210,7 @@ class Compared(NamedTuple):
 
 @cache
 def condition_of(text: str) -> Compared:
-    """Read `zero <= 1`, `precision = bf16|fp8`; ValueError says what is wrong.
+    """Read `zero <= 1`, `precision = bf16|fp8`; ValueError names the error.
 
     >>> condition_of("tensor x pipeline > 1").product.names
     ('tensor', 'pipeline')
@@ -237,93 +245,114 @@ class Divisible(Part):
     """`by` divides `what`, wherever all of `when` hold."""
 
     what: ProductText
+    """Product that must be divisible."""
     by: ProductText
+    """Divisor."""
     when: tuple[ConditionText, ...] = ()
+    """Conditions under which the rule holds; empty: always."""
     why: Text
+    """Reason of the rule."""
 
 
 class Conflict(Part):
-    """Where all of `when` hold, all of `needs` must; without `needs` no such layout runs."""
+    """Layouts that do not run: all of `when` holds, and not all of `needs`, or `needs` is empty."""
 
     when: tuple[ConditionText, ...]
+    """Conditions that hold together."""
     needs: tuple[ConditionText, ...] = ()
+    """Conditions that must then hold too; empty: no such layout runs."""
     why: Text
-    """With `{family}` and other names of facts in place of their values."""
+    """Reason; `{family}` and other names of facts stand for their values."""
     place: Text | None = None
-    """The field of a plan that it speaks of."""
+    """Field of a plan that the conflict is about."""
 
     def text(self, facts: Facts) -> str:
-        """Return why, of one layout."""
+        """Return the reason, with the figures of one layout."""
         return _NAMED.sub(lambda name: str(FACTS[name[1]](facts)), self.why)
 
 
 class Space(Part):
-    """What a framework executes, as its source and documentation say.  A default leaves all."""
+    """Layouts that a framework executes, by its source and documentation; defaults exclude none."""
 
     schedules: tuple[ScheduleName, ...] | None = None
-    """None: every schedule there is."""
+    """Executed schedules; None: all."""
     virtual_stages: Positive = 8
-    """The most stages on a rank that are searched; where it is 1, a rank has no more."""
+    """Largest number of stages on a rank that the search tries; with 1 a rank has exactly one."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    """Recomputations that layers may have."""
     selective_core: Flag = False
-    """Blocks may recompute written-out attention too, where it is written out."""
+    """Blocks may recompute written-out attention too."""
     recompute_by_layer: Flag = True
-    """Each layer has its own choice; else all blocks have one, and embedding and head none."""
+    """Each layer has its own recomputation; else all blocks have the same, and embedding and head
+    have none."""
     zero: tuple[Annotated[int, Field(ge=0, le=3, strict=True)], ...] = (0, 1, 2, 3)
-    """Levels with which data-parallel ranks share states."""
+    """ZeRO levels with which data-parallel ranks share states."""
     hybrid: Flag = True
-    """States may be divided among a part of the data-parallel ranks."""
+    """States may be divided among some of the data-parallel ranks (hybrid sharding)."""
     shards_context: Flag = False
     """Context ranks divide states where no data ranks do."""
     tensor: Positive | None = None
-    """The most ranks; None: any number."""
+    """Largest tensor-parallel degree; None: no limit."""
     context: Positive | None = None
+    """Largest context-parallel degree; None: no limit."""
     expert: Positive | None = None
+    """Largest expert-parallel degree; None: no limit."""
     pipeline: Positive | None = None
+    """Largest pipeline-parallel degree; None: no limit."""
     within_node: tuple[Axis, ...] = ()
-    """Axes whose ranks lie in one node."""
+    """Axes whose ranks must be in one node."""
     axis_order: Literal["any", "fixed"] = "any"
-    """Fixed: tensor innermost, then context, data and pipeline."""
+    """`fixed`: tensor is innermost, then context, data and pipeline; `any`: every order."""
     activations: tuple[Activations, ...] = ("keep", "offload", "compress")
+    """Treatments of stored activations."""
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+    """States that may be on the host."""
     gradient_compressions: tuple[GradientCompression, ...] = ("full", "bf16", "fp16", "powersgd")
+    """Forms of gradients between data-parallel ranks."""
     prefetch: tuple[Prefetch, ...] = (0,)
-    """Depths that a layout may ask for; 0 is what its framework does by itself."""
+    """Prefetch depths that a layout may ask for; 0 is the framework's own behaviour."""
     reshard_after_forward: Flag = False
     """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
     chunked_loss: Flag = False
-    """A layout may say that its loss is computed in chunks."""
+    """A layout may compute its loss in chunks."""
     scales: tuple[Scales, ...] = ("tensorwise",)
+    """Scales of fp8 operands, the default first."""
     weight_gather_dtypes: tuple[WeightGatherDtype, ...] = ("full",)
+    """Types of gathered weights."""
     dispatches: tuple[Dispatch, ...] = ("alltoall",)
-    """What a layout may say; others gather weights, and bring tokens, as their framework has it."""
+    """Dispatches that a layout may name."""
     hierarchical_all_to_all: Flag = False
-    """Tokens may be sent once to ranks that hand them on."""
+    """Tokens may be sent once to ranks that pass them on."""
     compile: tuple[Compile, ...] = ("none",)
-    """What a layout may say; others are compiled or not as their framework has it."""
+    """Kinds of compilation that a layout may name; other layouts follow the framework."""
     tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
+    """Executions of tensor-parallel collectives."""
     precisions: tuple[Precision, ...] | None = None
-    """None: every precision there is."""
+    """Executed precisions; None: all."""
     optimizers: tuple[Optimizer, ...] = ("adamw",)
-    """What may update weights."""
+    """Executed optimizers."""
     trains_working: Flag = False
-    """16-bit weights may be trained without an fp32 copy, where a framework has one otherwise."""
+    """16-bit weights may be trained without an fp32 copy, where the framework usually keeps one."""
     objectives: tuple[Objective, ...] = ("sft",)
+    """Training objectives."""
     packed_weights: tuple[FrozenWeights, ...] = ()
-    """How frozen weights may be packed."""
+    """Types in which frozen weights may be packed."""
     pads_vocabulary: Flag = False
-    """A vocabulary that tensor ranks do not divide has rows added until they do."""
+    """Rows are added to a vocabulary until the tensor ranks divide it."""
     shares_heads: Flag = False
-    """Tensor ranks may be a multiple of the heads of keys: each has one of these whole."""
+    """The tensor degree may be a multiple of the number of key heads; each rank then has one whole
+    head."""
     divisible: tuple[Divisible, ...] = ()
+    """Divisibility rules."""
     conflicts: tuple[Conflict, ...] = ()
+    """Combinations that do not run."""
 
     def usual_scales(self, precision: Precision) -> Scales:
-        """Return the scales of a layout that asks for none: of products in fp8, the first."""
+        """Return the default scales of a layout: with fp8 the first of the space."""
         return self.scales[0] if precision == "fp8" else "tensorwise"
 
     def usual_gather_dtype(self, precision: Precision, scales: Scales) -> WeightGatherDtype:
-        """Return how weights travel that ZeRO-3 gathers, if a layout does not ask.
+        """Return the default type of weights that ZeRO-3 gathers.
 
         In 8 bits where products round them so anyway: that halves what is sent and resident and
         changes no value.
@@ -342,7 +371,7 @@ class Space(Part):
 
 
 EVERYTHING = Space()
-"""No limit at all."""
+"""Space without limits."""
 
 
 def job_obstacles(space: Space, job: Job) -> Iterator[str]:
@@ -392,7 +421,8 @@ def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
 
 
 _POSSIBLE: dict[tuple[int, int, int], tuple[Space, ModelGraph, Job, tuple[Conflict, ...]]] = {}
-"""By the ids of a space, a model and a job, which stay alive so that ids stay theirs."""
+"""Conflicts by the ids of a space, a model and a job; the objects stay alive so that their ids stay
+theirs."""
 _MOST_KNOWN = 64
 _OF_MODEL_AND_JOB = frozenset(
     {
@@ -425,7 +455,7 @@ def _possible(space: Space, facts: Facts) -> tuple[Conflict, ...]:
 
 
 def _may_hold(conflict: Conflict, facts: Facts) -> bool:
-    """Whether what a conflict says of model and job is so."""
+    """Return True if the conditions of a conflict that concern model and job hold."""
     each = (condition_of(text) for text in conflict.when)
     return all(
         conflict.is_fulfilled(facts)
@@ -435,7 +465,7 @@ def _may_hold(conflict: Conflict, facts: Facts) -> bool:
 
 
 def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
-    """Yield what of a layout is not in the lists and limits of a space."""
+    """Yield the choices of a layout that are outside of the lists and limits of a space."""
     layout, in_node = facts.layout, int(_devices_per_node(facts))
     for axis in ("tensor", "context", "pipeline"):
         most, degree = space.most_ranks(axis, in_node), getattr(layout, axis)
@@ -464,7 +494,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
 
 @cache
 def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
-    """Whether a rule speaks of anything that layouts of the same degrees do not share."""
+    """Return True if a rule concerns facts in which layouts of the same degrees can differ."""
     each = [product_of(text) for text in products]
     each += [condition_of(text).product for text in conditions]
     return any(

@@ -1,7 +1,7 @@
 """ModelGraph: what is to be trained, as layers that a plan can place.
 
-A graph is a chain of layers unless `edges` says otherwise.  Layers that repeat are written once.
-Figures of a transformer stand in `architecture`, under the names of its public configuration.
+A graph is a chain of layers unless it has `edges`.  Layers that repeat are written once.  Figures
+of a transformer are in `architecture`, under the names of its public configuration.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import networkx
 
 RECORDED = ":recorded"
-"""What stands behind a configuration's path where its model is recorded."""
+"""Suffix of a configuration's path whose model is recorded."""
 MOST_LAYERS = 100_000
-"""More is a slip of the pen, and would be listed one by one."""
+"""Largest number of layers; a larger one is a typing error, and layers are listed one by one."""
 FileDigest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$", strict=True)]
 
 
 def is_factory(text: str) -> bool:
-    """Tell whether MODEL names a function in a Python file.
+    """Return True if MODEL names a function in a Python file.
 
     >>> is_factory("models/mine.py:build"), is_factory("gpt2"), is_factory("C:/x/config.json")
     (True, False, False)
@@ -37,7 +37,7 @@ def is_factory(text: str) -> bool:
 
 
 def is_script(text: str) -> bool:
-    """Tell whether MODEL is a function of a script that trains with meshwright.Engine itself.
+    """Return True if MODEL is a function of a script that trains with meshwright.Engine itself.
 
     >>> is_script("script:build"), is_script("models/mine.py:build")
     (True, False)
@@ -46,7 +46,7 @@ def is_script(text: str) -> bool:
 
 
 def is_recorded(text: str) -> bool:
-    """Tell whether MODEL is a configuration whose model the library alone knows, and is recorded.
+    """Return True if MODEL is a configuration whose model the library alone knows, and is recorded.
 
     >>> is_recorded("falcon/config.json:recorded"), is_recorded("falcon/config.json")
     (True, False)
@@ -60,40 +60,46 @@ def recorded_file(text: str) -> str:
 
 
 def trains_as_module(text: str) -> bool:
-    """Tell whether MODEL trains as any module does, by what its forward was seen to do."""
+    """Return True if MODEL trains as any module does, by a recording of its forward."""
     return is_script(text) or is_recorded(text)
 
 
 def is_own(text: str) -> bool:
-    """Tell whether documents carry the figures of MODEL: they take running code."""
+    """Return True if documents carry the figures of MODEL, since computing them runs code."""
     return is_factory(text) or trains_as_module(text)
 
 
 class BatchLeaf(Part):
-    """A tensor of a batch, as one sample has it."""
+    """A tensor of a batch, as it is for one sample."""
 
     shape: tuple[Count, ...] | None = None
-    """Without the dim of samples; none for a tensor that is not cut, as it has no dims."""
+    """Shape without the dim of samples; None for a tensor that is not divided among samples."""
     dtype: Line
+    """Type of the tensor's elements."""
 
 
 class Experts(Part):
     """The mixture-of-experts part of a model's blocks."""
 
     count: Positive
+    """Number of routed experts of a block."""
     per_token: Positive
+    """Number of experts that each token uses."""
     ffn_size: Positive
+    """Width of one expert."""
     shared: Count = 0
+    """Number of shared experts, which every token uses."""
     shared_ffn_size: Count = 0
     """Width of all shared experts together; 0 means `shared` x `ffn_size`."""
     shared_gate: Flag = False
-    """What shared experts give is weighed by a product with one vector (Qwen2-MoE)."""
+    """The output of shared experts is weighted by a product with one vector (Qwen2-MoE)."""
     dense_layers: Count = 0
-    """How many leading blocks have a plain MLP (of `Architecture.ffn_size`) instead."""
+    """Number of leading blocks with a plain MLP of `Architecture.ffn_size` instead of experts."""
     groups: Positive | None = None
-    """A token's experts are chosen from `groups_per_token` of these groups, which is called
-    node-limited routing; None: from all experts."""
+    """Number of groups of experts, from `groups_per_token` of which a token's experts are chosen
+    (node-limited routing); None: the choice is from all experts."""
     groups_per_token: Positive | None = None
+    """Number of groups that a token's experts are chosen from."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -118,76 +124,108 @@ class LatentAttention(Part):
     """Multi-head latent attention (DeepSeek-V2): low-rank queries, keys and values."""
 
     q_rank: Count
-    """0 means that queries are projected directly."""
+    """Rank of the latent queries; 0 means that queries are projected directly."""
     kv_rank: Positive
+    """Rank of the latent keys and values."""
     rope_head_dim: Positive
+    """Features of a head that are rotated."""
     nope_head_dim: Positive
+    """Features of a head that are not rotated."""
     value_head_dim: Positive
+    """Features of a head's values."""
 
 
 class Patches(Part):
     """The image side of a vision transformer."""
 
     image_size: Positive
+    """Side of the image in pixels."""
     patch_size: Positive
+    """Side of a patch in pixels."""
     channels: Positive = 3
+    """Number of colour channels."""
 
 
 class Architecture(Part):
     """Configuration figures of a transformer; `family` fixes what the figures leave open."""
 
     family: Name
+    """Family of the model, such as llama; it determines what the figures leave open."""
     hidden_size: Positive
+    """Width of the residual stream."""
     layers: Annotated[Positive, Field(le=MOST_LAYERS)]
+    """Number of blocks."""
     heads: Positive
+    """Number of attention heads of a block."""
     kv_heads: Positive
+    """Number of heads of keys and values, a divisor of `heads`."""
     head_dim: Positive
+    """Features of a head."""
     ffn_size: Positive
+    """Width of a plain MLP."""
     vocab_size: Count
+    """Number of tokens in the vocabulary; 0 for models without one."""
     gated_mlp: Flag
+    """MLPs have a gate beside the up projection."""
     norm: Literal["rms", "layer"] = "rms"
+    """Kind of norms: RMS norm or layer norm."""
     pre_norm: Flag = True
-    """Norms before attention and MLP and one before the head; else behind them and none there."""
+    """Norms are before attention and MLP, and one is before the head; else they are after attention
+    and MLP, and none is before the head."""
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
+    """Kind of positions."""
     max_positions: Positive = 131072
+    """Largest sequence length in tokens."""
     tied_embeddings: Flag = False
+    """The output projection shares the embedding's weights."""
     qkv_bias: Flag = False
+    """Projections of queries, keys and values have a bias."""
     output_bias: Flag = False
+    """The output projection of attention has a bias."""
     mlp_bias: Flag = False
+    """Products of MLPs have a bias."""
     qk_norm: Flag = False
+    """Queries and keys are normed."""
     post_norms: Flag = False
-    """Norms after attention and MLP too, as Gemma-2 has."""
+    """Norms also follow attention and MLP, as in Gemma-2."""
     sliding_window: Count = 0
     """Tokens that a local layer attends to; 0 means all."""
     sliding_every: Positive = 1
-    """Every n-th block is global, the others are local; 1 with a window means all are local."""
+    """Every n-th block is global and the others are local; with 1 and a window, all are local."""
     global_blocks: tuple[Count, ...] | None = None
-    """Places of global blocks that do not repeat so, beside a window and `sliding_every` 1."""
+    """Indices of global blocks that follow no such period, beside a window and `sliding_every`
+    1."""
     causal: Flag = True
+    """Tokens attend to earlier tokens only."""
     token_types: Count = 0
+    """Number of token types with an embedding, as in BERT."""
     embedding_size: Count = 0
     """Width of the token embedding where it differs from hidden_size (OPT-350M); 0: the same."""
     classes: Count = 0
     """Outputs of a classification head; 0 means a language-model head over the vocabulary."""
     parallel: Flag = False
-    """Attention and MLP read one residual and are added to it together (GPT-NeoX, Falcon)."""
+    """Attention and MLP read the same residual, and both outputs are added to it (GPT-NeoX,
+    Falcon)."""
     shared_norm: Flag = False
     """One norm feeds attention and MLP that run in parallel; else each has its own."""
     norm_bias: Flag = True
-    """Of layer norms."""
+    """Layer norms have a bias."""
     rotary_dim: Count = 0
     """Features of a head that are rotated; 0 means all."""
     written_gelu: Flag = False
     """A plain MLP's GELU is written out as a product of tensors (GPT-NeoX's `gelu_fast`)."""
     head_bias: Flag = False
-    """Of the output projection."""
+    """The output projection has a bias."""
     embedding_norm: Flag = False
-    """A norm behind the embedding, as Bloom has."""
+    """A norm follows the embedding, as in Bloom."""
     head_transform: Flag = False
     """A dense layer, activation and norm before the output projection, as BERT has."""
     experts: Experts | None = None
+    """Mixture of experts; None: all blocks are dense."""
     latent: LatentAttention | None = None
+    """Multi-head latent attention; None: usual attention."""
     patches: Patches | None = None
+    """Image patches; None: the model reads tokens."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -204,7 +242,7 @@ class Architecture(Part):
 
     @property
     def attention(self) -> Literal["mha", "gqa", "mqa", "mla"]:
-        """How keys and values are shared between heads."""
+        """Sharing of keys and values between heads."""
         if self.latent is not None:
             return "mla"
         if self.kv_heads == self.heads:
@@ -213,97 +251,112 @@ class Architecture(Part):
 
 
 class LayerTrace(Part):
-    """What one sample costs in a layer that has no arithmetic of ours, as traced in fp32."""
+    """Cost of one sample in a layer without built-in arithmetic, as traced in fp32."""
 
     forward_flops: Amount
+    """FLOPs of forward."""
     stored_bytes: Count
-    """Saved for backward, parameters not counted."""
+    """Bytes saved for backward, without parameters."""
     transient_bytes: Count
+    """Peak bytes inside forward or backward beyond those that stay."""
     output_bytes: Count
+    """Bytes of the output."""
 
 
 class DividedLayer(Part):
-    """What one rank of a tensor axis has of a traced layer, as traced in fp32 on one sample."""
+    """Share of one rank of a tensor axis in a traced layer, as traced in fp32 on one sample."""
 
     tensor: Annotated[Positive, Field(ge=2)]
-    """Ranks that divide it."""
+    """Ranks that divide the layer."""
     parameters: Count
+    """Parameters of the share."""
     trace: LayerTrace
+    """Cost of one sample in the share."""
     sums_bytes: tuple[Count, ...] = ()
-    """Of activations that are summed over the ranks in forward, and again in a recomputation."""
+    """Bytes of each activation that ranks sum in forward, and again in a recomputation."""
     last_sum_bytes: Count = 0
-    """Of the last sum, if a recomputation stops before it; 0: there is none such."""
+    """Bytes of the last sum if a recomputation stops before it; 0 if it does not."""
     copies_bytes: tuple[Count, ...] = ()
-    """Of activations whose gradients are summed in backward."""
+    """Bytes of each activation whose gradients ranks sum in backward."""
     largest: Count = 0
-    """Elements of its largest parameter."""
+    """Elements of the share's largest parameter."""
     whole_matrices: tuple[Count, ...] = ()
-    """Of the layer's, those that the axis divides."""
+    """Sizes of those of the layer's `whole_matrices` that the axis divides."""
 
 
 class TracedExperts(Part):
     """Experts of a traced layer, in two matrices for all of a module (expert_parallel)."""
 
     count: Positive
-    """Of each module, or what divides that of all."""
+    """Experts of each module, or a common divisor of the modules' numbers of experts."""
     hidden: Positive
     """Features of a token."""
     parameters: Positive
+    """Parameters of the experts."""
     exchanged_bytes: Count
-    """Of one sample's tokens on the way to the experts chosen for them, in fp32."""
+    """Bytes in fp32 of one sample's tokens on the way to their chosen experts."""
     per_token: Positive = 1
-    """Experts that are chosen for a token."""
+    """Experts that each token uses."""
 
 
 class TracedLogits(Part):
-    """The product that makes a traced layer's logits, and the layer without its loss.
+    """The product that makes a traced layer's logits, and the layer's trace without its loss.
 
     A plan may make logits and loss in chunks of rows.
     """
 
     rows: Positive
-    """Of one sample."""
+    """Rows of one sample."""
     width: Positive
-    """Features that a row is made of."""
+    """Features of a row."""
     outputs: Positive
+    """Number of outputs of a row."""
     trace: LayerTrace
+    """Cost of one sample in the layer without its loss."""
 
     @property
     def flops(self) -> float:
-        """Of the product, forward, of one sample."""
+        """FLOPs of the forward product for one sample."""
         return 2.0 * self.rows * self.width * self.outputs
 
 
 class Layer(Part):
-    """One layer, or `repeat` layers in a row that are alike."""
+    """One layer, or `repeat` consecutive layers that are alike."""
 
     name: Annotated[Name, Field(max_length=190)]
+    """Name of the layer; repeated layers get an index."""
     kind: Name
     """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ...
 
     Those that route tokens to experts end in `moe_block`, those with a window begin with `local_`.
     """
     repeat: Positive = 1
+    """Number of consecutive layers that are alike."""
     parameters: Count
-    """Of one such layer; a weight tied to another layer's counts there, not here."""
+    """Parameters of one such layer; a weight tied to another layer's counts there, not here."""
     trace: LayerTrace | None = None
+    """Cost of one sample, for layers without built-in arithmetic."""
     divided: Annotated[tuple[DividedLayer, ...], Field(min_length=1)] | None = None
-    """By degree of a tensor axis that divides it; it is whole on each rank of others."""
+    """Share of a rank by tensor degree; the layer is whole on each rank with other degrees."""
     largest: Count | None = None
-    """Elements of a traced layer's largest parameter; None: not known, as large as the layer."""
+    """Elements of a traced layer's largest parameter; None: unknown, taken to be the whole
+    layer."""
     keys_bytes: Positive | None = None
-    """Of the keys and values of one sample in a traced layer, in fp32: ranks that divide positions
-    bring them together."""
+    """Bytes in fp32 of the keys and values of one sample in a traced layer; ranks that divide
+    positions gather them."""
     experts: TracedExperts | None = None
+    """Experts of a traced layer."""
     logits: TracedLogits | None = None
+    """Product that makes the logits of a traced layer."""
     tied: Positive | None = None
-    """Parameters of other layers that it reads too, of which a stage without those has copies."""
+    """Parameters of other layers that this layer reads too; a stage without those layers has copies
+    of them."""
     whole_matrices: tuple[Positive, ...] | None = None
-    """Sizes of the parameters whose optimizer looks at the whole of each (Muon, Adafactor): where
-    they are divided, one rank gathers each, updates it and hands it out."""
+    """Sizes in elements of the parameters that the optimizer updates as a whole (Muon, Adafactor):
+    where they are divided, one rank gathers each, updates it and distributes it."""
 
     def divided_among(self, tensor: int) -> DividedLayer | None:
-        """Return what a rank of `tensor` ranks has, None where the layer is whole on each."""
+        """Return the share of one of `tensor` ranks, None where the layer is whole on each."""
         return next((shard for shard in self.divided or () if shard.tensor == tensor), None)
 
 
@@ -311,35 +364,43 @@ class Edge(Part):
     """Data that flows from one layer to another, where the graph is not a chain."""
 
     source: Name
+    """Layer that produces the data."""
     target: Name
+    """Layer that reads the data."""
 
 
 class ModelGraph(Document):
-    """Layers, what they cost, and how data flows between them."""
+    """Layers, their cost, and the flow of data between them."""
 
     kind_of_document: ClassVar[str] = "model"
     not_digested: ClassVar[frozenset[str]] = frozenset({"files"})  # figures count, not comments
 
     name: Name
+    """Name of the model."""
     source: Line | None = None
-    """How the runtime finds the modules: a catalogue name, a folder, `file.py:factory`, or
-    `script:build` where the user's script hands them to meshwright.Engine."""
+    """Origin of the modules for the runtime: a catalogue name, a folder, `file.py:factory`, or
+    `script:build` where the user's script passes them to meshwright.Engine."""
     files: dict[Line, FileDigest] | None = None
-    """The Python files that made the modules of `file.py:factory`: the file, and what it imported
-    from its folder.  Paths are relative to that folder.  No other content of them is run."""
+    """Digests of the Python files that made the modules of `file.py:factory`: the file itself and
+    its imports from the same folder.  Paths are relative to that folder.  No other content of these
+    files is run."""
     recording: FileDigest | None = None
-    """What the forward of a script's module does with which shapes (runtime.tracing.trace)."""
+    """Digest of the operations and shapes in the forward of a script's module
+    (runtime.tracing.trace)."""
     positions: Positive | None = None
-    """Of a traced sample, where ranks can divide them."""
+    """Positions of a traced sample, where ranks can divide them."""
     optimizer_bytes: Amount | None = None
-    """Of state per parameter, a mean over the model, where a script's optimizer is not AdamW."""
+    """Mean bytes of optimizer state per parameter, where a script's optimizer is not AdamW."""
     architecture: Architecture | None = None
+    """Figures of a transformer; None for other models."""
     layers: tuple[Layer, ...]
+    """Layers in the order of the chain."""
     edges: tuple[Edge, ...] = ()
-    """Empty means a chain in the order of `layers`.  Of a graph, the stages between a layer and the
-    last that reads its output pass that on: ranks exchange with their neighbours alone."""
+    """Edges of a graph; empty for a chain in the order of `layers`.  In a graph, the stages between
+    a layer and the last reader of its output pass the output on, since ranks exchange with their
+    neighbours only."""
     colocated: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] | None = None
-    """Layers of a graph that stay on one stage, by the name of their group."""
+    """Layers of a graph that must be on one stage, by the name of their group."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -62,40 +62,40 @@ ScheduleName = Annotated[
     AfterValidator(_known_schedule),
 ]
 Activations = Literal["keep", "offload", "compress"]
-"""What becomes of a layer's stored tensors between forward and backward: on the device, in pinned
-host memory, or packed into 8 bits."""
+"""Treatment of a layer's stored tensors between forward and backward: they stay on the device, move
+to pinned host memory, or are packed into 8 bits."""
 Offload = Literal["none", "optimizer", "parameters"]
-"""What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
+"""States on the host: none, the optimizer's state and step, or parameters and gradients too."""
 GradientCompression = Literal["full", "bf16", "fp16", "powersgd"]
-"""How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
+"""Form of gradients between data-parallel ranks: unchanged, in 16 bits, or of low rank."""
 Scales = Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
-"""Of operands of products in fp8: one for all of an operand, from its own largest value or from
-those of earlier steps (`delayed`); one for each of its rows, or for rows with gradients of weights
-in 16 bits (torchao's `rowwise_with_gw_hp`); one for each 128 neighbours, and of weights for each
-block of 128 x 128."""
+"""Granularity of the scales of fp8 operands.  `tensorwise`: one for each operand, from its own
+largest value; `delayed`: from those of earlier steps; `rowwise`: one for each row;
+`rowwise_with_gw_hp`: the same with gradients of weights in 16 bits (torchao); `blockwise`: one for
+each 128 neighbours, and for each 128 x 128 block of weights."""
 WeightGatherDtype = Literal["full", "fp8"]
-"""How weights of Linears travel to the ranks that divide them: in 16 bits, or in 8."""
+"""Type in which weights of Linears travel to the ranks that divide them: 16 bits, or 8."""
 Dispatch = Literal["alltoall", "allgather"]
-"""How tokens come to experts on other ranks: each to its own, the host knowing how many; or all to
-all ranks, into buffers of the most that may come."""
+"""Exchange of tokens with experts on other ranks: each token to its own experts, with counts known
+to the host; or all tokens to all ranks, into buffers of the largest possible size."""
 Prefetch = Literal[0, 1, 2, 3]
-"""Units of ZeRO-3 whose parameters are asked for ahead of the one that runs; 0: as the host comes
-by them in forward, and one ahead in backward."""
+"""Number of ZeRO-3 units whose parameters are gathered ahead of the running one; with 0, forward
+gathers each when the host reaches it, and backward gathers one ahead."""
 Compile = Literal["none", "block"]
-"""What is compiled: nothing, or each layer that repeats, as one graph."""
+"""Compiled graphs: none, or one for each repeating layer."""
 TensorOverlap = Literal["none", "async"]
-"""How tensor-parallel collectives run: before and behind the products of a block, or in pieces
-beside them (asynchronous tensor parallelism)."""
+"""Execution of tensor-parallel collectives: before and after the products of a block, or in pieces
+that overlap with them (asynchronous tensor parallelism)."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
 
 MOST_WORDS = 500
-"""Words that were not understood of a configuration and that a plan keeps."""
+"""Largest number of configuration words that were not understood and that a plan keeps."""
 
 
 def check_size(name: str, value: int, most: int) -> None:
-    """Refuse a count of samples or tokens that nobody trains with."""
+    """Refuse an impossible count of samples or tokens."""
     if not 1 <= value <= most:
         shown = value if abs(value) < 10**15 else "beyond any count"
         raise DocumentError(name, f"is {shown}; it is a whole number from 1 to {most:,}")
@@ -103,24 +103,30 @@ def check_size(name: str, value: int, most: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is asked for: the work of one step."""
+    """Work of one step."""
 
     seq_len: int
+    """Tokens of a sample."""
     global_batch: int
+    """Samples of a step."""
     precision: Precision = "bf16"
+    """Type of matrix products."""
     lora: Lora | None = None
-    """Adapters that alone are trained; None trains the whole model."""
+    """Adapters that are trained instead of the model; None trains the whole model."""
     optimizer: Optimizer = "adamw"
+    """Update rule of weights."""
     master_weights: MasterWeights = "fp32"
+    """Type of the weights that are trained."""
     objective: Objective = "sft"
+    """Training objective."""
     document_len: int | None = None
-    """Tokens of the document that a token is in, on average over tokens: the sum of documents'
-    squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
-    is one."""
+    """Mean over tokens of the length of their document, in tokens: the sum of squared document
+    lengths over the sum of lengths.  Attention stays within documents; None: a sample is one
+    document."""
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step: samples of preference training are pairs."""
+        """Sequences of a step; a sample of preference training is a pair of them."""
         return self.global_batch * SEQUENCES[self.objective]
 
     def __post_init__(self) -> None:
@@ -131,7 +137,7 @@ class Job:
 
 
 def loss_text(loss: ChunkedLoss | None) -> str:
-    """Return how a loss is computed as people write it, without the usual number of rows.
+    """Return the word for a loss, without the usual number of rows.
 
     >>> loss_text(ChunkedLoss(rows=512)), loss_text(ChunkedLoss()), loss_text(None)
     ('chunked/512', 'chunked', 'full')
@@ -166,23 +172,24 @@ class Layout:
     gradient_compression: GradientCompression = "full"
     prefetch: Prefetch = 0
     reshard_after_forward: int | None = None
-    """Ranks over which ZeRO-3 keeps a layer's parameters divided between its forward and its
-    backward; None: all that divide its states."""
+    """Number of ranks over which ZeRO-3 keeps a layer's parameters divided between forward and
+    backward; None: all ranks that divide its states."""
     scales: Scales = "tensorwise"
     weight_gather_dtype: WeightGatherDtype = "full"
     dispatch: Dispatch = "alltoall"
     hierarchical_all_to_all: int | None = None
-    """Neighbours of an expert group to which a token is sent once, and which hand it on among
-    themselves: those of a node.  None: a token is sent to each of its experts."""
+    """Number of neighbouring ranks of an expert group, those of a node, that receive a token once
+    and pass it on among themselves.  None: a token is sent to each of its experts."""
     loss: ChunkedLoss | None = None
-    """How the loss of the output projection is computed; None: from all logits."""
+    """Chunks of the output projection's loss; None: the loss is computed from all logits."""
     compile: Compile = "none"
     tensor_overlap: TensorOverlap = "none"
     expert_tensor: int = 1
-    """Ranks that divide each expert; they and the expert degree are among tensor x context x data.
+    """Number of ranks that divide each expert; they and the expert degree divide tensor x context x
+    data.
     """
     sequence_parallel: bool = True
-    """With tensor parallelism the residual stream is divided along the sequence."""
+    """With tensor parallelism, the residual stream is divided along the sequence."""
 
     @property
     def stages(self) -> int:
@@ -191,17 +198,17 @@ class Layout:
 
     @property
     def executed_schedule(self) -> Schedule:
-        """The schedule that runs; without a pipeline forwards and backwards alternate."""
+        """Schedule that runs; without a pipeline, forwards and backwards alternate."""
         return SCHEDULES[self.schedule if self.pipeline > 1 else PLAIN]
 
     @property
     def overlaps_tensors(self) -> bool:
-        """Whether collectives of tensor parallelism run beside products, in pieces."""
+        """True if tensor-parallel collectives run in pieces that overlap with products."""
         return self.tensor_overlap == "async"
 
     @property
     def data(self) -> int:
-        """Data-parallel degree: samples are divided by it."""
+        """Data-parallel degree, which divides the samples."""
         return self.data_replicate * self.data_shard
 
     @property
@@ -257,20 +264,27 @@ class Layout:
 
 
 class Mesh(Part):
-    """Parallel degrees, and which axis lies innermost (on the fastest links)."""
+    """Parallel degrees, and the order of the axes; the innermost one uses the fastest links."""
 
     tensor: Devices = 1
+    """Tensor-parallel degree."""
     context: Devices = 1
+    """Context-parallel degree, which divides the sequence."""
     data_shard: Devices = 1
+    """Number of data-parallel ranks that divide states (ZeRO, FSDP)."""
     data_replicate: Devices = 1
+    """Number of replicas of these groups."""
     pipeline: Devices = 1
+    """Pipeline-parallel degree."""
     expert: Devices = 1
-    """Divides data_shard x context x tensor; it takes no ranks of its own."""
+    """Expert degree, a divisor of data_shard x context x tensor; it takes no ranks of its own."""
     expert_tensor: Devices = 1
-    """Ranks that divide each expert, among the same; written only where they do."""
+    """Number of ranks that divide each expert, a divisor of the same product.  Written only where
+    it is above 1."""
     sequence_parallel: Flag = True
-    """Tensor parallelism divides the residual stream too; written only where it does not."""
+    """Tensor parallelism also divides the residual stream.  Written only where it does not."""
     order: tuple[Axis, ...] = INSIDE_OUT
+    """All axes, the innermost first; ranks that are neighbours on it are neighbouring devices."""
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -292,7 +306,7 @@ class Mesh(Part):
 
     @property
     def devices(self) -> int:
-        """Ranks that the mesh has."""
+        """Number of ranks of the mesh."""
         return self.tensor * self.context * self.data_shard * self.data_replicate * self.pipeline
 
     def coordinate(self, rank: int, axis: Axis) -> int:
@@ -311,12 +325,15 @@ class Mesh(Part):
 
 
 class PlacedLayer(Part):
-    """One layer of a stage and how its activations are treated."""
+    """One layer of a stage, and the treatment of its activations."""
 
     layer: Name
+    """Name of the layer in the model."""
     recompute: Recompute = "none"
+    """Recomputation of the layer in backward."""
     activations: Activations = "keep"
-    """Of what recomputation leaves to store; written only where they are not stored."""
+    """Treatment of the tensors that recomputation leaves to store.  Written only where they do not
+    stay on the device."""
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, str]:
@@ -330,39 +347,46 @@ class Stage(Part):
     """Consecutive layers on one pipeline rank, in order."""
 
     layers: tuple[PlacedLayer, ...]
+    """Layers of the stage in the order of the model."""
     group: Line | None = None
-    """Whose devices run it, where devices differ: a name of `Plan.groups`."""
+    """Device group that runs the stage, a name in `Plan.groups`, where devices differ."""
 
 
 class PlannedGroup(Part):
     """Devices of the cluster that are alike; devices are numbered group by group."""
 
     name: Line
+    """Name of the device group."""
     devices: Devices
+    """Number of devices of the group."""
 
 
 class Share(Part):
-    """One data-parallel rank, where they differ: its devices, and how much of a step it takes."""
+    """Device group and micro-batches of one data-parallel rank, where ranks differ."""
 
     group: Line
-    """A name of `Plan.groups`."""
+    """Device group, a name in `Plan.groups`."""
     micro_batches: Samples
+    """Micro-batches of the rank in a step."""
 
 
 class PlannedModel(Part):
-    """Which model the plan is for."""
+    """Model of the plan."""
 
     name: Name
+    """Name of the model."""
     source: Line
     """A catalogue name, a Hugging Face folder or config.json (with `:recorded` where its model is
     recorded), `file.py:factory`, or `script:build`."""
     digest: Line
+    """Digest of the model's layers and figures."""
     graph: ModelGraph | None = None
-    """Its figures, where they would take running the user's code, and that code's digest."""
+    """Layers and their figures, where computing them would run the user's code; None for other
+    models."""
 
     @classmethod
     def of(cls, model: ModelGraph) -> Self:
-        """Return what a plan says of a model."""
+        """Return the plan's reference to a model."""
         source = model.source or model.name
         graph = model if is_own(source) else None
         return cls(name=model.name, source=source, digest=model.digest, graph=graph)
@@ -375,7 +399,7 @@ class PlannedModel(Part):
             raise ValueError(
                 f"its graph has {self.graph.digest}, and digest is {self.digest}; plan again"
             )
-        # The file may lie elsewhere than where it was planned.
+        # The file may have moved since it was planned.
         names = [source.rpartition("/")[2] for source in (self.source, self.graph.source or "")]
         if names[0] != names[1]:
             raise ValueError(
@@ -390,64 +414,82 @@ class Plan(Document):
     kind_of_document: ClassVar[str] = "plan"
 
     model: PlannedModel
+    """Model that the plan trains."""
     cluster: Line
+    """Cluster that the plan is for: an expression, a file, or a name."""
     framework: Text = "native"
-    """What trains it (planner/catalog/frameworks); `planner.catalog.framework` finds it."""
+    """Training framework (planner/catalog/frameworks); `planner.catalog.framework` finds it."""
     seq_len: SampleTokens = 1
-    """Tokens of a sample; left out where `batch` says what a sample is."""
+    """Tokens of a sample; left out where `batch` describes a sample."""
     document_len: SampleTokens | None = None
-    """Where samples hold several documents, how long the one of a token is, on average over tokens;
-    written only there."""
+    """Mean over tokens of the length of their document, in tokens, where samples hold several
+    documents.  Written only there."""
     batch: dict[Line, BatchLeaf] | None = None
-    """One sample of a batch of the user's own, by the leaves' places in its pytree."""
+    """Tensors of one sample of a user-defined batch, by their places in its pytree."""
     global_batch: Samples
+    """Samples of a step."""
     precision: Precision
+    """Type of matrix products."""
     mesh: Mesh
+    """Parallel degrees and their order."""
     zero: Literal[0, 1, 2, 3]
+    """ZeRO level: 0 divides nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
     schedule: ScheduleName
+    """Pipeline schedule."""
     virtual_stages: Positive = 1
-    """Stages on each pipeline rank; `rank_of_stage` of planner.schedules.schedule says which."""
+    """Number of stages on each pipeline rank; `rank_of_stage` of planner.schedules.schedule places
+    them."""
     micro_batch: Samples
+    """Samples of a micro-batch on each data-parallel rank."""
     micro_batches: Samples
-    """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data.
+    """Micro-batches per data-parallel rank and step: global_batch = micro_batch x micro_batches x
+    data.
 
-    Where `shares` differ it is the most that one takes.
+    Where `shares` differ, it is the largest share.
     """
     offload: Offload = "none"
+    """States on the host."""
     gradient_compression: GradientCompression = "full"
+    """Form of gradients between data-parallel ranks."""
     prefetch: Prefetch = 0
-    """Written only where a depth is asked for."""
+    """Prefetch depth of ZeRO-3 in units.  Written only where it is not 0."""
     reshard_after_forward: Devices | None = None
-    """Written only where it is not all ranks that divide states."""
+    """Number of ranks over which ZeRO-3 keeps parameters divided after forward.  Written only where
+    these are not all ranks that divide states."""
     scales: Scales = "tensorwise"
-    """With precision fp8; written only where they are not tensorwise."""
+    """Scales of operands with precision fp8.  Written only where they are not tensorwise."""
     weight_gather_dtype: WeightGatherDtype = "full"
-    """With precision fp8 and ZeRO-3; written only where it is not full."""
+    """Type of gathered weights with precision fp8 and ZeRO-3.  Written only where it is not
+    full."""
     dispatch: Dispatch = "alltoall"
-    """With experts on ranks of their own; written only where it is not alltoall."""
+    """Exchange of tokens with experts on other ranks.  Written only where it is not alltoall."""
     hierarchical_all_to_all: Devices | None = None
-    """With experts on ranks of several nodes: how many of these hand on among themselves the tokens
-    that are sent to them once; written only there."""
+    """Number of ranks that receive a token once and pass it on among themselves, with experts on
+    ranks of several nodes.  Written only there."""
     loss: ChunkedLoss | None = None
+    """Chunks of the output projection's loss; None: the loss is computed from all logits."""
     compile: Compile = "none"
-    """Written only where something is compiled."""
+    """Compiled graphs.  Written only where there are any."""
     tensor_overlap: TensorOverlap = "none"
-    """With compiled blocks; written only where it is not none."""
+    """Execution of tensor-parallel collectives of compiled blocks.  Written only where it is not
+    none."""
     training: Training = Training()
+    """Settings of the optimizer."""
     timeout_s: Timeout = 600.0
-    """A collective that waits longer ends the run."""
+    """Seconds after which a waiting collective ends the run."""
     groups: tuple[PlannedGroup, ...] | None = None
     """All device groups of the cluster, where devices differ."""
     shares: tuple[Share, ...] | None = None
-    """Of each data-parallel rank in order, where they lie on devices that differ."""
+    """Shares of the data-parallel ranks in order, where they are on devices that differ."""
     stages: tuple[Stage, ...]
-    """In the order in which the model runs through them."""
+    """Stages in the order in which the model runs through them."""
     read_from: Line | None = None
-    """The kind of configuration that it was read from, and that its framework therefore runs;
-    written only where there is one."""
+    """Kind of configuration that the plan was read from, and that its framework runs.  Written only
+    where there is one."""
     not_understood: Annotated[tuple[Text, ...], Field(max_length=MOST_WORDS)] = ()
-    """Words of the configuration it was read from that may change seconds or bytes, the most
-    decisive first; predictions are wider and never certain.  Written only where there are any."""
+    """Words of that configuration that were not understood and may change seconds or bytes, the
+    most important first.  Predictions are wider and never certain.  Written only where there are
+    any."""
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -546,7 +588,7 @@ class Plan(Document):
                 )
 
     def _check_groups(self) -> None:
-        """Refuse stages whose devices are not there, or not said."""
+        """Refuse stages whose devices are missing or not named."""
         named = [(index, stage.group) for index, stage in enumerate(self.stages)]
         if self.groups is None or self.shares is not None:
             for index, group in named:
@@ -580,12 +622,12 @@ class Plan(Document):
 
     @property
     def overlaps_tensors(self) -> bool:
-        """Whether collectives of tensor parallelism run beside products, in pieces."""
+        """True if tensor-parallel collectives run in pieces that overlap with products."""
         return self.tensor_overlap == "async"
 
     @property
     def layout(self) -> Layout:
-        """The plan without its stages."""
+        """Layout of the plan, without its stages."""
         mesh = self.mesh
         return Layout(
             pipeline=mesh.pipeline,
@@ -678,11 +720,11 @@ class Plan(Document):
         return first + before * each + rank % each
 
     def micro_batches_of(self, data_rank: int) -> int:
-        """Return how many micro-batches of a step a data-parallel rank takes."""
+        """Return the number of micro-batches of a data-parallel rank in a step."""
         return self.shares[data_rank].micro_batches if self.shares else self.micro_batches
 
     def samples_of(self, data_rank: int) -> range:
-        """Return which samples of a step a data-parallel rank takes."""
+        """Return the range of samples of a data-parallel rank in a step."""
         first = self.micro_batch * sum(self.micro_batches_of(rank) for rank in range(data_rank))
         return range(first, first + self.micro_batch * self.micro_batches_of(data_rank))
 

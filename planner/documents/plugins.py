@@ -22,7 +22,7 @@ from meshwright.planner.errors import DocumentError
 
 GROUPS = ("frameworks", "accelerators", "exporters", "loggers")
 OFF = "MESHWRIGHT_PLUGINS"
-"""Set to 0, this environment variable leaves out all plugins."""
+"""Environment variable that disables all plugins when it is 0."""
 
 
 class _Entry(Protocol):
@@ -37,17 +37,17 @@ class Plugin(NamedTuple):
     """One entry point of an installed package."""
 
     kind: str
-    """Of GROUPS."""
+    """Kind of the plugin, a member of GROUPS."""
     name: str
     package: str
     version: str
     value: str
-    """Where it is, `module:object`."""
+    """Location of the object, `module:object`."""
 
 
 @cache
 def plugins(kind: str) -> Mapping[str, Plugin]:
-    """Return what installed packages add of a kind, by name; nothing of them is loaded.
+    """Return the plugins of a kind in installed packages, by name; nothing of them is loaded.
 
     DocumentError where two packages add the same name.
 
@@ -90,7 +90,7 @@ def load_plugin(kind: str, name: str) -> Any:
 def installed_entries(
     kind: str, catalogue: Mapping[str, E], build: Callable[[str, dict[str, Any]], E]
 ) -> dict[str, E]:
-    """Return what plugins that are YAML files add to the `catalogue`; `build` makes each of data.
+    """Return the entries of plugins in YAML files beside `catalogue`; `build` makes each of data.
 
     DocumentError names the package of what cannot be read, or has a name or alias of another.
     """
@@ -120,7 +120,7 @@ def installed_entries(
 
 
 def _unusable(plugin: Plugin, why: str) -> DocumentError:
-    """Return what is wrong with a plugin, and how to go on without it."""
+    """Return the error of a plugin, with the way to go on without it."""
     return DocumentError(
         f"plugin {plugin.name}",
         f"of package {plugin.package} {plugin.version} cannot be used: {why}. "

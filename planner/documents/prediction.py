@@ -20,29 +20,32 @@ from meshwright.planner.documents.units import (
 from meshwright.planner.errors.shown import html_table
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-"""The variable, and its value, under which torch's allocator leaves the least memory unused; ranks
-of the native framework have it."""
+"""Environment variable, and its value, under which torch's allocator leaves the least memory
+unused; ranks of the native framework have it."""
 
 
 Memory = Literal["device memory", "host memory"]
 
 
 class StagePrediction(Part):
-    """One pipeline stage, as each of its ranks sees it."""
+    """Prediction for one pipeline stage, for each of its ranks."""
 
     forward_s: Finite
-    """Of one micro-batch."""
+    """Seconds of the forward of one micro-batch."""
     backward_s: Finite
+    """Seconds of the backward of one micro-batch."""
     peak_memory_bytes: Finite
+    """Peak bytes of device memory."""
     memory_capacity_bytes: Finite
+    """Bytes of device memory that a program can use."""
     memory_parts: dict[Text, Finite]
-    """Bytes by cause; they add up to peak_memory_bytes."""
+    """Bytes by cause; their sum is peak_memory_bytes."""
     host_bytes: Finite = 0.0
-    """On the host, of one rank."""
+    """Bytes of host memory of one rank."""
 
     @property
     def compacts(self) -> bool:
-        """Whether what the allocator usually reserves is more than the device has."""
+        """True if the bytes that the allocator usually reserves exceed device memory."""
         return self.peak_memory_bytes > self.memory_capacity_bytes
 
     def memory_bytes(self, kind: str) -> float:
@@ -58,22 +61,25 @@ class StagePrediction(Part):
 
 
 class HostUse(Part):
-    """What is put into the memory of a host, of the node where that is most of its room."""
+    """Use of host memory on the node with the highest share in use."""
 
     used_bytes: Finite
+    """Bytes in use."""
     room_bytes: Finite | None = None
-    """What may be filled of it; None where nobody says how much memory the node has."""
+    """Bytes of host memory that may be filled; None where the node's memory is unknown."""
     memory_bytes: Finite | None = None
+    """Bytes of the node's host memory; None: not known."""
     range_bytes: tuple[Finite, Finite] | None = None
-    """What such nodes have, where the node's own memory is assumed."""
+    """Smallest and largest memory in bytes of such nodes, where the node's own memory is
+    assumed."""
 
     @property
     def fits(self) -> bool:
-        """Whether it has room, or nobody says."""
+        """True if the used bytes fit in the room, or if the room is unknown."""
         return self.room_bytes is None or self.used_bytes <= self.room_bytes * (1 + ROUNDING)
 
     def __str__(self) -> str:
-        """Return how much of a node's memory is used, and how much that may be."""
+        """Return the used part of a node's memory, and the part that may be used."""
         used = f"{bytes_text(self.used_bytes)} in each node's host memory, of which"
         if self.memory_bytes is None or self.room_bytes is None:
             return f"{used} nobody says how much there is"
@@ -86,51 +92,67 @@ class HostUse(Part):
 
 
 class Assumption(Part):
-    """A figure that was not measured on this machine for this model, and where it came from."""
+    """A figure that was not measured on this machine for this model, and its provenance."""
 
     what: Text
+    """Name and value of the figure."""
     provenance: Text
+    """Origin of the figure: quoted, fitted, assumed, and so on."""
     source: Text
+    """Source of the figure."""
 
 
 class Prediction(Document):
-    """Step time by cause, memory per stage by cause, and what was assumed."""
+    """Step time by cause, memory per stage by cause, and assumptions."""
 
     kind_of_document: ClassVar[str] = "prediction"
 
     plan_digest: Text | None = None
+    """Digest of the plan; None for a layout without a plan."""
     layout: Text
+    """Text of the layout."""
     step_time_s: Finite
+    """Seconds of a step."""
     step_time_low_s: Finite
+    """Lower end of the range of the step time in seconds."""
     step_time_high_s: Finite
+    """Upper end of the range of the step time in seconds."""
     step_parts: dict[Text, Finite]
-    """Seconds of the critical stage by cause; they add up to step_time_s."""
+    """Seconds of the critical stage by cause; their sum is step_time_s."""
     tokens_per_s: Finite
+    """Trained tokens per second of all devices."""
     samples_per_s: Finite | None = None
-    """Where samples are not divided into tokens: those of a script's own module."""
+    """Samples per second of a script's own module, whose samples are not divided into tokens; else
+    None."""
     mfu: Finite
-    """Of pairs of tokens that attend to each other; recomputation does not count."""
+    """Model FLOPs utilization.  It counts pairs of tokens that attend to each other, and no
+    recomputation."""
     unmasked_mfu: Finite = 0.0
-    """The same with the pairs that masks leave out, as PaLM's and torchtitan's figures count."""
+    """The same utilization with the pairs that masks leave out, as in the figures of PaLM and
+    torchtitan."""
     compile_s: Finite = 0.0
-    """Before the first step; no part of a step."""
+    """Seconds of compilation before the first step; they are in no step."""
     fits: Flag
+    """True if the plan is predicted to fit in memory."""
     fit_probability: Finite | None = None
-    """That it fits, since needs of memory differ from their prediction; None where nobody says."""
+    """Probability that the plan fits in memory, since memory use differs from its prediction; None
+    where the spread is unknown."""
     peak_memory_range_bytes: tuple[Finite, Finite] | None = None
-    """Where the peak of the fullest stage should lie, in 80 of 100 runs."""
+    """Range in bytes that contains the peak of the fullest stage in 80 of 100 runs."""
     stages: tuple[StagePrediction, ...]
+    """Predictions of the pipeline stages in order."""
     links: Text | None = None
     """Rates of the links between devices, where none was measured."""
     host: HostUse | None = None
-    """Of the fullest node, where anything is put there."""
+    """Host memory of the fullest node, where any is used."""
     overflows: tuple[Memory, ...] = ()
-    """The memories that are too small; empty if it fits."""
+    """Kinds of memory that are too small; empty if the plan fits."""
     assumptions: tuple[Assumption, ...] = ()
+    """Figures that were not measured."""
     idle_devices: Count = 0
     """Devices of the cluster that no rank uses."""
     notes: tuple[Text, ...] = ()
-    """What must be said beside the figures: idle devices, choices of the user without effect."""
+    """Notes on the figures: idle devices, user choices without effect."""
 
     def _repr_html_(self) -> str:
         """Return the prediction as notebooks show it: seconds and memory of each stage."""
@@ -165,24 +187,24 @@ class Prediction(Document):
 
     @property
     def misfit(self) -> str:
-        """Which memory is too small, in words."""
+        """Phrase that names the kinds of memory that are too small."""
         return f"does not fit in {' and in '.join(self.overflows) or 'memory'}"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that its ranks have to be started with, beside those of any run."""
+        """Environment variables of the plan's ranks, beside those of any run."""
         return dict([ALLOCATOR]) if any(stage.compacts for stage in self.stages) else {}
 
     @property
     def throughput(self) -> tuple[float, str]:
-        """What a second trains, and in which unit."""
+        """Training throughput per second, and its unit."""
         if self.samples_per_s is not None:
             return self.samples_per_s, "samples/s"
         return self.tokens_per_s, "tokens/s"
 
     @property
     def throughput_text(self) -> str:
-        """The same as people read it."""
+        """Training throughput as users read it."""
         rate, unit = self.throughput
         return f"{rate:,.0f} {unit}"
 
@@ -203,7 +225,7 @@ class Prediction(Document):
     def on(self, devices: int, *, used: int, where: str = "") -> Self:
         """Return the prediction for a cluster with `devices`, of which ranks use `used`.
 
-        `where` says which those are.
+        `where` names the idle ones.
         """
         idle = devices - used
         if idle <= 0:
@@ -215,34 +237,40 @@ class Prediction(Document):
 
 
 class Loser(Part):
-    """A configuration whose lower bound is among the least, and what is said of it."""
+    """A configuration with one of the smallest lower bounds, and the reason why it lost."""
 
     layout: Text
+    """Text of the configuration."""
     lower_bound_s: Finite
+    """Lower bound in seconds on its step."""
     reason: Text
+    """Reason why it lost."""
 
 
 class Finalist(Part):
     """A configuration whose plan was simulated."""
 
     layout: Text
+    """Text of the configuration."""
     closed_form_s: Finite
-    """What the closed form says, by which plans are first looked for."""
+    """Seconds of a step by the closed form, which orders the first plans."""
     step_time_s: Finite
-    """What the simulator says."""
+    """Simulated seconds of a step."""
 
 
 class PlanProof(Part):
-    """What is proven of the plan that is the answer."""
+    """Proof about the plan that is the answer."""
 
     layout: Text
+    """Text of the plan's layout."""
     step_time_s: Finite
+    """Simulated seconds of the plan's step."""
     lower_bound_s: Finite
-    """No plan of the space takes less."""
+    """Lower bound in seconds on the step of every plan of the space."""
     gap: Finite
-    """(step time - lower bound) / step time, of this plan."""
+    """(step time - lower bound) / step time of this plan."""
     statement: Text
-    """These figures in words."""
+    """Statement of these figures in words."""
 
 
 class Certificate(Document):
@@ -252,23 +280,27 @@ class Certificate(Document):
 
     format: Literal[2] = 2  # type: ignore[assignment]
     statement: Text
+    """Statement of the proof in words."""
     model: Text
-    """Whose simulated step the proof speaks of."""
+    """Cost model whose simulated step the proof is about."""
     solver: Text
+    """Solver of the partition problems."""
     optimal: Flag
-    """Whether no plan takes less than the fastest that was simulated."""
+    """True if no plan has a shorter step than the fastest simulated one."""
     objective_s: Finite
-    """The least step that was simulated, of `layout`; the plan's own is in `plan`."""
+    """Seconds of the shortest simulated step, of `layout`; `plan` has those of the answer."""
     lower_bound_s: Finite
-    """No plan of the space takes less."""
+    """Lower bound in seconds on the step of every plan of the space."""
     gap: Finite
     """(objective - lower bound) / objective."""
     configurations: Positive
+    """Number of configurations of the search space."""
     counts: dict[Text, Count]
-    """How many configurations fell to which argument; they add up to `configurations`."""
+    """Number of configurations that each argument excludes; their sum is `configurations`."""
     looked_at: dict[Text, Count] | None = None
-    """How many entries of the search got which bound."""
+    """Number of entries of the search by kind of bound."""
     runners_up: tuple[Loser, ...] = ()
+    """Configurations with the smallest lower bounds among the excluded ones."""
     layout: Text | None = None
     """The configuration of the fastest plan that was simulated."""
     finalists: tuple[Finalist, ...] = ()
@@ -276,8 +308,11 @@ class Certificate(Document):
     plan: PlanProof | None = None
     """The plan that is the answer, which may be simpler than the fastest."""
     parts: Count | None = None
-    """How many parts of the cluster the bound is valid for, all devices among them; the
-    configurations are those of the part that the plan is for."""
+    """Number of parts of the cluster for which the bound holds, including the one with all devices;
+    the configurations are those of the plan's part."""
+    unproven_parts: Count | None = None
+    """Parts of the cluster of which nothing is proven, though they may be faster by arithmetic; of
+    several groups, how many with some devices of more than one were looked at for faster plans."""
 
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""
@@ -286,7 +321,7 @@ class Certificate(Document):
 
 
 def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:
-    """Say how likely stages are to fit whose usual peak is above what a device has; None: all fit.
+    """Return how likely stages fit whose usual peak exceeds device memory; None if all fit.
 
     They fit where the allocator gives back what it caches.
     """

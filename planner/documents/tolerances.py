@@ -7,7 +7,7 @@ to `ROUNDING`.
 """
 
 TINY = 1e-30
-"""Above zero, and nothing: keeps an interval or a divisor from being empty."""
+"""Above zero and negligible: it keeps an interval or a divisor from being empty."""
 
 SAME_TERMS = 1e-14
 """The same few terms, added in another order."""
@@ -20,24 +20,24 @@ ROUNDING = 1e-12
 precision, and a bound this close to an incumbent meets it."""
 
 SETTLED = 1e-11
-"""Above what `ROUNDING` forgives twice, below anything that matters: a search that gains less is
-done, and a bound that is priced once gives way by it."""
+"""Above twice `ROUNDING` and negligible: a search that gains less is done, and a bound that is
+priced once is lowered by it."""
 
 SLACK = 1e-9
-"""What bounds give way by that are differences of large sums, or are worked out in arrays for many
+"""Margin of bounds that are differences of large sums, or that are computed in arrays for many
 configurations at once."""
 
 EQUAL = 1e-9
 """Objectives this close are equal: the simpler layout wins, and a bound this close is a proof."""
 
 NOTHING = 1e-9
-"""A share that is as good as none: of squares that are left to fit, of a collective's size."""
+"""Negligible share: of the squares that are left to fit, or of a collective's size."""
 
 HIGHS_FEASIBILITY = 1e-9
-"""HiGHS accepts solutions this far outside of a limit, in scaled units; in gigabytes a byte."""
+"""Violation of a limit that HiGHS accepts, in scaled units; with gigabytes, one byte."""
 
 HIGHS_MARGIN = 1e-7
-"""What limits and known bounds give way by, so that the tolerance of HiGHS cannot break them."""
+"""Margin of limits and known bounds, so that the tolerance of HiGHS cannot violate them."""
 
 HIGHS_GAP = 1e-6
-"""Between the best solution and the bound at which HiGHS stops."""
+"""Gap between the best solution and the bound at which HiGHS stops."""

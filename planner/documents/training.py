@@ -29,8 +29,8 @@ from meshwright.planner.documents.units import (
 from meshwright.planner.errors import DocumentError, LaunchError
 
 RateSchedule = Literal["constant", "cosine", "linear", "wsd"]
-"""How the learning rate goes on after the warm-up: as it is, down a cosine or a line to its floor,
-or (warm-up, stable, decay) as it is and down a line over the last steps."""
+"""Learning rate after the warm-up: constant; along a cosine or a line down to its floor; or
+(warm-up, stable, decay) constant and then along a line over the last steps."""
 
 MOST_STEPS = 10**9
 MOST_RANK = 2**16
@@ -46,7 +46,7 @@ def check_lengths(**lengths: float | None) -> None:
 
 
 FrozenWeights = Literal["full", "nf4", "int8", "fp8", "mxfp4"]
-"""How frozen matrices are stored: in the type of the computation, or packed with scales."""
+"""Storage of frozen matrices: in the type of the computation, or packed with scales."""
 Optimizer = Literal[
     "adamw",
     "adamw-bf16",
@@ -57,35 +57,39 @@ Optimizer = Literal[
     "muon",
     "sgd",
 ]
-"""What updates weights.  AdamW has its moments as the framework does, in bf16, or in 8 bits with a
-scale for each block, which pages may bring to the host."""
+"""Update rule of weights.  AdamW keeps its moments in the framework's type, in bf16, or in 8 bits
+with a scale for each block; paged moments can move to the host."""
 MasterWeights = Literal["fp32", "none"]
-"""Whether an fp32 copy of the 16-bit weights is trained, or these weights themselves."""
+"""Trained weights: an fp32 copy of the 16-bit weights, or these weights themselves."""
 
 
 Objective = Literal["sft", "dpo", "reward", "grpo"]
-"""What is learned: the next token; which of two answers is preferred, beside a frozen reference
-(DPO) or as a score; or answers of one's own by their rewards, beside a reference (GRPO)."""
+"""Training objective: the next token (`sft`); the preferred one of two answers, beside a frozen
+reference (`dpo`) or as a score (`reward`); or the model's own answers by their rewards, beside a
+reference (`grpo`)."""
 SEQUENCES: Mapping[Objective, int] = {"sft": 1, "dpo": 2, "reward": 2, "grpo": 1}
-"""Sequences of a sample: a pair has two."""
+"""Sequences of a sample by objective; a pair has two."""
 REFERENCED: tuple[Objective, ...] = ("dpo", "grpo")
-"""What a frozen reference model is beside; with adapters it is the model without these."""
+"""Objectives that use a frozen reference model; with adapters the reference is the model without
+them."""
 
 
 class Lora(Part):
-    """Adapters of low rank beside frozen linear layers."""
+    """Low-rank adapters beside frozen linear layers."""
 
     rank: Annotated[Positive, Field(le=MOST_RANK)]
+    """Rank of the adapters."""
     alpha: Annotated[Rate, Field(le=1e6)] = 16.0
-    """What the adapters add is scaled by alpha / rank."""
+    """Numerator of the scale alpha / rank of the adapters' output."""
     targets: tuple[Text, ...] = ("all-linear",)
-    """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
+    """Suffixes of the names of the modules that get an adapter, or `all-linear` for every linear
+    layer of the blocks."""
     weights: FrozenWeights = "full"
-    """How frozen matrices of the blocks are stored; written only where they are packed."""
+    """Storage of frozen matrices of the blocks.  Written only where they are packed."""
 
     @property
     def packs_weights(self) -> bool:
-        """Whether frozen weights are packed in fewer bits than they are computed in."""
+        """True if frozen weights are packed in fewer bits than they are computed in."""
         return self.weights != "full"
 
     @model_validator(mode="after")
@@ -103,32 +107,40 @@ class Lora(Part):
 
 
 class Training(Part):
-    """The optimizer's settings, and how its learning rate changes from step to step."""
+    """Settings of the optimizer and the schedule of its learning rate."""
 
     optimizer: Optimizer = "adamw"
+    """Update rule of weights."""
     master_weights: MasterWeights = "fp32"
-    """Written only where there are none."""
+    """Type of the master weights.  Written only where there are none."""
     objective: Objective = "sft"
-    """Written only where it is another."""
+    """Training objective.  Written only where it is not sft."""
     learning_rate: Fraction = 3e-4
-    """The highest, reached at the end of the warm-up."""
+    """Highest learning rate, reached at the end of the warm-up."""
     warmup_steps: Steps = 0
+    """Number of first steps over which the learning rate rises to its highest value."""
     beta1: Share = 0.9
+    """Decay of the first moment."""
     beta2: Share = 0.95
+    """Decay of the second moment."""
     epsilon: Fraction = 1e-8
+    """Constant in the denominator of the update."""
     weight_decay: Amount = 0.1
+    """Decoupled weight decay; a step takes learning_rate x weight_decay of each weight."""
     clip_norm: Amount = 1.0
-    """0 means no clipping."""
+    """Largest norm of the gradients; 0: no clipping."""
     seed: Count = 0
+    """Seed of initial weights and of the order of samples."""
     rate_schedule: RateSchedule = "constant"
+    """Schedule of the learning rate after the warm-up."""
     rate_steps: Steps = 0
-    """At which step a schedule that falls has reached its floor; it stays there."""
+    """Step at which a falling schedule has reached its floor, where it stays."""
     decay_steps: Steps = 0
-    """Over how many of the last steps `wsd` falls."""
+    """Number of last steps over which `wsd` falls."""
     floor: Proportion = 0.0
-    """The lowest rate of a schedule that falls, as a part of the highest."""
+    """Lowest rate of a falling schedule, as a share of the highest."""
     lora: Lora | None = None
-    """Train adapters only; everything else is frozen."""
+    """Adapters that are trained while everything else is frozen; None trains the whole model."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -159,7 +171,7 @@ class Training(Part):
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not used."""
+        """Leave unused settings out."""
         fields: dict[str, Any] = written(self)
         for name in (
             "rate_schedule",

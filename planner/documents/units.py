@@ -18,12 +18,12 @@ from meshwright.planner.errors import DocumentError
 MOST_COUNT = 2**53
 MOST_DEVICES = 1_000_000
 MOST_SAMPLES = 2**24
-"""Of one step."""
+"""Largest number of samples of one step."""
 MOST_TOKENS = 2**30
-"""Of one sample."""
+"""Largest number of tokens of one sample."""
 LARGEST, SMALLEST = 1e30, 1e-30
 LONGEST_S = 1e7
-"""Clocks of the runtime count no wait of years."""
+"""Longest wait in seconds; clocks of the runtime count no years."""
 
 
 def _invertible(value: float) -> float:
@@ -38,7 +38,7 @@ Devices = Annotated[int, Field(ge=1, le=MOST_DEVICES, strict=True)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES, strict=True)]
 SampleTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS, strict=True)]
 Finite = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
-"""What is computed; what is read is an Amount."""
+"""Computed figure; a figure that is read is an Amount."""
 Amount = Annotated[float, Field(ge=0, le=LARGEST, strict=True, allow_inf_nan=False)]
 Rate = Annotated[
     float,
@@ -49,17 +49,17 @@ Fraction = Annotated[
     float, Field(gt=0, le=1, strict=True, allow_inf_nan=False), AfterValidator(_invertible)
 ]
 Share = Annotated[float, Field(ge=0, lt=1, strict=True, allow_inf_nan=False)]
-"""A part of the whole that leaves something."""
+"""Part of a whole, below 1."""
 Proportion = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
 Overhead = Annotated[float, Field(ge=1, le=1000, strict=True, allow_inf_nan=False)]
-"""The whole over a part of it."""
+"""Whole over a part of it."""
 Factor = Annotated[float, Field(ge=1e-3, le=1e3, strict=True, allow_inf_nan=False)]
-"""By which a figure is changed."""
+"""Factor that changes a figure."""
 Timeout = Annotated[float, Field(ge=1e-3, le=LONGEST_S, strict=True, allow_inf_nan=False)]
 """Seconds of a wait."""
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, strict=True)]
-"""Prose, which may have several lines."""
+"""Prose of one or several lines."""
 
 
 def _printable(text: str) -> str:
@@ -75,9 +75,9 @@ def _name(text: str) -> str:
 
 
 Line = Annotated[Text, AfterValidator(_printable)]
-"""A path, or what the command line could take."""
+"""Path, or word of a command line."""
 Name = Annotated[str, Field(min_length=1, max_length=200, strict=True), AfterValidator(_name)]
-"""What people call a thing.  It is shown, and becomes part of files' names."""
+"""Name that people use.  It is shown, and becomes part of file names."""
 
 GIB = 2**30
 
@@ -139,7 +139,7 @@ def whole_number(text: str) -> int | None:
 
 
 def duration_s(text: str) -> float:
-    """Return the seconds of a duration as people write it.
+    """Return the seconds of a written duration.
 
     >>> duration_s("5min"), duration_s("90s"), duration_s("1.5h"), duration_s("30")
     (300.0, 90.0, 5400.0, 30.0)

@@ -22,7 +22,7 @@ class MeshwrightError(Exception):
     """Root of the errors a user can act on."""
 
     status = 1
-    """Of the process that it ends."""
+    """Exit status of the process that the error ends."""
 
 
 class DocumentError(MeshwrightError):
@@ -44,7 +44,7 @@ class NoPlanFits(MeshwrightError):  # noqa: N818 - reads as the sentence that it
 
 
 class NoneFaster(NoPlanFits):
-    """No plan takes less than what was asked for; whether any fits was not looked at."""
+    """No plan takes less than what was asked for; the search did not check whether any fits."""
 
 
 class LaunchError(MeshwrightError):
@@ -62,7 +62,7 @@ class Interrupted(LaunchError):  # noqa: N818 - reads as the sentence that it is
     """Ctrl-C ended a run; the message says after which step, and what was saved."""
 
     status = 130
-    """As shells count SIGINT."""
+    """Exit status that shells use for SIGINT."""
 
 
 class PlanError(LaunchError):

@@ -10,7 +10,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
-"""What a spreadsheet takes for the begin of a formula."""
+"""Characters that a spreadsheet takes for the begin of a formula."""
 
 
 def one_line(text: str) -> str:

@@ -1,10 +1,10 @@
 """A plan as the configuration of a framework, or why that cannot run it.
 
-What is written asks for the plan's parallel degrees, batches, schedule, recomputation, sharding,
+A configuration contains the plan's parallel degrees, batches, schedule, recomputation, sharding,
 precision, optimizer and learning rates; model, data and number of steps are the other's own.  A
 plan that uses what a framework does not support is refused, and what a framework sets in its
-training script is named: nothing is left out silently.  Which releases read what is written, and
-what they make of it, is measured in `docs/results/exports.md`.
+training script is named: nothing is left out silently.  `docs/results/exports.md` measures which
+releases read the configurations, and the results.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from meshwright.planner.requests.request import Request
 
 
 class Written(NamedTuple):
-    """How plans are written for a framework."""
+    """Functions that write plans for a framework."""
 
     obstacles: Callable[[FrameworkPlan], Iterator[str]]
-    """What stands against a plan."""
+    """Function that yields the obstacles to writing a plan."""
     text: Callable[[FrameworkPlan], str]
     outside: Callable[[FrameworkPlan], Iterator[str]]
-    """What is set elsewhere."""
+    """Function that yields settings that are made elsewhere."""
     says: frozenset[str] = frozenset()
-    """Fields of a plan that it says and most others do not."""
+    """Fields of a plan that this configuration contains and most others do not."""
 
 
 def configuration(
@@ -69,12 +69,12 @@ def configuration(
 
 
 def is_written(to: str) -> bool:
-    """Tell whether plans are written for a framework, by us or by an installed package."""
+    """Return True if plans are written for a framework, by us or by an installed package."""
     return to in FRAMEWORKS or to in plugins("exporters")
 
 
 def _writer(to: str) -> Written:
-    """Return how plans are written for a framework; our own go before those of packages."""
+    """Return the functions that write plans for a framework; our own come before packages'."""
     if to in FRAMEWORKS:
         return FRAMEWORKS[to]
     exporters = load_plugin("exporters", to)
@@ -91,7 +91,7 @@ def _writer(to: str) -> Written:
 def obstacles(
     plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
 ) -> list[str]:
-    """Return what of a plan a framework does not do."""
+    """Return the properties of a plan that a framework does not have."""
     wanted, how = FrameworkPlan(plan=plan, model=model, cluster=cluster), _writer(to)
     return [*for_all(wanted, how.says), *how.obstacles(wanted)]
 
@@ -108,7 +108,7 @@ def usual_writer(plan: Plan, model: ModelGraph, cluster: ClusterSpec | None = No
 
 
 def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Say what of a plan lies outside of its framework's space, or of what is written for it.
+    """Return the reasons for which a framework or its configuration does not have a plan.
 
     A plan has figures all the same: those of the framework, were it to run the plan.  One that was
     read from a configuration of it is run by it.
@@ -143,7 +143,7 @@ def in_the_script(
     *,
     recipe: bool = True,
 ) -> list[str]:
-    """Return what of a plan is set elsewhere: in the training script, or where it is started."""
+    """Return the settings of a plan that its training script or its launcher makes."""
     wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster, recipe=recipe)
     left = (
         [] if recipe or to in WHOLE_RECIPES else ["optimizer and learning rates are your recipe's"]
@@ -209,7 +209,7 @@ FRAMEWORKS = {
         megatron.deepspeed_obstacles, megatron.deepspeed_text, megatron.outside
     ),
 }
-"""By the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
+"""Writers by the name of their framework; torchtitan@0.2 is its last release that reads TOML."""
 
 AROUND = {
     "transformers": ("trl", "axolotl", "llama-factory"),
@@ -217,6 +217,6 @@ AROUND = {
 }
 """Programs that train by a framework, and whose configurations say more."""
 WHOLE_RECIPES = ("nanotron", "fsdp", "accelerate")
-"""Frameworks whose file is a whole recipe, or says nothing of one."""
+"""Frameworks whose file is a whole recipe, or contains no part of one."""
 NEED_NODES = ("accelerate",)
 """Frameworks whose configuration counts nodes."""

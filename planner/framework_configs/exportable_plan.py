@@ -21,11 +21,12 @@ class FrameworkPlan:
     model: ModelGraph
     cluster: ClusterSpec | None
     recipe: bool = True
-    """Optimizer, learning rates and clipping are written too, in place of the other's own."""
+    """True if optimizer, learning rates and clipping are written too, in place of the other
+    framework's own."""
 
     @property
     def recomputes(self) -> Counter[str]:
-        """How many blocks have each recompute choice; the ends count as nothing."""
+        """Number of blocks by recomputation; embedding and head do not count."""
         kinds = {name: layer.kind for name, layer in self.model.chain}
         return Counter(
             item.recompute
@@ -36,7 +37,7 @@ class FrameworkPlan:
 
     @property
     def blocks(self) -> list[int]:
-        """How many blocks each stage has."""
+        """Number of blocks of each stage."""
         kinds = {name: layer.kind for name, layer in self.model.chain}
         return [
             sum(kinds[item.layer] not in ("embedding", "head") for item in stage.layers)
@@ -45,12 +46,12 @@ class FrameworkPlan:
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.plan.mesh.data_replicate * self.plan.mesh.data_shard
 
     @property
     def ranks_of_nodes(self) -> list[int]:
-        """How many ranks each node has that has any; ranks fill node after node."""
+        """Number of ranks on each node that has any; ranks fill node after node."""
         assert self.cluster is not None, "frameworks of NEED_NODES are given a cluster"
         left, counts = self.plan.mesh.devices, []
         for group in self.cluster.groups:
@@ -61,7 +62,7 @@ class FrameworkPlan:
 
     @property
     def changes_rate(self) -> bool:
-        """The learning rate is not one number."""
+        """True if the learning rate is not constant."""
         return bool(self.plan.training.warmup_steps) or self.falls
 
     @property
@@ -86,13 +87,13 @@ def rate_text(wanted: FrameworkPlan) -> str:
 
 
 def script_text(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield which parameters weight decay leaves out."""
+    """Yield the parameters without weight decay."""
     if wanted.plan.training.weight_decay:
         yield "parameter groups: no weight decay on norms and biases"
 
 
 def own_text(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what memory and time were counted for that no configuration says."""
+    """Yield properties that count in memory and time and that no configuration contains."""
     loss, prefetch = wanted.plan.loss, wanted.plan.prefetch
     if loss is not None:
         yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
@@ -113,17 +114,17 @@ _WRITTEN = {
     *("read_from", "not_understood"),
     *(axis.name for axis in LAYOUT_AXES if axis.exported is None),
 }
-"""Fields of a plan that configurations say, or that are refused by name."""
+"""Fields of a plan that configurations contain, or that are refused by name."""
 _UNSUPPORTED = {
     **{axis.name: axis.exported for axis in LAYOUT_AXES if axis.exported is not None},
     "document_len": "attention stays within documents of {} tokens, which the data says there",
     "batch": "its batches are a script's own",
 }
-"""How the others are refused, where a plan uses them."""
+"""Refusals of the other fields, where a plan uses them."""
 
 
 def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:
-    """Yield what no framework here has words for, but for fields that this one `says`."""
+    """Yield properties that no framework can express, except for fields that this one `says`."""
     plan = wanted.plan
     treated = {item.activations for stage in plan.stages for item in stage.layers}
     if plan.groups is not None or plan.shares is not None:
@@ -180,7 +181,7 @@ def mixed_recompute(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def of_one_kind(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what a configuration with one setting for all blocks does not support."""
+    """Yield properties that a configuration with one setting for all blocks does not support."""
     if wanted.plan.precision not in ("bf16", "fp16", "fp32"):
         yield f"precision {wanted.plan.precision}"
     if "selective" in wanted.recomputes:
@@ -189,7 +190,7 @@ def of_one_kind(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def of_fsdp(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what FSDP does not do: it shards gradients with states, and offloads all or nothing."""
+    """Yield limits of FSDP: it shards gradients with states, and offloads all or nothing."""
     if wanted.plan.offload == "optimizer":
         yield "the optimizer alone on the host"
     if wanted.plan.zero == 1:

@@ -26,7 +26,7 @@ from meshwright.planner.framework_configs.exportable_plan import (
 )
 
 SAYS = frozenset({"lora", "optimizer", "master_weights"})
-"""What of a plan's training these files say."""
+"""Fields of a plan's training that these files contain."""
 EVERY_LINEAR = "all-linear"
 PROMPT_LEN = 512
 """Tokens of a prompt at most, where TRL generates an answer."""
@@ -38,7 +38,7 @@ TRANSFORMERS_OPTIMIZERS: Mapping[Optimizer, str] = {
     "lion": "lion_32bit",
     "sgd": "sgd",
 }
-"""TrainingArguments' words (transformers, training_args.py, OptimizerNames)."""
+"""Names of optimizers in TrainingArguments (transformers, training_args.py, OptimizerNames)."""
 TORCHTUNE_OPTIMIZERS: Mapping[Optimizer, str] = {
     "adamw": "torch.optim.AdamW",
     "adamw-8bit": "torchao.optim.AdamW8bit",
@@ -51,7 +51,7 @@ _PACKED = {"nf4": 4, "int8": 8}
 
 
 def adapter_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what the files of programs around transformers do not say."""
+    """Yield properties that files of programs around transformers cannot express."""
     plan, lora = wanted.plan, wanted.plan.training.lora
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
     yield from of_fsdp(wanted)
@@ -114,7 +114,7 @@ def transformers_rates(wanted: FrameworkPlan) -> dict[str, Any]:
 
 
 def _training_arguments(wanted: FrameworkPlan) -> dict[str, Any]:
-    """Return what TrainingArguments say, by the names that all three share."""
+    """Return the TrainingArguments, by the names that all three share."""
     plan, t = wanted.plan, wanted.plan.training
     config: dict[str, Any] = {
         "gradient_accumulation_steps": plan.micro_batches,
@@ -143,7 +143,7 @@ def trains_working(wanted: FrameworkPlan) -> bool:
 
 
 def _fsdp(wanted: FrameworkPlan) -> dict[str, Any]:
-    """Return how FSDP2 divides states."""
+    """Return the settings by which FSDP2 divides states."""
     plan, lora = wanted.plan, wanted.plan.training.lora
     return {
         "reshard_after_forward": plan.zero == 3,
@@ -294,14 +294,14 @@ def llama_factory_text(wanted: FrameworkPlan) -> str:
 
 
 def llama_factory_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what it does not do: its reinforcement learning is PPO."""
+    """Yield properties that it does not support: its reinforcement learning is PPO."""
     yield from adapter_obstacles(wanted)
     if wanted.plan.training.objective == "grpo":
         yield "objective grpo"
 
 
 def trl_outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere, and which of TRL's commands reads the file."""
+    """Yield settings of a plan that are made elsewhere, and TRL's command that reads the file."""
     objective = wanted.plan.training.objective
     if objective != "sft":
         yield f"trl {objective} --config, in place of trl sft"
@@ -311,7 +311,7 @@ def trl_outside(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan = wanted.plan
     if plan.training.objective == "grpo":
         yield "generation of answers, which is no part of the step that was planned"
@@ -332,7 +332,7 @@ _TORCHTUNE_MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 def torchtune_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what torchtune's recipes do not do."""
+    """Yield properties that torchtune's recipes do not support."""
     plan, lora = wanted.plan, wanted.plan.training.lora
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
     yield from of_fsdp(wanted)
@@ -396,7 +396,7 @@ def torchtune_text(wanted: FrameworkPlan) -> str:
 
 
 def torchtune_outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     lora = wanted.plan.training.lora
     kind = "full" if lora is None else "lora"
     ranks = wanted.plan.mesh.devices

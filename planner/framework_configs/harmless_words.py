@@ -198,7 +198,7 @@ _WEIGHT = (
     r"overlap|comm|bucket|prefetch|batch|length|seq|pack",
     r"another script|\$",
 )
-"""What a word is about, the most decisive first."""
+"""Patterns of the topics of words, the most decisive first."""
 
 
 def not_understood(unknown: Sequence[str], reader: str) -> tuple[str, ...]:

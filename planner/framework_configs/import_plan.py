@@ -1,6 +1,6 @@
 """A configuration of another framework as a plan: what it says, and what had to be assumed.
 
-What a configuration says is taken over; what it leaves open is what that framework does
+The settings of a configuration are taken over; what it leaves open is what that framework does
 then, or what is assumed, which is named.  Its layers are divided among stages by the framework's
 own rule.
 
@@ -62,7 +62,7 @@ from meshwright.planner.schedules.schedule import obstacle
 
 
 def read_batch_script(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the script's command says, by what it looks like."""
+    """Return the settings of the script's command, by its form."""
     return shell.parsed(
         text, "slurm", lambda words: _of_words(words, text, surroundings), surroundings
     )
@@ -116,7 +116,7 @@ def _of_words(words: list[str], text: str, surroundings: ScriptEnvironment | Non
 
 
 def _program(word: str) -> str:
-    """Return the name by which a program, or a module of Python, is known."""
+    """Return the name of a program, or of a module of Python."""
     return PurePosixPath(word).name.removesuffix(".py")
 
 
@@ -142,7 +142,7 @@ def _other_stages(words: Sequence[str]) -> list[str]:
 def _reader_of_file(
     words: Sequence[str], surroundings: ScriptEnvironment | None
 ) -> Callable[..., ParsedConfig] | None:
-    """Return what reads the file that a trainer's script is given, by its settings."""
+    """Return the reader of the file of a trainer's script, by its settings."""
     behind = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
     files = [word for word in words[behind:] if word.endswith((".yaml", ".yml"))]
     if not files:
@@ -157,12 +157,12 @@ def _reader_of_file(
 
 
 def _is_trl(words: Sequence[str]) -> bool:
-    """Whether a command runs one of TRL's scripts, which have these names."""
+    """Return True if a command runs one of TRL's scripts, by their names."""
     return any("trl" in PurePosixPath(word).parts for word in words if word.endswith(".py"))
 
 
 def _of_file(read: Callable[..., ParsedConfig], program: str) -> Callable[..., ParsedConfig]:
-    """Return what reads the file that a program is given, and no flags beside it."""
+    """Return a parser of the file that a program is given, without flags beside it."""
 
     def parse(
         words: list[str],
@@ -201,7 +201,7 @@ _NUMBER = re.compile(r"-?\d{1,18}(\.\d+)?|true|false", re.IGNORECASE)
 def _of_swift(
     words: list[str], arguments: dict[str, Any], text: str, surroundings: ScriptEnvironment | None
 ) -> ParsedConfig:
-    """Return what arguments of ms-swift say, of its own trainer or of Megatron's."""
+    """Return the settings in ms-swift's arguments, of its own trainer or of Megatron's."""
     data = {key.replace("-", "_"): value for key, value in arguments.items()}
     if "megatron" in map(_program, words):
         lengths = {"max-length": "seq-length"}
@@ -214,7 +214,7 @@ def _of_swift(
 def _of_trl(
     words: list[str], arguments: dict[str, Any], text: str, surroundings: ScriptEnvironment | None
 ) -> ParsedConfig:
-    """Return what arguments of TRL's command say, or the file that it is given."""
+    """Return the settings in the arguments of TRL's command, or in its file."""
     if "config" in arguments:
         return _of_file(transformers.of_trl, "trl")(words, arguments, text, surroundings)
     return transformers.of_flags(arguments, surroundings, trl=True)
@@ -301,7 +301,7 @@ READERS: dict[str, Callable[..., ParsedConfig]] = {
     "nemo": nemo.read,
     "slurm": read_batch_script,
 }
-"""By the framework, or the kind of file, that is imported from."""
+"""Readers by the framework, or the kind of file, that is imported from."""
 _LOOK_AROUND = (
     *("megatron", "torchtitan", "torchtitan@0.2", "accelerate", "transformers", "trl"),
     *("llama-factory", "axolotl", "ms-swift", "slurm"),
@@ -312,15 +312,15 @@ _FRAMEWORKS = {"megatron-bridge": "megatron"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A plan, and how far it is what the configuration says."""
+    """A plan, and its differences from the configuration."""
 
     plan: Plan
     assumed: tuple[str, ...]
-    """What the configuration does not say, or says of what plans do not have."""
+    """Choices that the configuration does not contain, or that plans do not have."""
     unknown: tuple[str, ...]
-    """Keys that were not understood, or that say nothing of how the model is trained."""
+    """Keys that were not understood, or that do not concern training of the model."""
     without_effect: tuple[str, ...] = ()
-    """Keys that decide nothing beside the others."""
+    """Keys without effect beside the others."""
 
     @property
     def not_understood(self) -> tuple[str, ...]:
@@ -339,7 +339,7 @@ def import_plan(
     global_batch: int | None = None,
     surroundings: ScriptEnvironment | None = None,
 ) -> Imported:
-    """Return the plan of a configuration's text; DocumentError says why there is none.
+    """Return the plan of a configuration's text; DocumentError names the reason if there is none.
 
     `model` is needed where the configuration names none of the catalogue.  `surroundings` are the
     values of a script's variables, and the files beside it.
@@ -511,7 +511,7 @@ _PARTS = {
 
 
 def _differs(a: Architecture, name: str, value: Any) -> bool:
-    """Whether a figure is another model's; vocabularies are padded, experts have their own MLP."""
+    """Return True if a figure is another model's, but for padding and the MLP of experts."""
     have = _figure(a, name)
     if name == "vocab_size":
         return not have <= value <= 1.02 * have + 1024
@@ -581,7 +581,7 @@ def _data(config: ParsedConfig, cluster: ClusterSpec, assumed: list[str]) -> tup
 
 
 def _loss_of(config: ParsedConfig, tokens: int) -> dict[str, Any]:
-    """Return how the loss of a micro-batch is computed, if not from all its logits."""
+    """Return the field of a chunked loss; empty if a micro-batch uses all its logits at once."""
     if config.loss_chunks is None:
         return {}
     rows = -(-tokens // (config.context * config.loss_chunks))
@@ -709,7 +709,7 @@ def _with_ends(config: ParsedConfig, blocks: int, stages: int) -> list[int]:
 
 
 def _training(config: ParsedConfig) -> Training:
-    """Return the optimizer's settings; what is not said is as plans have it."""
+    """Return the optimizer's settings; plans' defaults stand for missing settings."""
     values: Sequence[tuple[str, Any]] = list(config.training.items())
     try:
         return Training.model_validate(dict(values))

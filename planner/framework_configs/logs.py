@@ -1,8 +1,8 @@
 """Step times and memory as other frameworks print them while they train.
 
-Each reader goes through the lines of a log and yields what one of them tells: the seconds of a
-step, or the most that a device's allocator had, in bytes.  Formats are those of the frameworks'
-own code: Megatron-LM's training.py and its report of memory, torchtitan's metrics, DeepSpeed's
+Each reader goes through the lines of a log and yields the figures of each: the seconds of a step,
+or the most that a device's allocator had, in bytes.  Formats are those of the frameworks' own code:
+Megatron-LM's training.py and its report of memory, torchtitan's metrics, DeepSpeed's
 ThroughputTimer, and the logs of transformers' Trainer, which accelerate's users print.
 """
 
@@ -25,7 +25,7 @@ _BAR = re.compile(
 )
 """A bar of tqdm: its name, steps done and to do, and the rate."""
 _OF_STEPS = re.compile(r"\b(?:step|train|epoch|iter)", re.IGNORECASE)
-"""In names of bars that count steps of training."""
+"""Words in the names of progress bars that count training steps."""
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory|ran out of device memory"
 )
@@ -33,17 +33,17 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a line of a log tells."""
+    """Figures in a line of a log."""
 
     step_s: float | None = None
     steps: int = 1
-    """Of how many steps `step_s` is the mean."""
+    """Number of steps whose mean `step_s` is."""
     peak_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedWork:
-    """What a step trains, which rates are turned into seconds by."""
+    """Work of a step, by which rates are converted into seconds."""
 
     job: Job
     devices: int
@@ -106,7 +106,7 @@ def torchtitan(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
 def deepspeed_throughput(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read DeepSpeed's log: samples per second of the whole job, of the newest step.
 
-    Releases before 0.8 count steps as `0/40`, and those before 0.7 tell the mean rate alone.
+    Releases before 0.8 count steps as `0/40`, and those before 0.7 report the mean rate alone.
 
     >>> from meshwright.planner.documents.plan import Job
     >>> work = LoggedWork(job=Job(seq_len=2048, global_batch=64), devices=8)
@@ -134,7 +134,7 @@ def deepspeed_throughput(lines: Iterable[str], work: LoggedWork) -> Iterator[Sai
 
 
 def accelerate(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
-    """Read what transformers' Trainer prints: its bar of progress, and its metrics at the end.
+    """Read the output of transformers' Trainer: its bar of progress, and its metrics at the end.
 
     Bars of what comes before (`Loading checkpoint shards`) are named, and the bar of an evaluation
     has another length.
@@ -185,11 +185,11 @@ READERS: dict[str, Reader] = {
     "accelerate": _measured(accelerate),
     "fsdp": _measured(accelerate),
 }
-"""By the base of a plan's framework."""
+"""Readers of logs by the base of a plan's framework."""
 
 
 def out_of_memory(text: str) -> bool:
-    """Whether a log says that a device's memory was not enough.
+    """Return True if a log reports that device memory was not enough.
 
     >>> out_of_memory("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     True

@@ -17,7 +17,7 @@ from meshwright.planner.framework_configs.exportable_plan import (
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan the framework does not support."""
+    """Yield properties of a plan that the framework does not support."""
     plan = wanted.plan
     yield from other_schedule(wanted, "megatron")
     if plan.offload != "none":
@@ -33,7 +33,7 @@ def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def layout_of(wanted: FrameworkPlan) -> str | None:
-    """Return the blocks of every stage as `Et*6|t*7|t*6L`; None where counts of the ends say them.
+    """Return the blocks of every stage as `Et*6|t*7|t*6L`; None where counts of the ends suffice.
 
     Source: Megatron Core, transformer/pipeline_parallel_layer_layout.py.
     """
@@ -48,7 +48,7 @@ def layout_of(wanted: FrameworkPlan) -> str | None:
 
 
 def _full_each(wanted: FrameworkPlan) -> int | None:
-    """Return how many blocks of every stage are recomputed whole, None if stages differ."""
+    """Return the number of completely recomputed blocks of every stage, None if stages differ."""
     counts = {
         sum(item.recompute == "full" for item in stage.layers) for stage in wanted.plan.stages
     }
@@ -134,7 +134,7 @@ def _megatron_mesh(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def _megatron_sharding(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield how states are divided; messages between copies overlap, as the plan assumes."""
+    """Yield the flags of sharding; messages between copies overlap, as the plan assumes."""
     zero = wanted.plan.zero
     if wanted.data * wanted.plan.mesh.context > 1:
         yield "--overlap-grad-reduce"
@@ -151,7 +151,7 @@ def _megatron_sharding(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def recompute_flags(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield which blocks are recomputed."""
+    """Yield the flags of recomputation."""
     if len(wanted.recomputes) > 1:
         yield "--recompute-granularity full"
         yield "--recompute-method block"
@@ -189,14 +189,14 @@ _OPTIONS = {
     "tp-overlap": ("--tp-comm-overlap",),
     "narrow-gradients": ("--grad-reduce-in-bf16",),
 }
-"""Flags of what a plan's framework says of kernels and exchanges, where the plan has those."""
+"""Flags for the kernels and exchanges of a plan's framework, where the plan has those."""
 _OPTIONS_OF: dict[str, Axis | None] = {
     "ulysses": "context",
     "gathered-context": "context",
     "tp-overlap": "tensor",
     "narrow-gradients": None,
 }
-"""The axis that an option speaks of, by default the experts'."""
+"""Axis of an option, by default the experts'."""
 
 
 def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
@@ -217,13 +217,13 @@ def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def dispatches_by_kernels(wanted: FrameworkPlan) -> bool:
-    """Whether tokens are sent by DeepEP, whose kernels send one once to a node."""
+    """Return True if DeepEP sends the tokens; its kernels send each once to a node."""
     named = "deepep" in wanted.plan.framework.split("+") and wanted.plan.mesh.expert > 1
     return named or wanted.plan.hierarchical_all_to_all is not None
 
 
 def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield optimizer and learning rates; weight decay leaves out vectors there too."""
+    """Yield optimizer and learning rates; Megatron also exempts vectors from weight decay."""
     t = wanted.plan.training
     yield "--optimizer adam"
     yield f"--lr {t.learning_rate!r}"
@@ -247,7 +247,7 @@ def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def deepspeed_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan Megatron-DeepSpeed does not support beside that."""
+    """Yield further properties of a plan that Megatron-DeepSpeed does not support."""
     plan = wanted.plan
     yield from obstacles(wanted)
     yield from degrees_above(wanted, context=1, expert=1)
@@ -267,7 +267,7 @@ def deepspeed_text(wanted: FrameworkPlan) -> str:
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps * wanted.recipe
     if mesh.tensor * mesh.context > 1 and wanted.plan.zero < 2:
         yield "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, before Blackwell"

@@ -15,7 +15,7 @@ from meshwright.planner.framework_configs.fine_tuners import EVERY_LINEAR
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it does not support: what Megatron-LM does not, and FSDP."""
+    """Yield properties of a plan that it does not support: those of Megatron-LM, and FSDP."""
     yield from megatron.obstacles(wanted)
     if wanted.plan.zero in (2, 3):
         yield f"ZeRO-{wanted.plan.zero}"
@@ -174,7 +174,7 @@ def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan = wanted.plan
     yield "the recipe of the model, whose overrides these are (--config_file)"
     if plan.document_len is not None:

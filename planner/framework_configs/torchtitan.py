@@ -35,7 +35,7 @@ REGISTERED = {
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it does not support."""
+    """Yield properties of a plan that it does not support."""
     plan = wanted.plan
     yield from whole_experts(wanted)
     yield from sharded_by_context(wanted)
@@ -90,7 +90,7 @@ def options_of(wanted: FrameworkPlan) -> list[str]:
 
 
 def own_operators(wanted: FrameworkPlan) -> bool:
-    """Whether a plan speaks of torchtitan's own operators: its float8, its selective recompute."""
+    """Return True if a plan means torchtitan's own float8 and selective recompute."""
     return base_of(wanted.plan.framework) == "torchtitan"
 
 
@@ -146,10 +146,10 @@ _REGISTRY = "config_registry"
 
 
 def _settings(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what is assigned to fields of a Trainer.Config."""
+    """Yield the assignments to fields of a Trainer.Config."""
     plan, mesh = wanted.plan, wanted.plan.mesh
-    # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
-    # schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
+    # The samples that a data-parallel rank takes at once: a forward's samples, or those of a whole
+    # pipeline schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
     pipelined = mesh.pipeline > 1
     forwards = plan.micro_batches if pipelined else 1
     yield f"training.local_batch_size = {plan.micro_batch * forwards}"
@@ -191,7 +191,7 @@ def _settings(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def compiled_parts(wanted: FrameworkPlan) -> list[str]:
-    """Return what is compiled, by torchtitan's words."""
+    """Return the compiled parts, by torchtitan's words."""
     parts = ["model"] if wanted.plan.compile == "block" else []
     return [*parts, *(["loss"] if "compiled-loss" in options_of(wanted) else [])]
 
@@ -213,7 +213,7 @@ def _rates(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def _converters(wanted: FrameworkPlan) -> list[tuple[str, str]]:
-    """Return what brings products to 8 bits: those of blocks, not the head's, not the router's.
+    """Return the converters of products to 8 bits: in blocks, not in the head or the router.
 
     Linears of float8 are named by those that stay; of MXFP8 by those that are converted.
     """
@@ -257,7 +257,7 @@ def _groups(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan = wanted.plan
     _, name = REGISTERED.get(plan.model.name, (None, None))
     if name is None:

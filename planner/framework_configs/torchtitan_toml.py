@@ -26,7 +26,7 @@ from meshwright.planner.schedules import schedule_of
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan the framework does not support."""
+    """Yield properties of a plan that the framework does not support."""
     plan = wanted.plan
     yield from whole_experts(wanted)
     yield from sharded_by_context(wanted)
@@ -56,8 +56,8 @@ def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan, mesh = wanted.plan, wanted.plan.mesh
     replicas, shards = mesh.data_replicate, mesh.data_shard
-    # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
-    # schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
+    # The samples that a data-parallel rank takes at once: a forward's samples, or those of a whole
+    # pipeline schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
     at_once = plan.micro_batch * (plan.micro_batches if mesh.pipeline > 1 else 1)
     lines = [
         *_converters(wanted),
@@ -98,7 +98,7 @@ def text(wanted: FrameworkPlan) -> str:
 
 
 def _converters(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what brings products to 8 bits: those of blocks, not the head's, not the router's."""
+    """Yield the converters of products to 8 bits: in blocks, not in the head or the router."""
     plan, a, options = wanted.plan, wanted.model.architecture, options_of(wanted)
     if plan.precision not in EIGHT_BITS:
         return
@@ -151,7 +151,7 @@ def _titan_training(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan = wanted.plan
     if not wanted.recipe:
         return

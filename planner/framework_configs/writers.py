@@ -36,7 +36,7 @@ from meshwright.planner.schedules import PLAIN, schedule_of
 
 
 def transformers_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it does not support."""
+    """Yield properties of a plan that it does not support."""
     if fine_tuners.trains_working(wanted):
         yield "FSDP of weights that are trained in 16 bits, which the script loads"
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
@@ -55,7 +55,7 @@ _LAYOUT_KEYS = (
     "gradient_checkpointing",
     "torch_compile",
 )
-"""What is no recipe of an optimizer."""
+"""Keys that are no part of an optimizer's recipe."""
 
 
 def transformers_text(wanted: FrameworkPlan) -> str:
@@ -93,7 +93,7 @@ def transformers_text(wanted: FrameworkPlan) -> str:
 
 
 def transformers_outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan, steps = wanted.plan, wanted.plan.training.warmup_steps
     yield f"torchrun starts {plan.mesh.devices} ranks; samples have {plan.seq_len} tokens"
     lora = plan.training.lora
@@ -110,7 +110,7 @@ def transformers_outside(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def deepspeed_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan the framework does not support."""
+    """Yield properties of a plan that the framework does not support."""
     plan = wanted.plan
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
     if plan.offload == "parameters" and plan.zero != 3:
@@ -156,7 +156,7 @@ def deepspeed_text(wanted: FrameworkPlan) -> str:
 
 
 def deepspeed_outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     if recompute_of(wanted) == "full":
         yield "every block is recomputed: model.gradient_checkpointing_enable()"
     if wanted.changes_rate:
@@ -167,7 +167,7 @@ def deepspeed_outside(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def accelerate_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan the framework does not support."""
+    """Yield properties of a plan that the framework does not support."""
     plan = wanted.plan
     yield from degrees_above(wanted, pipeline=1, expert=1)
     yield from of_fsdp(wanted)
@@ -214,7 +214,7 @@ def accelerate_text(wanted: FrameworkPlan) -> str:
 
 
 def accelerate_outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan, t = wanted.plan, wanted.plan.training
     if len(wanted.ranks_of_nodes) > 1:
         yield "each node is started with --machine_rank, --main_process_ip and --main_process_port"
@@ -234,7 +234,7 @@ def accelerate_outside(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def nanotron_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan the framework does not support."""
+    """Yield properties of a plan that the framework does not support."""
     plan, a = wanted.plan, wanted.model.architecture
     yield from other_schedule(wanted, "nanotron")
     yield from degrees_above(wanted, context=1, expert=1)
@@ -315,7 +315,7 @@ def _nanotron_rates(wanted: FrameworkPlan) -> dict[str, Any]:
 
 
 def nanotron_outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     steps = wanted.plan.training.warmup_steps
     yield "model.model_config, data_stages and tokens.train_steps"
     if steps:
@@ -328,7 +328,7 @@ _TYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.floa
 
 
 def fsdp_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan the framework does not support."""
+    """Yield properties of a plan that the framework does not support."""
     plan = wanted.plan
     yield from degrees_above(wanted, tensor=1, context=1, expert=1, pipeline=1)
     yield from of_fsdp(wanted)
@@ -408,7 +408,7 @@ def _spans(numbers: list[int]) -> str:
 
 
 def fsdp_outside(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan is set elsewhere."""
+    """Yield settings of a plan that are made elsewhere."""
     plan = wanted.plan
     yield (
         f"each of {wanted.data} ranks takes MICRO_BATCHES={plan.micro_batches} forwards of "

@@ -1,7 +1,7 @@
 """Test whether a framework executes a layout: the search asks it of every layout.
 
-Of `native` planner.frameworks.native_limits says it, for what the runtime does and for models; of
-other frameworks the data of their space do, beside what no framework could do as the planner
+For `native` they are in planner.frameworks.native_limits, by the runtime's abilities and by models;
+of other frameworks the data of their space do, beside what no framework could do as the planner
 describes it.
 """
 
@@ -18,9 +18,9 @@ from meshwright.planner.frameworks.native_limits import Rules, limit, refusal
 
 
 def rules_of(framework: Framework, *, of_degrees: bool = False) -> Rules:
-    """Return what says why a framework does not execute a layout, or None if it does.
+    """Return the function that returns why a framework does not execute a layout, or None.
 
-    With `of_degrees` it speaks of any one layout for all that have its degrees.
+    With `of_degrees` the answer for one layout holds for all with its degrees.
     """
     if base_of(framework.name) == "native":
         return refusal

@@ -1,25 +1,23 @@
 """Limits of the native framework, our runtime.
 
-Which fields are executed at all stands in planner.frameworks.native_limits.  What goes with what
-stands in the data of its space (planner/catalog/frameworks/native.yaml), as that of every framework
-does; here is what depends on more than a few facts: on what divides what, on devices.  Each
-obstacle has its place in a plan, as `mesh.tensor`, and a text with the value seen and the way out.
-The search asks `refusal` for every layout; `runtime.engine.unsupported` asks `obstacle` about a
-plan's layout and adds what only a plan's stages and files tell.  Something stands here as possible
-only after it has trained like one process in tests/runtime/test_matrix.py, whose rows it then
-joins.
+This module lists the executed fields, and the limits that depend on more than a few facts: on
+divisibility, on devices.  Combinations are in the data of its space, as for every framework
+(planner/catalog/frameworks/native.yaml).  Each obstacle has its place in a plan, as `mesh.tensor`,
+and a text with the value seen and the way out.  The search asks `refusal` for every layout;
+`runtime.engine.unsupported` asks `obstacle` about a plan's layout and adds limits that only a
+plan's stages and files show.  A possibility is listed here only after it has trained like one
+process in tests/runtime/test_matrix.py, whose rows it then joins.
 
 A model without an adapter cannot be launched, but its plans can be studied, with a `caveat`; what
 the runtime cannot execute is refused of every model alike.
 
-Which fields of a Layout the runtime executes: for `meshwright launch`, and for a script.
+Claims: the fields of a Layout that the runtime executes, for `meshwright launch` and for a script.
 
 Every field of Layout has a claim of each.  A value other than the field's default that no claim
-covers is refused by name: by the search, by `launch` and by `meshwright.Engine` alike.  A field
-that is new has no claim, and is refused until somebody executes it.
+covers is refused by name: by the search, by `launch` and by `meshwright.Engine` alike.  A new field
+has no claim, and is refused until it is executed.
 
-What goes with what stands in planner.frameworks.native_limits and in the data of its space; nothing
-here depends on a model.
+Claims do not depend on a model.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ from meshwright.planner.schedules import SCHEDULES, schedule, schedule_of
 
 
 class Claim(NamedTuple):
-    """What of a field is executed."""
+    """Values of a field that are executed."""
 
     executes: Callable[[Layout], bool]
-    """Whether a layout's value is; the default always is."""
+    """Function that returns True if a layout's value is executed; the default always is."""
     otherwise: str = ""
-    """What is said of the others, behind the value: why not, and the way out."""
+    """Message on other values, after the value: the reason, and the way out."""
 
 
 def _any(_: Layout) -> bool:
@@ -175,9 +173,9 @@ FAMILIES = (
 DEVICES = ("cuda", "rocm", "cpu")
 """Kinds of devices that the runtime runs on."""
 CAVEAT_SOURCE = "planner/frameworks/native_limits.py"
-"""Where an assumption comes from that says that a plan cannot be launched."""
+"""Source of an assumption that a plan cannot be launched."""
 GROUPED_BYTES = 16
-"""Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
+"""Divisor of the row bytes of matrices in torch's grouped product (torch._grouped_mm)."""
 
 BLOCKS_MULTIPLIED = ("blackwell", "blackwell-rtx")
 """Architectures whose products take a scale for each block of 32 (mxfp8)."""
@@ -194,7 +192,7 @@ class Obstacle(NamedTuple):
     """
 
     place: str
-    """In a plan."""
+    """Place in a plan."""
     text: str
 
     def __str__(self) -> str:
@@ -246,7 +244,7 @@ def limit(
 ) -> str | None:
     """Return why no framework could run a layout as the planner describes it, or None.
 
-    A `space` says whether its framework pads vocabularies and shares heads of keys.
+    A `space` states whether its framework pads vocabularies and shares heads of keys.
     """
     reason = next(_cluster_obstacles(cluster, job, layout), None)
     reason = reason or next(_unplanned_obstacles(model, job, layout), None)
@@ -282,10 +280,9 @@ def _studied_only(reason: Obstacle | None) -> Assumption | None:
 def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activations) -> str | None:
     """Return why a layer cannot be treated so, or None if it can.
 
-    What is recomputed from 8 bits may choose other experts than the forward did.  On one rank that
-    is one more inexactness; over several, tokens would arrive that nobody counted.  Rows of
-    gathered tokens that nobody fills contain what the memory had (NaN at times), and 8 bits share a
-    scale between neighbours.
+    A recomputation from 8 bits may choose other experts than the forward did.  On one rank that is
+    one more inexactness; over several, uncounted tokens would arrive.  Unfilled rows of gathered
+    tokens contain old memory (NaN at times), and 8 bits share a scale between neighbours.
     """
     if layout.expert > 1 and recompute != "none" and activations == "compress":
         return (
@@ -303,7 +300,7 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
 def _unplanned_obstacles(
     model: ModelGraph, job: Job, layout: Layout, families: tuple[str, ...] = ()
 ) -> Iterator[Obstacle]:
-    """Yield what is not priced; the runtime may train it all the same."""
+    """Yield properties that are not priced; the runtime may train it all the same."""
     a = model.architecture
     if a is None:
         yield from _own_limits(model, layout)
@@ -318,7 +315,7 @@ def _unplanned_obstacles(
 
 
 def _own_limits(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what was not found in a module of one's own when it was recorded."""
+    """Yield properties that the recording of a user's own module did not find."""
     if layout.context > 1 and model.positions is None:
         yield Obstacle(
             "mesh.context",
@@ -370,7 +367,7 @@ def _narrow_obstacles(cluster: ClusterSpec, job: Job) -> Iterator[Obstacle]:
 
 
 def _peer_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what keeps tensor-parallel ranks from reading each other's memory."""
+    """Yield obstacles to tensor-parallel ranks that read each other's memory."""
     place, asked = "tensor_overlap", layout.tensor_overlap
     inside = layout.order[: layout.order.index("tensor")]
     reach = layout.tensor * math.prod(getattr(layout, axis) for axis in inside)
@@ -390,7 +387,7 @@ def _peer_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
 
 
 def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what keeps each stage of a pipeline from lying on one group of devices."""
+    """Yield obstacles to placing each stage of a pipeline on one group of devices."""
     each = layout.devices // layout.pipeline
     for group in cluster.groups:
         if group.devices % each:
@@ -410,7 +407,7 @@ def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]
 
 
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what the runtime cannot do, first where others can."""
+    """Yield limits of the runtime, first those that others do not have."""
     a = model.architecture
     yield from _foreign_choices(job)
     claims = SCRIPT if is_own(model.source or "") else LAUNCH
@@ -433,14 +430,14 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
 
 
 def _conflicts(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what the data of the native space refuse."""
+    """Yield refusals by the data of the native space."""
     facts = Facts(model, None, job, layout)
     for conflict in conflicts(native().space or EVERYTHING, facts):
         yield Obstacle(conflict.place or "mesh", conflict.text(facts))
 
 
 def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
-    """Yield what keeps a layout from saying when parameters of ZeRO-3 are gathered and freed."""
+    """Yield obstacles to a layout's choice of when ZeRO-3 gathers and frees parameters."""
     asked = {
         "prefetch": layout.prefetch or None,
         "reshard_after_forward": layout.reshard_after_forward,
@@ -465,7 +462,7 @@ def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
 
 
 def _relay_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
-    """Yield what keeps ranks from handing on among themselves what is sent to them once."""
+    """Yield obstacles to ranks that pass on among themselves tokens sent to them once."""
     if layout.expert == 1:
         yield Obstacle(
             "hierarchical_all_to_all",
@@ -506,7 +503,7 @@ def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
 
 
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what torch's product over all experts at once does not take: rows of odd length."""
+    """Yield obstacles to torch's product over all experts at once: rows of odd length."""
     width = ffn_size // (layout.tensor if layout.expert == 1 else 1)
     halves = job.precision in ("bf16", "fp16", *EIGHT_BITS)
     multiple = GROUPED_BYTES // (2 if halves else 4)
@@ -550,7 +547,7 @@ def _context_obstacles(a: Architecture | None, length: int, layout: Layout) -> I
 
 
 def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterator[Obstacle]:
-    """Yield what no framework can do as the planner describes it."""
+    """Yield combinations that no framework can run as the planner describes it."""
     if layout.gradient_compression != "full":
         yield from _wire_limits(job, layout)
     if layout.loss is not None:
@@ -587,7 +584,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
 
 
 def _foreign_choices(job: Job) -> Iterator[Obstacle]:
-    """Yield what other frameworks train with and nothing here is priced or run by."""
+    """Yield choices of other frameworks that are neither priced nor run here."""
     if job.precision == "nvfp4":
         yield Obstacle(
             "precision",
@@ -597,7 +594,7 @@ def _foreign_choices(job: Job) -> Iterator[Obstacle]:
 
 
 def _update_obstacles(job: Job) -> Iterator[Obstacle]:
-    """Yield which optimizers and masters are not run."""
+    """Yield optimizers and masters that are not executed."""
     if job.optimizer not in (native().space or EVERYTHING).optimizers:
         yield Obstacle(
             "training.optimizer",
@@ -642,7 +639,7 @@ def _wire_limits(job: Job, layout: Layout) -> Iterator[Obstacle]:
 
 
 def _place_obstacles(layout: Layout) -> Iterator[Obstacle]:
-    """Yield what no layout of the search's space has, and a plan written by hand may."""
+    """Yield combinations outside of the search's space, which a plan written by hand may have."""
     ranks = layout.data_shard * layout.context * layout.tensor
     if ranks % layout.expert:
         yield Obstacle(
@@ -688,7 +685,7 @@ def _tensor_limits(model: ModelGraph, job: Job, layout: Layout, space: Space) ->
 
 
 def _shares_heads(a: Architecture, layout: Layout, space: Space) -> bool:
-    """Whether several tensor ranks have each head of keys whole."""
+    """Return True if several tensor ranks share each whole head of keys."""
     return space.shares_heads and a.latent is None and layout.tensor % a.kv_heads == 0
 
 

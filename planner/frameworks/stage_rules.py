@@ -106,7 +106,7 @@ def _lighter_ends(
 
 
 def ends_of(model: ModelGraph) -> tuple[int, int, int]:
-    """Return how many layers of a chain lie before its blocks, are blocks, and lie behind them."""
+    """Return the numbers of layers of a chain before its blocks, of blocks, and after them."""
     if model.architecture is None:
         return 0, len(model.chain), 0
     blocks = set(block_kinds(model.architecture))

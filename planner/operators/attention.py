@@ -33,22 +33,24 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.model import Architecture
 
 NARROWED = 1.5
-"""Traffic of bringing a tensor of 16 bits to 8, or back, over its bytes."""
+"""Traffic of casting a 16-bit tensor to 8 bits, or back, over its bytes."""
 ONE_PROJECTION = ("falcon", "gpt_neox", "phi3")
-"""Families whose values are a part of one product's output, which stays whole as long as they."""
+"""Families whose values are a part of one product's output, which stays alive as long as they
+do."""
 
 WRITTEN_SCORE = 2
 """Bytes of a score where attention is written out."""
 CAPPED_BLOCK = 512
 """Queries whose soft-capped scores exist at once (runtime/parallel/softcap_attention.py)."""
 CAPPED_KERNELS = 12
-"""Of each such block."""
+"""Number of kernels of each block of soft-capped scores."""
 CAPPED_PASSES, CAPPED_PASSES_FP32 = (76.0, 162.0), (68.0, 148.0)
 """Bytes that one score moves, forward and backward, counted over the lines of
 runtime/parallel/softcap_attention.py: 4 read and 4 written by each that works in place, and copies
 to 16 bits and back."""
 CAP_PASSES = (16.0, 68.0)
-"""Of these, what only a cap takes: tanh and a second factor in both passes, and its slope."""
+"""Part of these bytes that only a cap needs: tanh and a second factor in both passes, and its
+slope."""
 IN_BLOCKS = ("gemma2", "gpt_oss")
 """Families whose scores are capped or share their softmax with a sink (softcap_attention.py)."""
 
@@ -118,8 +120,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         width=query_width,
     )
     merged = "core"
-    # What was turned in part lies head by head, and so does the core; Phi-3 and GPT-OSS join what
-    # they turned whole.
+    # Partly rotated tensors are stored head by head, and so is the core; Phi-3 and GPT-OSS join
+    # tensors that they rotated whole.
     by_heads = bool(a.rotary_dim) or a.family in ("phi3", "gpt_oss")
     if by_heads and kernels.scores == "module" and not kernels.compiled:
         merged = "core_merged"
@@ -223,7 +225,7 @@ def _spread(query: float, key: float) -> Operator:
 
 
 def _in_place(setting: Setting, q: str, k: str, query: float, key: float) -> Operator:
-    """Queries and keys turned where they lie, or brought into the order of heads: one kernel."""
+    """Queries and keys rotated in place, or reordered by heads: one kernel."""
     moved = 2 * (query + key)
     return Operator(
         name="heads",
@@ -236,10 +238,10 @@ def _in_place(setting: Setting, q: str, k: str, query: float, key: float) -> Ope
 
 
 class Turning(NamedTuple):
-    """What turning queries and keys by their positions takes, in one pass of a step."""
+    """Cost of rotating queries and keys by their positions, in one pass of a step."""
 
     passes: float
-    """How often each of their bytes moves."""
+    """Number of times that each of their bytes moves."""
     kernels: int
     workspace_bytes: float = 0.0
 
@@ -543,7 +545,7 @@ def _core_product(
 def _softcap_costs(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
     """Return kernels and working memory of attention that writes a block's scores.
 
-    Scores stand twice in fp32, and half as much in 16 bits; beside them the products that are added
+    Scores exist twice in fp32, and half as much in 16 bits; beside them the products that are added
     to the gradients of keys or values, and in 16 bits those gradients in fp32.
     """
     e, heads, rows = setting.element_bytes, a.heads / setting.tensor, _rows(setting)
@@ -570,8 +572,10 @@ def window(a: Architecture, kind: str, seq_len: int) -> int:
 
 
 def _is_masked(a: Architecture, kind: str, setting: Setting) -> bool:
-    """Whether keys are hidden by a mask: those outside a window, and other documents' where no
-    kernel knows where they end (runtime/parallel/document_attention.py).
+    """Return True if a mask hides keys: those outside of a window, or of other documents.
+
+    Documents need a mask where no kernel knows where they end
+    (runtime/parallel/document_attention.py).
     """
     if window(a, kind, setting.seq_len) < setting.seq_len:
         return True
@@ -599,10 +603,10 @@ FAMILIES = ("bloom", "gptj", "mpt")
 
 
 def writes_scores(a: Architecture) -> bool:
-    """Whether a family's attention has no fused kernel.
+    """Return True if a family's attention has no fused kernel.
 
-    torch's fused kernels want as many heads of keys as of queries, or to know that they are
-    shared: Falcon's single head is neither, and what stands in for them works in fp32.
+    torch's fused kernels need as many heads of keys as of queries, or the information that heads
+    are shared.  Falcon's single head has neither, and its replacement works in fp32.
     """
     return a.family in FAMILIES or (a.family == "falcon" and a.kv_heads == 1 < a.heads)
 
@@ -717,7 +721,7 @@ def _scores(
 
 
 def _by_head(a: Architecture, elements: float, e: int, inputs: tuple[str, ...]) -> Operator:
-    """Copies of queries, keys and values that lie head by head, of as many heads each.
+    """Copies of queries, keys and values stored head by head, of equally many heads.
 
     GPT-J's queries and keys are turned, and in fp32; Falcon's are all so.
     """

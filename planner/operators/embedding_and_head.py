@@ -51,7 +51,7 @@ def embedding(a: Architecture, setting: Setting) -> OperatorTable:
     rows = a.vocab_size * width * e / t
     # OPT looks positions up like tokens; of GPT-2's table the first rows are taken.
     places = {"places": 1.0 * setting.seq_len / t * INDEX} if a.family == "opt" else {}
-    # Of a divided table a rank keeps the ids that it has rows for, and a mask of the others.
+    # With a divided table a rank keeps the ids that it has rows for, and a mask of the others.
     kept = {"own_ids": ids + setting.tokens} if setting.divides_tensors else {}
     saved = (*(kept or ("x",)), *places)
     kernels = setting.kernels
@@ -237,13 +237,13 @@ def head(a: Architecture, setting: Setting) -> OperatorTable:
 
 
 GATHERED_LOGIT_BYTES = 4
-"""Per logit of bringing all shares together: the parts in 16 bits and their concatenation."""
+"""Bytes per logit of gathering all shares: the parts in 16 bits and their concatenation."""
 LOSS_BYTES, LOSS_BACKWARD_BYTES = 16, 12
 """Traffic per logit of a loss that is one operator."""
 
 
 def _logits_operators(a: Architecture, size: float) -> list[Operator]:
-    """What a family does to `size` bytes of logits before the loss."""
+    """Return a family's operators on `size` bytes of logits before the loss."""
     if a.family == "gemma2":  # divided by the cap, tanh, times the cap
         return [
             Operator(
@@ -331,7 +331,7 @@ def chunked_loss(
     )
     if not early:
         return [product, last]
-    # Nothing asks for a gradient of this one: its memory is of forward alone.
+    # No gradient of this one is needed: its memory is of forward alone.
     operator = Operator(
         name="chunks",
         kind="memory",
@@ -369,7 +369,7 @@ def _one_loss(setting: Setting, size: float, whole: float) -> Operator:
 def _loss(tensor: str, size: float, *, held: str, rows: float, divided: bool) -> list[Operator]:
     """Cross entropy: log-softmax keeps its fp32 output, its input's gradient is as large.
 
-    The logits belong to whatever asked for the loss.
+    The caller of the loss owns the logits.
     """
     operators = [
         Operator(

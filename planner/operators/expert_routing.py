@@ -1,9 +1,9 @@
 """Routing of tokens among experts, and the number of them that reach each node and rank.
 
-What nodes and ranks a token goes to is that of balanced routers: every expert is as likely as every
-other.  Node-limited routing (DeepSeek-V3, section 2.1.2, arXiv:2412.19437) first chooses groups of
-experts and then experts of those alone, so that a token goes to few nodes.  How much more than the
-mean the busiest rank gets of natural routers is `Routing.busiest_load`.
+Nodes and ranks of a token are those of balanced routers: every expert is as likely as every other.
+Node-limited routing (DeepSeek-V3, section 2.1.2, arXiv:2412.19437) first chooses groups of experts
+and then experts of those alone, so that a token goes to few nodes.  `Routing.busiest_load` is the
+load of the busiest rank over the mean, under natural routers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Routing:
     groups: int = 1
     groups_per_token: int = 1
     spread: float = 0.0
-    """How uneven the loads of a layer's experts are: 0 of balanced routers, 1 of such as send all
-    tokens to the same experts."""
+    """Imbalance of the loads of a layer's experts: 0 for balanced routers, 1 for routers that send
+    all tokens to the same experts."""
 
     def busiest_load(self, ranks: int, layers: int = 1) -> float:
         """Return the tokens of the busiest rank of experts over the mean of all ranks.
@@ -43,7 +43,7 @@ class Routing:
         experts' loads over their mean, of which f, the spread, is a share: √(k n / c - 1) is that
         of c experts with all tokens.  E(n) is the expected largest of n standard normal deviations.
         Every layer waits for its busiest rank.  At most all tokens choose as many experts of one
-        rank as they can.  What a rank keeps of l `layers` is uneven by less, since another rank is
+        rank as they can.  The load of l `layers` on a rank is less uneven, since another rank is
         busiest in each.
 
         >>> [round(Routing(128, 8, spread=0.3).busiest_load(n), 2) for n in (1, 8, 16, 128)]
@@ -61,7 +61,7 @@ class Routing:
         return min(1 + deviation * expected_largest(ranks), most)
 
     def distinct(self, units: int) -> float:
-        """Return how many of `units` equal shares of the experts a token goes to, on average.
+        """Return the mean number of `units` equal shares of the experts that a token goes to.
 
         Shares are neighbouring experts.  A share is missed if none of the chosen groups has experts
         of it, or all experts are chosen from others: of E' experts in the chosen groups, of which
@@ -78,9 +78,9 @@ class Routing:
         return _distinct(self, units)
 
     def hops(self, ranks: int, near: int) -> tuple[float, float]:
-        """Return how many copies of a token are sent to nodes, and how many are handed on there.
+        """Return the numbers of copies of a token sent to nodes, and passed on there.
 
-        `near` neighbours of the `ranks` that have experts lie on one node.  A copy goes to every
+        `near` neighbours of the `ranks` that have experts are on one node.  A copy goes to every
         node that has some of its experts, and from there to every rank that has some; those that
         stay where they are count too.
 
@@ -109,7 +109,7 @@ def expected_largest(count: int) -> float:
 
 
 def routing_of(experts: Experts, spread: float = 0.0) -> Routing:
-    """Return how tokens are routed among these experts, whose loads have a spread."""
+    """Return the routing of tokens among these experts, whose loads have a spread."""
     groups = experts.groups or 1, experts.groups_per_token or 1
     return Routing(experts.count, experts.per_token, *groups, spread)
 

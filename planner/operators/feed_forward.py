@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.planner.operators.kernels import KernelSettings
 
 INDEX_BYTES = 8
-"""Of the number of an expert that a token chose."""
+"""Bytes of the index of an expert that a token chose."""
 
 
 def mlp(
@@ -164,8 +164,8 @@ def _of_gathered_tokens(
     """Routed experts of tokens that all ranks gather (runtime/parallel/expert_parallel.py).
 
     Buffers have rows for the most tokens that a rank may get, those of all n ranks min(choices, own
-    experts) times.  What is multiplied are rows that are filled: as many as each rank sends, n / c
-    of the traffic of an exchange, c being the choices of a token.
+    experts) times.  Only filled rows are multiplied: as many as each rank sends, n / c of the
+    traffic of an exchange, c being the choices of a token.
     """
     experts = a.experts
     assert experts is not None
@@ -244,7 +244,7 @@ def _of_gathered_tokens(
 
 
 def _goes_beside_shared(a: Architecture) -> bool:
-    """Whether tokens can be on the way while the experts that all share compute.
+    """Return True if tokens can be in transit while the shared experts compute.
 
     Qwen2's shared expert comes before the routed ones.
     """
@@ -256,7 +256,7 @@ def _goes_beside_shared(a: Architecture) -> bool:
 def _dispatch_and_combine(
     a: Architecture, setting: Setting, whole: str, combined: str, full: float
 ) -> tuple[list[Operator], str, list[Operator]]:
-    """Each token to each of its experts, what has arrived there, and what is made of it, back.
+    """Exchange of each token with each of its experts, there and back.
 
     `full` are bytes of a rank's tokens.
     """
@@ -299,10 +299,10 @@ def _dispatch_and_combine(
 def _hierarchical_dispatch(
     a: Architecture, setting: Setting, whole: str, combined: str, full: float
 ) -> tuple[list[Operator], str, list[Operator]]:
-    """The same of tokens sent once to nodes and handed on there (expert_parallel.py).
+    """The same for tokens sent once to nodes and passed on there (expert_parallel.py).
 
-    On the way back a rank adds up what its experts made of a token, and the rank that handed it on
-    what came of it.  `full` are bytes of a rank's tokens; with each copy go its choices and their
+    On the way back a rank adds its experts' outputs for a token, and the rank that passed it on
+    adds those sums.  `full` are bytes of a rank's tokens; with each copy go its choices and their
     weights, of which gradients come back.
     """
     experts, kernels = a.experts, setting.kernels
@@ -382,8 +382,8 @@ def _sent_to_experts(
 ) -> list[Operator]:
     """Tokens on their way to experts, or back, and between the ranks that divide each expert.
 
-    Those gather the tokens that each of them was sent, and scatter the sums that they have of them.
-    Source: Megatron-LM, MoEAlltoAllTokenDispatcher.
+    These ranks gather the tokens that each of them received, and scatter their sums.  Source:
+    Megatron-LM, MoEAlltoAllTokenDispatcher.
     """
     experts = a.experts
     assert experts is not None

@@ -24,63 +24,64 @@ if TYPE_CHECKING:
     from meshwright.planner.documents.training import FrozenWeights
 
 Scores = Literal["module", "fused", "written"]
-"""Attention as a family's modules have it, as one kernel, or with its scores in memory."""
+"""Attention as in a family's modules, as one kernel, or with its scores in memory."""
 Adapters = Literal["attention", "all"]
-"""Which products of a frozen block have adapters."""
+"""Products of a frozen block that have adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
-    """What the operators of a layer depend on beside its figures and its division."""
+    """Properties of kernels on which a layer's operators depend, beside its own figures."""
 
     fused_norm: bool = False
     fused_gate: bool = False
     fused_rotary: bool = False
     fused_projections: bool = False
-    """Products of one input are one product; what is cut from its result keeps it whole."""
+    """Products of one input are one product; a part of its result keeps the whole result alive."""
     scores: Scores = "module"
     fused_softmax: bool = True
-    """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
+    """Scale, mask and softmax of written scores in 16 bits are one kernel."""
     pads_values: bool = False
     """Heads of values are as wide as those of queries in fused attention."""
     dropout: bool = False
-    """Ungated models drop activations at random, which keeps masks."""
+    """Ungated models drop activations at random, and keep the masks."""
     keeps_gathered: bool = True
     """Products keep the gathered sequence, and not their own shard to gather it again."""
     reorders: bool = True
-    """Several samples are brought into the order of positions around each collective."""
+    """Several samples are reordered by position around each collective."""
     narrow: bool = False
-    """Products in 8 bits keep their inputs so."""
+    """Products in 8 bits keep their inputs in 8 bits."""
     large_only: bool = False
     """Only Linears whose sides are large are in 8 bits."""
     peak_logit_bytes: float = 0.0
     """Bytes per logit at the peak of a loss that is one operator; 0: the modules' own loss."""
     divided_logit_bytes: float = 0.0
-    """The same of a rank's own logits; 0: as many."""
+    """The same for a rank's own logits; 0: the same number."""
     divided_loss: bool = True
     """The loss works on a rank's share of the vocabulary."""
     backward_traffic: float = 0.0
-    """Traffic of a memory-bound operator's backward over its forward's; 0: each its own."""
+    """Traffic of a memory-bound operator's backward over its forward's; 0: each operator's own."""
     narrow_core: bool = False
     """Fused attention is in 8 bits, between casts."""
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
     context: Literal["gather", "ring", "heads"] = "gather"
-    """How attention over a divided sequence gets its keys: see `framework.ContextRule`."""
+    """Exchange of keys of attention over a divided sequence: see `framework.ContextRule`."""
     balanced: bool = True
-    """Ranks of a divided sequence attend to as many keys each."""
+    """Ranks of a divided sequence attend to equally many keys."""
     selective: SelectiveRecompute = "outputs"
     modules: tuple[RecomputeModule, ...] = ()
-    """What selective recompute of `modules` drops."""
+    """Modules that selective recompute of `modules` drops."""
     early_stop: bool = True
     expert_moves: float = 0.0
-    """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
+    """Traffic of sorting tokens by experts and back, as a multiple of the size that is sent; 0: the
+    traffic of the modules."""
     expert_share: float = 1.0
-    """Rate of grouped products over that of one product as large."""
+    """Rate of grouped products over that of one product of the same size."""
     expert_tile: float = 0.0
-    """Rows to which the tokens of each expert are filled up in grouped products."""
+    """Rows to which the tokens of each expert are padded in grouped products."""
     expert_spread: float = NATURAL_SPREAD
-    """How uneven natural routers load experts; 0: balanced."""
+    """Imbalance of the experts' load under natural routing; 0: balanced."""
     fused_experts: bool = False
     """Gates of experts are part of the products that make them."""
     expert_once: bool = False
@@ -88,39 +89,39 @@ class KernelSettings:
     expert_narrow: bool = False
     """Tokens sent to experts, and gradients, are in 8 bits."""
     shared_divided: bool = False
-    """Experts that all tokens share are divided like a dense MLP beside experts on own ranks."""
+    """Shared experts are divided like a dense MLP where routed experts have ranks of their own."""
     frozen: Adapters | None = None
-    """Which products have adapters where weights are frozen; None: weights are trained."""
+    """Products that have adapters where weights are frozen; None: weights are trained."""
     adapters_drop: bool = False
     """Adapters' inputs are dropped at random, so that each keeps its own copy and a mask."""
     restored_bytes: float = 0.0
-    """Traffic per weight of bringing it to 16 bits before each product."""
+    """Bytes of traffic per weight for unpacking it to 16 bits before each product."""
     restored_indices: float = 0.0
-    """Bytes of indices for each weight while it is restored."""
+    """Bytes of indices for each weight while it is unpacked."""
     compiled: bool = False
-    """A block is one compiled graph, which keeps what its backward needs and nothing else."""
+    """A block is one compiled graph, which keeps only what its backward needs."""
 
     def adapts(self, *, adapted: bool) -> bool:
-        """Whether a product has an adapter; `adapted` ones do where only attention's have."""
+        """Return True if a product has an adapter; `adapted` is True for products of attention."""
         return self.frozen == "all" or (self.frozen == "attention" and adapted)
 
     def back(self, moved_bytes: float, own_bytes: float) -> float:
-        """Return the traffic of a backward, of forward's and what is counted of its own."""
+        """Return the traffic of a backward, from that of forward or from `own_bytes`."""
         return self.backward_traffic * moved_bytes if self.backward_traffic else own_bytes
 
 
 MODULES = KernelSettings()
-"""Modules of `transformers` one by one: those that the runtime trains."""
+"""Modules of `transformers` one by one, as the runtime trains them."""
 
 
 FUSED_RESTORED_BYTES = 5.0
-"""Traffic per weight of restoring it in one kernel: 0.5 read and 2 written, at half of the rate of
-a copy."""
+"""Bytes of traffic per weight for unpacking it in one kernel: 0.5 read and 2 written, at half of
+the rate of a copy."""
 
 
 @cache
 def compiled_kernels(kernels: KernelSettings) -> KernelSettings:
-    """Return the kernels of a block that is compiled: what lies between products is fused."""
+    """Return the kernels of a compiled block, which fuses the operators between products."""
     # In a graph codes are read and weights written, and nothing between them.
     restored = min(kernels.restored_bytes, FUSED_RESTORED_BYTES)
     kernels = replace(kernels, restored_bytes=restored, restored_indices=0.0)
@@ -135,7 +136,7 @@ def kernels_of(
     frozen: bool = False,
     weights: FrozenWeights = "full",
 ) -> KernelSettings:
-    """Return a framework's kernels in a job; what a job does not say is as the framework has it."""
+    """Return a framework's kernels in a job; the framework's defaults stand for missing choices."""
     rule = framework.kernels
     flash = rule.flash_attention if flash_attention is None else flash_attention
     scores: Scores = "module" if rule.attention == "module" else "fused"
@@ -180,7 +181,7 @@ def kernels_of(
 
 
 def _restored_bytes(four_bits: float, weights: FrozenWeights) -> float:
-    """Return the traffic per weight of restoring it, by that of 4 bits and what is read, written.
+    """Return the traffic per weight of unpacking it, from `four_bits`, the traffic for 4 bits.
 
     >>> _restored_bytes(5.0, "nf4"), _restored_bytes(5.0, "int8")
     (5.0, 6.0)
@@ -190,7 +191,7 @@ def _restored_bytes(four_bits: float, weights: FrozenWeights) -> float:
 
 
 def _peak_logit_bytes(loss: Loss) -> float:
-    """Return bytes per logit of a loss that is one operator; 0 of torch's own, written out."""
+    """Return bytes per logit of a loss that is one operator; 0 for torch's own, written out."""
     if loss.kind == "module":
         return 0.0
     return loss.fused_bytes if loss.fused and loss.fused_bytes else loss.peak_bytes

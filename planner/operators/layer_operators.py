@@ -3,11 +3,11 @@
 Symbols: b micro-batch, s sequence, h hidden, a heads, k key-value heads, d head dim, f FFN,
 V vocabulary, E experts, t tensor degree, c context degree, e bytes per element.
 
-Which kernels run, and what they keep, a framework says (`planner.operators.kernels`).  Its defaults
-are eager PyTorch modules as `transformers` writes them, with tensor and sequence parallelism as in
-`runtime.parallel.tensor_parallel`: a linear layer keeps its gathered input, an RMS norm works in
-fp32 out of separate kernels, softmax and loss are in fp32.  With them, a GPT block (LayerNorm,
-GELU, f = 4h, t = 1, bf16) keeps the 34 s b h bytes of Korthikanti et al., 2022,
+A framework determines the kernels and the tensors that they keep (`planner.operators.kernels`).
+Its defaults are eager PyTorch modules as `transformers` writes them, with tensor and sequence
+parallelism as in `runtime.parallel.tensor_parallel`: a linear layer keeps its gathered input, an
+RMS norm works in fp32 out of separate kernels, softmax and loss are in fp32.  With them, a GPT
+block (LayerNorm, GELU, f = 4h, t = 1, bf16) keeps the 34 s b h bytes of Korthikanti et al., 2022,
 https://arxiv.org/abs/2205.05198, less the two dropout masks that training without dropout lacks.
 """
 
@@ -103,8 +103,8 @@ def step_flops(
     N are the parameters that multiply a token (all but the input embedding and the experts that it
     is not sent to), k the keys that a query attends to, on average: half of the sequence, or of the
     token's document, under a causal mask.  Pairs that a mask leaves out do not count, nor does
-    recomputation.  Traced layers count three times their forward FLOPs.  Of `frozen` weights, under
-    adapters, no gradient is worked out: 4 N, twice the forward FLOPs of traced ones.
+    recomputation.  Traced layers count three times their forward FLOPs.  Under adapters, `frozen`
+    weights have no gradient: 4 N, twice the forward FLOPs of traced ones.
     """
     attended_len = seq_len if document_len is None else min(document_len, seq_len)
 
@@ -272,13 +272,13 @@ def _kept_narrow(block: OperatorTable, element_bytes: int) -> tuple[Operator, ..
 
 
 def _is_linear(operator: Operator) -> bool:
-    """Whether a product is one of those that may be in 8 bits."""
+    """Return True if a product may be in 8 bits."""
     kind, name = operator.kind, operator.name
     return kind == "matmul" and not operator.in_core and not name.startswith(("expert", "router"))
 
 
 NORMS_BEHIND = ("olmo2", "olmo3")
-"""Families whose blocks norm what attention and MLP give, and not what they take."""
+"""Families whose blocks norm the outputs of attention and MLP, and not their inputs."""
 
 
 def _block(a: Architecture, kind: str, setting: Setting) -> OperatorTable:
@@ -409,7 +409,7 @@ def traced_layer(layer: Layer, setting: Setting) -> OperatorTable:
 def _crossing_ranks(
     layer: Layer, setting: Setting, scale: float
 ) -> tuple[list[Operator], list[Operator]]:
-    """Return what a traced layer gets from ranks that have other positions or experts, and sends.
+    """Return the exchanges of a traced layer with ranks that have other positions or experts.
 
     `scale` makes bytes of a micro-batch of those of one sample in fp32.
     """
@@ -440,7 +440,7 @@ def _crossing_ranks(
 def _to_experts(
     name: str, experts: TracedExperts, setting: Setting, scale: float
 ) -> tuple[list[Operator], list[Operator]]:
-    """Return how tokens of a traced layer come to experts of other ranks, and back.
+    """Return the exchanges of a traced layer's tokens with experts of other ranks.
 
     Sent to each of their experts they take c b bytes, b those of a rank's tokens and c the choices
     of each; those that arrive are what experts read, and those that return what weights multiply,

@@ -2,11 +2,11 @@
 
 A table lists operators in forward order with their FLOPs, the bytes they move through memory or
 over links, the tensors they make and the tensors that their backward needs.  Shapes are local: one
-rank, one micro-batch, after tensor, context and expert parallelism.  What is stored under a
-recompute choice, and what a layer needs beyond that while it runs, is read off the table by
-following every tensor from its birth to its last use.
+rank, one micro-batch, after tensor, context and expert parallelism.  Stored bytes under a recompute
+choice, and a layer's working memory beyond these, are computed from the table by following every
+tensor from its birth to its last use.
 
-Which operators a transformer has is in `planner.operators.layer_operators`; seconds are in
+`planner.operators.layer_operators` lists the operators of a transformer; seconds are in
 `meshwright.planner.costs.compute`.
 """
 
@@ -35,22 +35,24 @@ Pass = Literal["forward", "backward"]
 GroupAxis = Literal[
     "tensor", "context", "expert", "expert_tensor", "experts_across", "experts_inside"
 ]
-"""Of experts also the ranks that a token is sent to once, and those among which it is handed on."""
+"""Group of ranks of a collective.  Experts also have the groups of ranks that a token is sent to
+once (`experts_across`), and of those that pass it on among themselves (`experts_inside`)."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
     {"matmul", "attention", "reduce_scatter", "all_to_all"}
 )
-"""Whose outputs selective recompute keeps; all others run a second time in backward."""
+"""Kinds of operators whose outputs selective recompute keeps; all others run a second time in
+backward."""
 
 UP_FROM_LATENTS = frozenset({"q_linear", "kv_up", "rotary", "q_latent", "kv_latent"})
-"""Operators of Megatron-LM's module mla_up_proj, which only families with latents have so."""
+"""Operators of Megatron-LM's module mla_up_proj, which exists only in families with latents."""
 _WITHOUT_OUTPUT = ("act", "layernorm", "mla-up-proj", "moe-act")
 """Modules whose outputs are not kept (Megatron Core, CheckpointWithoutOutput)."""
 _BESIDE_ACTIVATION = ("norm", "post_norm", "residual", "gather", "scatter", "sum")
-"""Ends of the names of operators of a feed-forward that move bytes and are no activation."""
+"""Suffixes of the names of a feed-forward's operators that move bytes and are no activation."""
 _BEHIND_MLP = ("residual", "post_norm")
-"""Ends of the names of a block's operators behind its MLP."""
+"""Suffixes of the names of a block's operators after its MLP."""
 
 BACKWARD_OF: dict[str, Collective] = {
     "all_gather": "reduce_scatter",
@@ -58,16 +60,16 @@ BACKWARD_OF: dict[str, Collective] = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
 }
-"""The collective that each communication operator's backward is."""
+"""Collective of the backward of each communication operator."""
 
 FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a layer is divided, what one micro-batch is, and which kernels run.
+    """Division of a layer, shape of one micro-batch, and kernels that run.
 
-    Kernels are those of one framework wherever settings are compared, and not looked at there.
+    Comparisons of settings ignore the kernels, which come from one framework there.
     """
 
     micro_batch: float
@@ -81,24 +83,26 @@ class Setting:
     sequence_parallel: bool = True
     """Tensor parallelism divides the residual stream along the sequence."""
     loss: ChunkedLoss | None = None
-    """How the head's loss is computed; None: from all logits."""
+    """Chunks of the head's loss; None: the loss is computed from all logits."""
     gathers_heads: bool = False
-    """There are fewer heads of keys than tensor ranks: outputs of their projection are gathered,
-    and each rank takes its own."""
+    """True if there are fewer heads of keys than tensor ranks: outputs of their projection are
+    gathered, and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
     overlaps_tensors: bool = False
     """Collectives between tensor-parallel ranks run in pieces beside the products around them."""
     document_len: int | None = None
-    """Of the document that a token is in, on average; None: samples are not divided."""
+    """Mean over tokens of the length of their document, in tokens; None: samples are not
+    divided."""
     scales: Scales = "tensorwise"
-    """Of operands of products in 8 bits."""
+    """Scales of the operands of 8-bit products."""
     dispatch: Dispatch = "alltoall"
-    """How tokens come to experts on other ranks."""
+    """Exchange of tokens with experts on other ranks."""
     hierarchical_all_to_all: int = 0
-    """Ranks that hand on tokens sent to them once; 0: each token is sent to each of its experts."""
+    """Number of ranks that pass on tokens sent to them once; 0: each token is sent to each of its
+    experts."""
     narrow_weights: bool = False
-    """Weights of Linears come in 8 bits."""
+    """True if weights of Linears arrive in 8 bits."""
     kernels: KernelSettings = field(default=MODULES, compare=False)
 
     @property
@@ -113,7 +117,7 @@ class Setting:
 
     @property
     def attended_len(self) -> int:
-        """Tokens of a sequence that attention takes as one, on average over tokens."""
+        """Mean over tokens of the number of tokens that attention treats as one sequence."""
         return self.seq_len if self.document_len is None else self.document_len
 
     @property
@@ -123,7 +127,7 @@ class Setting:
 
     @property
     def branches(self) -> tuple[bool | str, ...]:
-        """What makes a layer have other operators, and not the same ones with other figures."""
+        """Properties that change which operators a layer has, and not only their figures."""
         return (
             self.divides_tensors,
             self.divides_sequence,
@@ -144,32 +148,32 @@ class Setting:
 
     @property
     def divides_tensors(self) -> bool:
-        """Whether tensor parallelism divides the layer."""
+        """True if tensor parallelism divides the layer."""
         return self.tensor > 1
 
     @property
     def divides_sequence(self) -> bool:
-        """Whether context parallelism divides the sequence."""
+        """True if context parallelism divides the sequence."""
         return self.context > 1
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether experts are on several ranks."""
+        """True if experts are on several ranks."""
         return self.expert > 1
 
     @property
     def divides_experts(self) -> bool:
-        """Whether several ranks divide each expert, beside experts on several ranks."""
+        """True if experts are on several ranks and several ranks divide each expert."""
         return self.expert > 1 and self.expert_tensor > 1
 
     @property
     def relays(self) -> bool:
-        """Whether tokens are sent once to ranks that hand them on."""
+        """True if tokens are sent once to ranks that pass them on."""
         return self.hierarchical_all_to_all > 0
 
     @property
     def is_batched(self) -> bool:
-        """Whether a micro-batch has several samples."""
+        """True if a micro-batch has several samples."""
         return self.micro_batch > 1
 
 
@@ -177,8 +181,8 @@ class Setting:
 class ManySettings(Setting):
     """Settings that differ in figures alone: every operator of their table has arrays [setting].
 
-    Its integers are arrays too.  What a table is made of is arithmetic on them, and asks for the
-    branches below alone; so one pass over the operators of a layer serves thousands of settings.
+    Its integers are arrays too.  A table is built by arithmetic on them, and branches only on the
+    properties below; so one pass over the operators of a layer serves thousands of settings.
     """
 
     taken: tuple[bool | str, ...]
@@ -216,32 +220,32 @@ class ManySettings(Setting):
 
     @property
     def divides_tensors(self) -> bool:
-        """Whether tensor parallelism divides the layer."""
+        """True if tensor parallelism divides the layer."""
         return bool(self.taken[0])
 
     @property
     def divides_sequence(self) -> bool:
-        """Whether context parallelism divides the sequence."""
+        """True if context parallelism divides the sequence."""
         return bool(self.taken[1])
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether experts are on several ranks."""
+        """True if experts are on several ranks."""
         return bool(self.taken[2])
 
     @property
     def divides_experts(self) -> bool:
-        """Whether several ranks divide each expert."""
+        """True if several ranks divide each expert."""
         return bool(self.taken[-1])
 
     @property
     def relays(self) -> bool:
-        """Whether tokens are sent once to ranks that hand them on."""
+        """True if tokens are sent once to ranks that pass them on."""
         return bool(self.taken[-2])
 
     @property
     def is_batched(self) -> bool:
-        """Whether a micro-batch has several samples."""
+        """True if a micro-batch has several samples."""
         return bool(self.taken[3])
 
 
@@ -258,7 +262,7 @@ class Operator:
     kind: OperatorKind
     inputs: tuple[str, ...]
     outputs: dict[str, float]
-    """Bytes of every tensor made."""
+    """Bytes of each output tensor."""
     saved: tuple[str, ...] = ()
     """Tensors that its backward needs."""
     flops: float = 0.0
@@ -266,7 +270,7 @@ class Operator:
     backward_moved_bytes: float = 0.0
     kernels: float = 1
     workspace_bytes: float = 0.0
-    """Live only inside the operator, beside its outputs."""
+    """Bytes that exist only inside the operator, beside its outputs."""
     holds: tuple[str, ...] = ()
     """Tensors that a variable of the caller keeps alive until the operator is done."""
     copied_bytes: float = 0.0
@@ -277,32 +281,33 @@ class Operator:
     weights: float = 0.0
     """Elements of the matrices that a product multiplies by."""
     frozen: bool = False
-    """Whether a product's weights have no gradient, which leaves one product to its backward."""
+    """True if a product's weights have no gradient, so that its backward has one product."""
     remade: bool = False
-    """Whether its backward begins with its forward, whatever the layer recomputes."""
+    """True if the backward begins with the forward, whatever the layer recomputes."""
     share: float = 1.0
-    """Rate over that of one product as large."""
+    """Rate over that of one product of the same size."""
     routing: Routing | None = None
-    """Of an exchange in which each token is sent once to every node and rank that has some of its
-    experts: `moved_bytes` are those of one copy of each token."""
+    """Routing of an exchange that sends each token once to every node and rank with some of its
+    experts; `moved_bytes` are then those of one copy of each token."""
     beside_shared: bool = False
-    """Whether a framework can compute the experts that all tokens share during an exchange."""
+    """True if a framework can compute the shared experts during an exchange."""
     only: Pass | None = None
-    """The one pass that has a collective, where the other has none."""
+    """The only pass in which a collective runs; None: both."""
     ring: bool = False
-    """Whether a gather goes round with its use, and its backward twice: once with gradients."""
+    """True if a gather goes round the ranks while its result is used; the backward goes round
+    twice, once with gradients."""
     aligned: bool = True
-    """Whether a product's dimensions are multiples of what 8-bit kernels take."""
+    """True if a product's dimensions are multiples of those that 8-bit kernels take."""
     wide: bool = False
-    """Whether what a gather brings is needed in 16 bits, however its products are."""
+    """True if gathered values are needed in 16 bits, whatever the type of products."""
     waits: bool = False
-    """Whether nothing hides a collective, and no pass has it a second time."""
+    """True if nothing hides a collective and no pass repeats it."""
     in_core: bool = False
-    """Of written-out attention between its projections: scores, softmax, dropout, values."""
+    """True for written-out attention between its projections: scores, softmax, dropout, values."""
 
     @property
     def communicates(self) -> bool:
-        """Whether the operator moves bytes over links."""
+        """True if the operator moves bytes over links."""
         return self.kind in BACKWARD_OF
 
 
@@ -313,22 +318,23 @@ class OperatorTable:
     kind: str
     operators: tuple[Operator, ...]
     input_bytes: float
-    """Of the activation that enters; the tensor is called `x`."""
+    """Bytes of the activation that enters the layer, the tensor `x`."""
     output: str
     outside: int = 0
-    """How many trailing operators are not the layer's own and never recomputed: the loss."""
+    """Number of trailing operators, those of the loss, that are not the layer's own and never
+    recomputed."""
     selective: SelectiveRecompute = "outputs"
-    """What selective recompute drops: see `planner.documents.framework.RecomputeRule`."""
+    """Tensors that selective recompute drops: see `planner.documents.framework.RecomputeRule`."""
     modules: tuple[RecomputeModule, ...] = ()
-    """Those that selective recompute of `modules` makes again."""
+    """Modules that selective recompute of `modules` recomputes."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False
-    """Of what selective recompute would keep, only what backward asks for is saved: a compiler
-    knows that before the first step."""
+    """True if only those of the kept outputs are saved that backward needs: a compiler knows them
+    before the first step."""
     backward_peak: float | None = None
-    """Peak inside backward of a layer that was traced, its output's gradient included; None: it is
-    read off the operators."""
+    """Peak bytes inside backward of a traced layer, including its output's gradient; None: computed
+    from the operators."""
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -501,7 +507,7 @@ class OperatorTable:
     def recomputed_bytes(self, recompute: Recompute) -> float:
         """Bytes that recomputation brings back beyond what is saved.
 
-        What selective recompute saved and recomputation never reaches stays as well.
+        Tensors that selective recompute saved and recomputation never reaches stay as well.
         """
         if recompute == "none":
             return 0.0
@@ -550,7 +556,8 @@ class OperatorTable:
         A module that is a checkpoint of its own keeps what others read of it.
         """
         again = self._of_modules
-        others = [op for op in self.operators if op not in again]
+        places = {id(op) for op in again}  # operators of many settings at once are not comparable
+        others = [op for op in self.operators if id(op) not in places]
         outputs = _outputs(again)
         needed = {name for op in again for name in (*op.inputs, *op.saved)} - outputs
         passed = {
@@ -597,9 +604,9 @@ class OperatorTable:
 
     @property
     def _needed_again(self) -> int:
-        """How many leading operators make all that the layer's own backward needs.
+        """Number of leading operators that produce everything the layer's own backward needs.
 
-        All of them, where recomputation does not stop early.
+        It is the number of all of them where recomputation does not stop early.
         """
         if not self.early_stop:
             return len(self._inside)

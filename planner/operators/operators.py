@@ -158,7 +158,7 @@ def matmul(
 ) -> Operator:
     """A matrix product, which keeps its inputs and whose backward is two products of its size.
 
-    `sides` are rows and columns of its matrix, which tell whether it may be in 8 bits.
+    `sides` are rows and columns of its matrix; they decide whether it may be in 8 bits.
     """
     return Operator(
         name=name,
@@ -177,7 +177,7 @@ def matmul(
 
 
 def _is_aligned(sides: tuple[float, ...]) -> bool:
-    """Whether 8-bit kernels take a matrix of these sides; an array where they are arrays."""
+    """Return True if 8-bit kernels take a matrix of these sides; an array for arrays."""
     return reduce(and_, (side % NARROW_MULTIPLE == 0 for side in sides), True)
 
 
@@ -258,8 +258,8 @@ def linear(
 def _restored_bytes(setting: Setting, product: Operator) -> float:
     """Bytes of a weight brought back from 4 bits, there while it is multiplied in either pass.
 
-    With it come its blocks' scales, rounded ones brought back to fp32 (bitsandbytes,
-    functional.py, dequantize_4bit).  Of matrices that are multiplied one by one it is the largest.
+    With it come its blocks' scales, rounded ones brought back to fp32 (bitsandbytes, functional.py,
+    dequantize_4bit).  For matrices that are multiplied one by one it is the largest.
     """
     widest = reduce(larger, product.outputs.values()) / sum(product.outputs.values())
     share = widest if product.kernels > 1 else 1.0
@@ -270,7 +270,7 @@ def _restored_bytes(setting: Setting, product: Operator) -> float:
 def _dropout_of_input(
     setting: Setting, product: Operator, source: str, whole_bytes: float
 ) -> Operator:
-    """What adapters keep of their inputs where these are dropped at random: a copy and a mask each.
+    """Return the copy and the mask that each adapter keeps of an input with dropout.
 
     Its traffic counts as the adapter's.  Source: peft, tuners/lora/layer.py (Linear.forward).
     """

@@ -1,6 +1,6 @@
 """A command's first answer: labelled facts in at most ten lines, whatever the terminal's width.
 
-What has no place there is left out whole or cut, and stands in the long answer (`--explain`).
+Facts without room there are left out or cut, and are in the long answer (`--explain`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,39 @@ class Fact:
     label: str
     text: str
     detail: bool = False
-    """Whether it is left out where lines are short."""
+    """True if the fact is left out where lines are short."""
     style: str = ""
     copied: bool = False
-    """Whether readers copy it: no word of it is broken, however long."""
+    """True if readers copy the text: no word of it is broken, however long."""
     lines: int = 2
-    """The most lines, unless all of it is asked for."""
+    """Largest number of lines, unless the whole text is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactCard:
+    """A fact as a card of a page: what is large, and what stands below it."""
+
+    label: str
+    value: str
+    note: str
+
+
+def fact_cards(facts: Iterable[Fact]) -> list[FactCard]:
+    """Return a card for each fact that no other page element has: its first part is large.
+
+    >>> [card] = fact_cards([Fact(label="step", text="1,200 of 2,000, loss 2.31; saved")])
+    >>> card.value, card.note
+    ('1,200 of 2,000', 'loss 2.31; saved')
+    """
+    cards: list[FactCard] = []
+    for fact in facts:
+        place = min((at for at in map(fact.text.find, (", ", "; ", " (")) if at > 0), default=-1)
+        value, note = (fact.text, "") if place < 0 else (fact.text[:place], fact.text[place:])
+        if fact.copied:
+            value, note = fact.text, ""
+        note = note.removeprefix(", ").removeprefix("; ").strip()
+        cards.append(FactCard(label=fact.label, value=value, note=note))
+    return cards
 
 
 class Summary:
@@ -89,7 +116,7 @@ def _lines(blocks: list[list[Text]], shown: set[int]) -> int:
 def _wrap_text(
     console: Console, text: str, width: int, *, style: str, most: int | None, fold: bool = True
 ) -> list[Text]:
-    """Return text as lines of a width, at most `most`; the last says if it is cut."""
+    """Return text as lines of a width, at most `most`; the last one is marked if it is cut."""
     width = max(width, LEAST)
     if fold:
         rows = list(Text(lines(text), style=style).wrap(console, width))
@@ -104,7 +131,9 @@ def _wrap_text(
     rows = rows[:most]
     end = width - len(CUT)
     whole_part = left.rfind(", ", 0, end + 2)
-    rows[-1] = Text(left[: whole_part if 2 * whole_part > width else end], style=style)
+    whole_word = left.rfind(" ", 0, end + 1)
+    at = whole_part if 2 * whole_part > width else whole_word if 2 * whole_word > width else end
+    rows[-1] = Text(left[:at], style=style)
     rows[-1].append(CUT)
     return rows
 

@@ -1,7 +1,7 @@
 """One self-contained HTML page about a plan: time, memory, pipeline timeline, proof.
 
 The page opens without a network, and its pictures without a script.  Colours follow the reader's
-light or dark setting, and every figure of a picture stands in a table too.
+light or dark setting, and every figure of a picture is in a table too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def page(
 ) -> str:
     """Return the report; `measured` rows are (what, predicted, measured, error).
 
-    The mesh is drawn on `cluster`.  `choices` are the plan and the usual ones beside it; they say
+    The mesh is drawn on `cluster`.  `choices` are the plan and the usual ones beside it; they state
     why it was chosen, unless `why` does.
     """
     ranks = memory_of_ranks(plan, prediction)
@@ -103,7 +103,7 @@ def distinct_choices(choices: Sequence[Alternative]) -> list[Alternative]:
 
 
 def _day_usd(cluster: ClusterSpec | None) -> tuple[str, str] | None:
-    """Return what a day of a cluster's rent costs and what the price is; None if it is unknown."""
+    """Return the cost of a day of a cluster's rent, and its price; None if it is unknown."""
     if cluster is None:
         return None
     rent = rent_of(Rental(), cluster, rents())
@@ -116,7 +116,7 @@ def _day_usd(cluster: ClusterSpec | None) -> tuple[str, str] | None:
 def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, StagePrediction]]:
     """Return each pipeline rank, with its stages and its memory.
 
-    Stages of one rank share its memory, which the prediction of each of them says in full.
+    Stages of one rank share its memory, which the prediction of each contains in full.
     """
     each = plan.virtual_stages
     homes = rank_of_stage(plan.schedule, stages=len(plan.stages), virtual_stages=each)

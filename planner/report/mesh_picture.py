@@ -1,7 +1,7 @@
 """The ranks of a mesh on the nodes of a machine, as a picture (SVG), and the links of each axis.
 
 Ranks are numbered along the machine: rank 0 is the first device of the first node.  Machines whose
-device groups differ are not drawn, since their stages may lie in any order.
+device groups differ are not drawn, since their stages may be in any order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshwright.planner.documents.cluster import ClusterSpec, LinkTier
 from meshwright.planner.documents.plan import Layout
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
-"""Of pipeline ranks; readable on light and on dark."""
+"""Colours of pipeline ranks, readable on light and on dark."""
 SHORT = {
     "tensor": "tp",
     "context": "cp",
@@ -23,7 +23,7 @@ SHORT = {
 }
 ACROSS, CELL, HIGH, LEFT = 8, 82, 38, 62
 MOST_ROWS = 9
-"""Rows of devices that are drawn; of more nodes the last is drawn after the first ones."""
+"""Rows of devices in the picture; of more nodes, the last follows the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Axis:
     name: str
     ranks: int
     stride: int
-    """Between neighbours on the axis, in ranks."""
+    """Distance in ranks between neighbours on the axis."""
     link: str
     """The slowest link that the axis crosses."""
 
@@ -64,7 +64,7 @@ def _link_text(cluster: ClusterSpec, reach: int, stride: int) -> str:
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Return where a rank lies on each axis that has several.
+    """Return a rank's coordinate on each axis with several ranks.
 
     >>> coordinates(Layout(tensor=4, data_shard=2, pipeline=2), 13)
     {'tensor': 1, 'data_shard': 1, 'pipeline': 1}

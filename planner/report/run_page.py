@@ -1,6 +1,6 @@
 """One self-contained HTML page about a run, or about one of its incidents: facts, charts, tables.
 
-It has no script.  While a run lives the page asks its reader's browser to read it again.
+It has no script.  While a run lives, the page makes the browser reload it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib import resources
 import jinja2
 
 from meshwright.planner.report import svg
-from meshwright.planner.report.facts import Fact
+from meshwright.planner.report.facts import Fact, fact_cards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,15 @@ class RunTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReading:
-    """What a page or a terminal says of a run, in the order of reading."""
+    """Content of the page of a run, or of its text in a terminal, in the order of reading."""
 
     title: str
     facts: tuple[Fact, ...]
     tables: tuple[RunTable, ...] = ()
     texts: tuple[tuple[str, str], ...] = ()
-    """Headings with what stands below them as it was written: frameworks, ends of logs."""
+    """Headings with verbatim texts below them: frameworks, ends of logs."""
     alarm: str = ""
-    """What is wrong with the run as a whole; it stands above everything."""
+    """Problem of the run as a whole, shown above everything."""
     curve: tuple[tuple[int, float, float], ...] = ()
     """Steps, losses and seconds."""
 
@@ -56,5 +56,9 @@ def page(reading: RunReading, *, again_s: float | None = None) -> str:
             curve = svg.StepCurve(name=title, points=points)
             figures.append((title, svg.steps(title, [curve], "step", unit)))
     return environment.from_string(template).render(
-        css=svg.page_css(), reading=reading, figures=figures, again_s=again_s
+        css=svg.page_css(),
+        reading=reading,
+        cards=fact_cards(fact for fact in reading.facts if fact.text != reading.alarm),
+        figures=figures,
+        again_s=again_s,
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshwright.planner.solver.problem_document import Problem
 
 FEW = 8
-"""Stages that are shown unless all of them are asked for."""
+"""Number of stages that are shown by default."""
 
 
 def solution_text(
@@ -31,7 +31,7 @@ def solution_text(
 ) -> RenderableType:
     """Return the step, and a row for each stage: layers, their options, seconds, memory.
 
-    Of many stages the slowest are shown; with `explain` all are.
+    Among many stages the slowest are shown; with `explain` all are.
     """
     instance, solution = problem.instance(), result.split
     proof = "optimal" if solution.optimal else f"within {percent_text(solution.gap)}"
@@ -145,7 +145,7 @@ def _span(run: Sequence[int]) -> str:
 def solution_json(
     problem: Problem, result: GraphSolution | Infeasible | CutOff | Unfinished
 ) -> dict[str, Any]:
-    """Return what `solve --json` prints."""
+    """Return the output of `solve --json`."""
     if isinstance(result, GraphSolution):
         split = result.split
         document: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Small charts as SVG: points, stacked bars, steps over time.  No script, no network.
 
 Colours of text and axes are the page's own (currentColor), so light and dark pages show them alike.
-Every chart carries its title for those who do not see it; its figures stand in tables of the page.
+Every chart carries its title for those who do not see it; its figures are in tables of the page.
 """
 
 from __future__ import annotations

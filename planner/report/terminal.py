@@ -14,7 +14,7 @@ from meshwright.planner.documents.units import whole_number
 from meshwright.planner.errors.shown import lines
 
 PIPED, PAGE = 80, 25
-"""Columns and lines where nobody says."""
+"""Default columns and lines."""
 NARROWEST = 40
 """Columns; narrower lines break every word."""
 
@@ -22,8 +22,8 @@ NARROWEST = 40
 class Terminal(Console):
     """A console on which text is text: no markup, no emoji, no codes that steer a terminal.
 
-    Colours come from `rich.text.Text` with a style.  What is piped is as wide as COLUMNS says, or
-    80 columns.
+    Colours come from `rich.text.Text` with a style.  Piped output has the width of COLUMNS, or 80
+    columns.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -53,7 +53,7 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield what is printed, with every character that is not printable written out."""
+        """Yield the output, with every unprintable character written out."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment

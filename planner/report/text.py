@@ -1,10 +1,10 @@
 """Plans, predictions and certificates as text for a terminal (rich renderables).
 
-Which plans no prediction tells apart: those closer to the best than its error bar.
+Plans that no prediction distinguishes: those closer to the best than its error bar.
 
 Rates of kernels err for all layouts of one model on one machine alike, so the bar of such plans is
-what links and all that no fit speaks of leave open (`planner.costs.uncertainty`).  A tie does not
-claim that two are equal, but that only a measurement decides.
+the uncertainty of links and of all constants without a fit (`planner.costs.uncertainty`).  A tie
+does not claim that two are equal, but that only a measurement decides.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from meshwright.planner.documents.units import GIB, bytes_text, percent_text, se
 from meshwright.planner.frameworks.native_limits import CAVEAT_SOURCE
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 from meshwright.planner.search.answer import Alternative
-from meshwright.planner.search.proof_account import LEFT_OUT, LEFT_OUT_OF_PARTS
+from meshwright.planner.search.proof_account import (
+    LEFT_OUT,
+    LEFT_OUT_OF_PARTS,
+    LEFT_OUT_OF_SOME,
+)
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
-    """Return the layouts that were simulated and lie within the error bar of the plan."""
+    """Return the simulated layouts within the error bar of the plan."""
     bar = 1 + own_miss(prediction.step_parts)
     ties = [
         finalist.layout
@@ -38,7 +42,7 @@ def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
 
 
 def parts(layout: str) -> int:
-    """Return how much a layout's text asks for: axes of several ranks, sharding, schedules.
+    """Return how much a layout's text requests: axes of several ranks, sharding, schedules.
 
     >>> parts("tp=1 pp=1 dp=8 zero=3 micro_batch=1x4"), parts("tp=2 pp=4 dp=1 zero=0 1f1b v=2")
     (2, 3)
@@ -67,7 +71,7 @@ MOST_SIZES = 16
 ROUNDED = 5e-4
 """A gap that is shown as none."""
 AMORTISED_STEPS = 1000
-"""Over which the seconds of compilation are shown."""
+"""Number of steps over which the seconds of compilation are shown."""
 SURE = 0.95
 """A plan that fits with a lower probability is extra to."""
 NOTED = (CAVEAT_SOURCE,)
@@ -117,7 +121,7 @@ def _title(plan: Plan) -> str:
 
 
 def job_text(job: Job) -> str:
-    """Return what a step trains.
+    """Return the training work of a step.
 
     >>> job_text(Job(seq_len=8192, global_batch=128))
     '128 samples of 8,192 tokens a step, bf16'
@@ -139,7 +143,7 @@ def job_text(job: Job) -> str:
 
 
 def why_text(choices: Sequence[Alternative]) -> str:
-    """Return why the first of some plans was chosen, and what the usual ones take beside it."""
+    """Return why the first of some plans was chosen, with the step times of the usual ones."""
     chosen, *others = choices
     error, ties = f"ratios of two plans err by {100 * LAYOUT_ERROR:.0f} %", ""
     if 0 < chosen.more < ROUNDED:
@@ -161,7 +165,7 @@ def why_text(choices: Sequence[Alternative]) -> str:
 
 
 def why_shown(mine: Alternative) -> str:
-    """Return how a plan that is shown compares with the fastest of a new search for its job."""
+    """Return the comparison of a shown plan with the fastest one of a new search for its job."""
     if mine.more < -ROUNDED:
         return "faster than the fastest that a search finds: it uses a choice that is not searched"
     if mine.more < ROUNDED:
@@ -196,7 +200,7 @@ def choices_table(choices: Sequence[Alternative]) -> Table:
 
 
 def cost_word(choices: Sequence[Alternative]) -> str:
-    """Return what more time of as much work is: more cost too, if all plans have the same devices.
+    """Return the word for more time: more cost too, if all plans have the same devices.
 
     >>> cost_word(())
     'cost'
@@ -257,7 +261,7 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
 
 
 def mfu_text(prediction: Prediction) -> str:
-    """Return what the utilisation counts, and what it is by the convention of published figures."""
+    """Return what the utilisation counts, and its value by the convention of publications."""
     return (
         f"{100 * prediction.mfu:.1f} % of the devices' peak is arithmetic of the model: each pair "
         "of tokens that attend to each other once (causal, within documents), no recomputation; "
@@ -280,13 +284,15 @@ def time_text(prediction: Prediction) -> str:
 
 
 def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fact]:
-    """Yield what is proven of the plan; whole, with what no search looks at."""
+    """Yield the facts of the plan's proof; if `whole`, with the choices left out of the search."""
     proof = certificate.plan
     if proof is None:
         yield Fact(label="proof", text=certificate.statement)
     elif whole:
         yield Fact(label="proof", text=proof.statement)
         unsearched = LEFT_OUT if certificate.parts is None else LEFT_OUT_OF_PARTS
+        if certificate.unproven_parts is not None:
+            unsearched = LEFT_OUT_OF_SOME
         yield Fact(label="left out", text=unsearched)
     else:
         if proof.gap < ROUNDED:
@@ -300,7 +306,7 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
 
 
 def stages_text(plan: Plan) -> str:
-    """Return how many layers stages have, on what, and what is recomputed, in one line."""
+    """Return the stages' layers, devices and recomputation, in one line."""
     sizes = [len(stage.layers) for stage in plan.stages]
     if len(sizes) > MOST_SIZES:
         each = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
@@ -324,7 +330,7 @@ def stages_text(plan: Plan) -> str:
 def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     """Return one row per stage: devices where they differ, layers, recompute, seconds, memory.
 
-    Of many stages, neighbours that differ in memory alone share a row.
+    Where there are many stages, neighbours that differ in memory alone share a row.
     """
     columns = ["stage", *(("devices",) if plan.groups else ()), "layers", "recompute"]
     figures = ["forward", "backward", "peak memory", "of"] if prediction is not None else []
@@ -373,7 +379,7 @@ def _span(sizes: Sequence[float]) -> str:
 
 
 def _compile_text(prediction: Prediction) -> str:
-    """Return what compilation takes once, and what that is of a run."""
+    """Return the seconds of compilation, and their share of a run."""
     share = prediction.compile_s / (AMORTISED_STEPS * prediction.step_time_s)
     return (
         f"for {seconds_text(prediction.compile_s)} before the first step "
@@ -382,7 +388,7 @@ def _compile_text(prediction: Prediction) -> str:
 
 
 def assumptions_text(prediction: Prediction) -> Summary:
-    """Return what was assumed, with its sources, but for what is noted anyway."""
+    """Return the assumptions with their sources, without those that are noted anyway."""
     facts = [
         Fact(label=item.provenance.split()[0], text=f"{item.what} [{item.source}]")
         for item in prediction.assumptions
@@ -410,7 +416,7 @@ def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
 
 
 def shares_text(plan: Plan) -> str:
-    """Return which data-parallel ranks take how many micro-batches of a step."""
+    """Return the numbers of micro-batches of the data-parallel ranks in a step."""
     counts: dict[tuple[str, int], int] = {}
     for share in plan.shares or ():
         key = (share.group, share.micro_batches)
@@ -432,7 +438,7 @@ def layers_text(layers: Sequence[PlacedLayer]) -> str:
 
 
 def recompute_text(layers: Sequence[PlacedLayer]) -> str:
-    """Return how many layers take which recompute choice.
+    """Return the number of layers of each recomputation.
 
     >>> recompute_text([PlacedLayer(layer="a"), PlacedLayer(layer="b", recompute="full")])
     'none 1, full 1'

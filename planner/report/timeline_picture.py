@@ -33,7 +33,7 @@ MOST_ACTIONS = 9_000
 MOST_TITLED = 600
 """Actions of a timeline whose every action has a title and its micro-batch in it."""
 WIDTH, LEFT, ROW, TOP = 7200, 560, 200, 300
-"""In tenths of a pixel, so that places are whole numbers."""
+"""Sizes in tenths of a pixel, so that places are whole numbers."""
 ROOM_FOR_NUMBER = 110
 
 
@@ -44,7 +44,7 @@ class _TimelineSpan:
     end_s: float
     action: Action
     turn: int
-    """Which of its rank's stages it is of, from the model's first on."""
+    """Place of the action's stage among its rank's stages, from the model's first on."""
 
 
 def phases(timeline: Timeline) -> tuple[float, float]:
@@ -106,7 +106,7 @@ def timeline_key(timeline: Timeline) -> list[tuple[str, str, float]]:
 
 
 def left_out(timeline: Timeline) -> int:
-    """Return how many actions are not drawn."""
+    """Return the number of actions that are not drawn."""
     most = MOST_ACTIONS // len(timeline.orders)
     return sum(max(0, len(order) - most) for order in timeline.orders)
 

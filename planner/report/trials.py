@@ -12,6 +12,7 @@ import jinja2
 
 from meshwright.planner.documents.units import seconds_text
 from meshwright.planner.report import svg
+from meshwright.planner.report.facts import fact_cards
 from meshwright.planner.tuning.trial_options import CONSTANTS
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class MovedConstant:
     before: tuple[float, float, float]
     after: tuple[float, float, float]
     learnt: float
-    """By which share of its spread it is surer."""
+    """Share of its spread by which the constant became more certain."""
 
 
 def page(
@@ -51,7 +52,7 @@ def page(
     return environment.from_string(template).render(
         css=svg.page_css(),
         title=title,
-        facts=facts,
+        cards=fact_cards(facts),
         picture=svg.ranges("Steps before and after trials", rows, "seconds a step"),
         plans=rows,
         left_out=len(names) - len(rows),
@@ -62,7 +63,7 @@ def page(
 
 
 def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
-    """Yield what is known of plans, the fastest believed first."""
+    """Yield the belief about plans, the fastest first."""
     measured = {option: tuner.measured_step(option).step_s for option in tuner.ran}
     mean = tuner.posterior.mean
     order = sorted(range(len(names)), key=lambda at: (at not in measured, mean[at]))[:MOST_PLANS]

@@ -15,13 +15,13 @@ from meshwright.planner.report import svg
 from meshwright.planner.report.facts import Fact, Summary, plain_table
 
 MEASURED = {"step time": "time", "peak memory": "memory"}
-"""What a fit is of, as labels."""
+"""Labels of the quantities that are fitted."""
 
 
 def calibration_text(
     result: Calibrated, extra: Sequence[Fact] = (), *, explain: bool = False
 ) -> RenderableType:
-    """Return how far predictions were off before and after, and the constants that changed."""
+    """Return the errors of predictions before and after, and the constants that changed."""
     facts = []
     for each in result.fits:
         before, after = (errors(signed)["median"] for signed in (each.fit.before, each.fit.after))
@@ -79,7 +79,7 @@ WORST = 3
 def validation_text(
     validation: Validation, *, facts: Sequence[Fact] = (), explain: bool = True
 ) -> RenderableType:
-    """Return how far predictions are off, in ten lines.
+    """Return the errors of predictions, in ten lines.
 
     With `explain` follow scores by source, what was skipped, the rows missed most.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ FEW = 3
 MOST_ROWS = 12
 """Candidates that have a line each, however many lines that takes."""
 MOST_ASKED = 3
-"""Sentences that answer what is asked beside the best cluster."""
+"""Number of sentences on questions beside the best cluster."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 
@@ -47,13 +48,13 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
         Fact(
             label="answer",
             text=sentence,
-            lines=6 if place < headlines else 3,
+            lines=8 if place < headlines else 4,
             detail=place >= headlines and sentence not in result.sizes,
         )
         for place, sentence in enumerate(verdicts(result))
     ]
     facts += [
-        Fact(label="" if place else "asked", text=sentence, detail=place > 0)
+        Fact(label="" if place else "asked", text=sentence, detail=place > 0, lines=4)
         for place, sentence in enumerate(asked)
     ]
     first = result.best
@@ -72,7 +73,7 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
                 Fact(
                     label=f"{rank.place}{' (tied)' if rank.tied else ''}",
                     text=_brief(result, model, rank),
-                    detail=not listed and (bool(asked) or index > 0),
+                    detail=not listed and len(result.ranks) > 1 and (bool(asked) or index > 0),
                 )
             )
     if len(result.ranks) == 1:  # before the last of three
@@ -94,11 +95,11 @@ def result_facts(result: Result, extra: Sequence[Fact] = ()) -> Summary:
 
 
 BYTES_PER_WEIGHT = {"qlora": 0.5}
-"""Of weights as a node reads them once, where they are not of 16 bits."""
+"""Bytes per weight that a node reads once, where weights are not in 16 bits."""
 
 
 def _why_none(outcome: CandidateOutcome) -> str:
-    """Return what the closest plan needs and what would make it fit, or why there is none."""
+    """Return the needs and the remedy of the closest plan, or why there is none."""
     of_first = outcome.binding.splitlines()[0] if outcome.binding else "nothing fits"
     _, closest, rest = of_first.partition("The closest, ")
     return f"the closest, {rest}" if closest else of_first
@@ -110,10 +111,9 @@ def a_day_text(
     """Return tokens a day, the date of the result, and the RAM that a node needs."""
     parts = [f"{count_text(_daily_tokens(outcome))} tokens"]
     if outcome.result_hours is not None and not outcome.jobs:
-        day = (today or datetime.date.today()) + datetime.timedelta(
-            hours=min(outcome.result_hours.value, MOST_HOURS)
-        )
-        parts.append(f"the result on {day.isoformat()}")
+        days = math.ceil(min(outcome.result_hours.value, MOST_HOURS) / 24)
+        day = (today or datetime.date.today()) + datetime.timedelta(days=days)
+        parts.append(f"the result by {day.isoformat()}")
     ram = outcome.host_bytes + BYTES_PER_WEIGHT.get(tuning, 2.0) * outcome.parameters
     return f"{'; '.join(parts)}; a node needs {bytes_text(ram)} of RAM or more"
 
@@ -143,7 +143,15 @@ def _brief(result: Result, model: str, rank: Rank) -> str:
             parts.append(f"{short_usd_text(hourly)} an hour")
     if outcome.usd is not None:
         parts.append(short_usd_text(outcome.usd))
-    return ", ".join([*parts, *(f"misses {miss}" for miss in outcome.misses)])
+    if outcome.unmeasured:
+        parts.append("rates of data sheets")
+    missed = {miss.partition(":")[0] for miss in outcome.misses}
+    unsure = [
+        f"{goal} met with probability {chance:.2g} only"
+        for goal, chance in outcome.chances.items()
+        if goal not in missed and chance < result.study.goal.confidence
+    ]
+    return ", ".join([*parts, *(f"misses {miss}" for miss in outcome.misses), *unsure])
 
 
 def result_text(result: Result, *, whole: bool = True) -> RenderableType:
@@ -217,7 +225,7 @@ def _chance(rank: Rank, by: Order) -> str:
 
 
 def candidate_text(result: Result, rank: Rank) -> Summary:
-    """Return all that is known of an outcome that fits."""
+    """Return all figures of an outcome that fits."""
     outcome = rank.outcome
     facts = [
         ("plan", f"{outcome.framework}: {outcome.layout}"),
@@ -233,7 +241,7 @@ def candidate_text(result: Result, rank: Rank) -> Summary:
 
 
 def limits(outcome: CandidateOutcome) -> list[str]:
-    """Return what an outcome misses, or how surely it meets each goal."""
+    """Return the goals that an outcome misses, or the probability with which it meets each."""
     sold = ["not sold"] if outcome.hypothetical else []
     missed = {miss.partition(":")[0] for miss in outcome.misses}
     kept = [
@@ -318,7 +326,7 @@ def changes_table(title: str, changes: Iterable[Changed]) -> Table:
 
 
 def break_even_table(curves: Iterable[BreakEven]) -> Table:
-    """Return what a useful hour of a device costs at some shares of hours used."""
+    """Return the cost of a useful device-hour at some shares of hours used."""
     table = plain_table(
         "candidate",
         *(f"{100 * share:.0f} %" for share in SHOWN_SHARES),
@@ -331,7 +339,7 @@ def break_even_table(curves: Iterable[BreakEven]) -> Table:
 
 
 def cash_table(curves: Sequence[BreakEven]) -> Table:
-    """Return what all devices of each candidate cost on the first day and in each year."""
+    """Return the cost of all devices of each candidate on the first day and in each year."""
     years = max(len(curve.cash_usd) for curve in curves) - 1
     names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "TCO", "NPV")
     table = plain_table(
@@ -354,7 +362,7 @@ def cash_table(curves: Sequence[BreakEven]) -> Table:
 
 
 def provenance_text(result: Result, today: datetime.date | None = None) -> str:
-    """Say what prices and predictions rest on, and how old the prices are."""
+    """Return the sources of prices and predictions, and the age of the prices."""
     counts: dict[str, int] = {}
     for outcome in result.outcomes:
         for name, count in outcome.provenance.items():

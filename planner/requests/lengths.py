@@ -177,7 +177,7 @@ def rounded_up(tokens: float, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LengthsOfJob:
-    """What lengths make of a job: tokens of a sample, and of the document that a token is in."""
+    """Lengths of a job: tokens of a sample, and of the document that a token is in."""
 
     seq_len: int | None
     document_len: int | None

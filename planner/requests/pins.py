@@ -34,11 +34,11 @@ from meshwright.planner.solver.requirements import Requirement
 Allowance = Literal[
     "stale", "compress", "offload", "async-tensor", "quantized", "framework-options"
 ]
-"""What must be asked for.  Weights one step old, 8-bit activations and gradients, and frozen
-weights in 4 bits change the arithmetic of training; to offload does not, but the search takes
-longer, and asynchronous tensor parallelism needs devices that share memory, which no cluster
-document says.  Options of another framework need libraries and releases that a cluster may not
-have."""
+"""Choice that the search makes only on request.  Weights one step old, 8-bit activations and
+gradients, and frozen weights in 4 bits change the arithmetic of training.  Offloading does not, but
+the search takes longer.  Asynchronous tensor parallelism needs devices that share memory, which no
+cluster document states.  Options of another framework need libraries and releases that a cluster
+may not have."""
 SHORT_NAMES = {
     "tp": "tensor",
     "cp": "context",
@@ -100,14 +100,14 @@ class Pins:
     reshard_after_forward: int | None = None
     """Ranks over which ZeRO-3 divides parameters from forward to backward."""
     loss: ChunkedLoss | Literal["full"] | None = None
-    """In chunks, or of all logits."""
+    """Loss in chunks, or of all logits (`full`); None: not pinned."""
     scales: Scales | None = None
     weight_gather_dtype: WeightGatherDtype | None = None
     dispatch: Dispatch | None = None
     """Pinned to `alltoall` without a `hierarchical_all_to_all`, each token is sent to each of its
     experts."""
     hierarchical_all_to_all: int | None = None
-    """Neighbours that hand on among themselves what is sent to them once."""
+    """Number of neighbours that pass on among themselves tokens that are sent to them once."""
     compile: Compile | None = None
     tensor_overlap: TensorOverlap | None = None
     order: tuple[Axis, ...] | None = None
@@ -116,15 +116,15 @@ class Pins:
     """Axes that have more than one rank."""
     allowed: frozenset[Allowance] = frozenset()
     require: tuple[Requirement, ...] = ()
-    """What a split must keep beside."""
+    """Further requirements on the split."""
 
     @property
     def chunks(self) -> ChunkedLoss | None:
-        """What is pinned of a loss in chunks."""
+        """Pinned chunks of the loss; None: none are pinned."""
         return None if self.loss == "full" else self.loss
 
     def allow(self, layout: Layout) -> bool:
-        """Whether a layout keeps every pin; recomputation and activations are not the layout's."""
+        """Return True if a layout keeps every pin but those on recomputation and activations."""
         pinned = (
             (self.tensor, layout.tensor),
             (self.context, layout.context),
@@ -145,7 +145,7 @@ class Pins:
         return all(getattr(self, name) in (None, getattr(layout, name)) for name in LIKE_LAYOUTS)
 
     def axes(self) -> dict[str, Any]:
-        """Return what a layout that says no more has on each axis, by name."""
+        """Return the value of each axis, by name, in a layout that has these pins alone."""
         pinned = {axis.name: getattr(self, axis.name) for axis in LAYOUT_AXES}
         usual = {axis.name: axis.usual for axis in LAYOUT_AXES}
         return usual | {n: v for n, v in pinned.items() if v is not None} | {"loss": self.chunks}
@@ -277,7 +277,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
 
 
 def _has_values(axis: LayoutAxis) -> bool:
-    """Whether a space lists the values that it has, and does not say yes or no."""
+    """Return True if a space lists the axis's values, and does not say yes or no."""
     return axis.usual is not None
 
 

@@ -36,39 +36,40 @@ from meshwright.planner.requests.pins import Pins
 from meshwright.planner.schedules import PLAIN, schedule_of
 
 SEQ_LEN = 4096
-"""Tokens of a sample, unless the model takes fewer."""
+"""Default tokens of a sample; fewer if the model takes fewer."""
 TOKENS_PER_STEP = 2**22
 """Tokens of a global batch."""
 TUNING_SAMPLES = 8
 FEWEST_TUNING_SAMPLES, MOST_TUNING_SAMPLES = 16, 128
-"""Of a fine-tuning: samples of each rank in a step; bounds of those of all ranks."""
+"""Bounds of the global batch of a fine-tuning in samples; TUNING_SAMPLES are those of each rank."""
 CPU_SEQ_LEN = 256
 CPU_SAMPLES = 8
-"""On CPUs: tokens of a sample; samples of each rank in a step."""
+"""Samples of each rank in a step on CPUs; CPU_SEQ_LEN are the tokens of a sample."""
 AS_PREDICTED = 0.5
-"""With which plans fit that memory is predicted to hold."""
+"""Fit probability of plans whose predicted memory equals the capacity."""
 SURE_TO_FIT = 0.95
-"""With which the plans that a user is given fit, unless another probability is asked for."""
+"""Default fit probability of the plans that a user is given."""
 FACTORY_SEQ_LEN = 256
-"""Tokens of a sample of a model that does not say how many it takes."""
+"""Tokens of a sample of a model without a stated length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Plan, or predict, steps of `job` on a model and a cluster."""
+    """Request to plan or predict steps of `job` for a model on a cluster."""
 
     model: ModelGraph
     cluster: ClusterSpec
     job: Job
     pins: Pins = field(default_factory=Pins)
     profile: Profiles = None
-    """What was measured of the model there, of each device group where devices differ."""
+    """Measurements of the model on the cluster, of each device group where devices differ."""
     framework: Framework = field(default_factory=native)
-    """How the framework trains that the plan is for."""
+    """Framework that trains the plan."""
     called: str | None = None
-    """The cluster as a plan names it: an expression or a file; its own name if None."""
+    """Name of the cluster in a plan, an expression or a file; None: its own name."""
     fit_probability: float = AS_PREDICTED
-    """With which plans have to fit at least, since needs of memory differ from their prediction."""
+    """Smallest probability with which plans have to fit, since memory use differs from its
+    prediction."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fit_probability < 1:
@@ -100,8 +101,8 @@ class Request:
         """Return a request; what is None takes the default that suits the model and the devices.
 
         `lora` are settings of adapters, as `rank=16`; `framework` is a name or an alias.  Layers
-        are measured in our runtime, so that a `profile` is of no other framework.  Of a script's
-        module a sample is what its batch says, and it trains in fp32 unless a precision is named.
+        are measured in our runtime, so that a `profile` is of no other framework.  A sample of a
+        script's module is defined by its batch, and it trains in fp32 unless a precision is named.
         """
         if is_script(model.source or ""):
             if seq_len not in (None, 1):
@@ -155,7 +156,7 @@ class Request:
     def of_plan(
         cls, plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
     ) -> Request:
-        """Return what a plan answers; layers measured in our runtime are no other framework's."""
+        """Return the request that a plan answers; only plans of `native` use the profile."""
         framework_ = framework_called(plan.framework)
         measured = profile if base_of(framework_.name) == "native" else None
         return cls(model, cluster, plan.job, profile=measured, framework=framework_)
@@ -200,7 +201,7 @@ class Request:
 
     @property
     def space(self) -> Space:
-        """What the framework executes; DocumentError if its layouts are priced and not searched."""
+        """Layouts that the framework executes; DocumentError if it is priced and not searched."""
         if self.framework.space is None:
             raise DocumentError(
                 "framework",
@@ -211,7 +212,7 @@ class Request:
 
     @property
     def scales(self) -> Scales:
-        """The scales of operands in fp8 that are asked for, or those of the framework."""
+        """Requested scales of fp8 operands, or the framework's."""
         space = self.framework.space or EVERYTHING
         return self.pins.scales or space.usual_scales(self.job.precision)
 
@@ -239,7 +240,7 @@ def _settings(texts: Sequence[str]) -> list[str]:
 
 
 def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> int:
-    """Return the samples of a step where a job does not say: a multiple of the devices.
+    """Return the default samples of a step: a multiple of the devices.
 
     Adapters are fitted to few data, in batches of 16 to 128 samples.
 
@@ -256,7 +257,7 @@ def _default_batch(devices: int, seq_len: int, *, on_cpu: bool, tunes: bool) -> 
 
 
 def tuning_batch(devices: int) -> int:
-    """Return the samples of a step of a fine-tuning that does not say: 16 to 128, or one a device.
+    """Return the default samples of a step of a fine-tuning: 16 to 128, or one a device.
 
     >>> tuning_batch(2), tuning_batch(8), tuning_batch(512)
     (16, 64, 512)
@@ -268,9 +269,9 @@ def tuning_batch(devices: int) -> int:
 def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
     """Return the one layout that the pins of a request describe.
 
-    What they leave open takes the plainest value: data parallelism the devices that are left,
-    sharded by ZeRO-1, and a micro-batch 1 sample.  Devices are left `idle` only if their number is
-    named.
+    Choices that they leave open take the plainest value: data parallelism the devices that are
+    left, sharded by ZeRO-1, and a micro-batch 1 sample.  Devices are left `idle` only if their
+    number is named.
     """
     cluster, job, pins = request.cluster, request.job, request.pins
     tensor, pipeline = pins.tensor or 1, pins.pipeline or 1

@@ -1,4 +1,4 @@
-"""A training run as it is set up: what is asked, and how ranks divide it.
+"""A training run as it is set up: the request, and its division among ranks.
 
 A row of a table, flags of a framework and a layout on the command line all become one; what they
 leave open is in `assumed`.
@@ -13,30 +13,30 @@ from meshwright.planner.documents.plan import Activations, Layout
 from meshwright.planner.requests.request import Request
 
 Recomputed = Literal["none", "selective", "full", "partial"]
-"""What every block recomputes; `partial` is all of every second one."""
+"""Recomputation of every block; `partial` recomputes every second block completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One training run: everything that its step time and memory follow from."""
+    """One training run: all inputs of its step time and memory."""
 
     request: Request
     """Model, cluster, job and framework."""
     layout: Layout
     recompute: Recomputed | None = "none"
-    """None where nobody says: nothing if that fits, else everything."""
+    """Recomputation of blocks; None: not stated, so none if the run fits, else full."""
     recomputed_blocks: int | None = None
-    """The first blocks of each stage, which alone recompute; None: all."""
+    """Number of first blocks of each stage that recompute; None: all."""
     activations: Activations = "keep"
     offloaded_blocks: int | None = None
-    """The first blocks of each stage, of which alone `activations` speaks; None: all."""
+    """Number of first blocks of each stage that `activations` applies to; None: all."""
     known: bool = True
-    """Whether it is priced as its own framework, and not as the closest one."""
+    """True if the run is priced as its own framework, False if as the closest one."""
     assumed: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """The layout as people write it."""
+        """Text of the layout."""
         layout = self.layout
         degrees = {
             "tp": layout.tensor,

@@ -28,9 +28,9 @@ SCHEDULES: dict[str, Schedule] = {
         families.PIPEDREAM_2BW,
     )
 }
-"""From the simplest: among equally fast plans it wins."""
+"""Schedules by name, the simplest first; among equally fast plans the simpler schedule wins."""
 PLAIN = families.ONE_FORWARD_ONE_BACKWARD.name
-"""What runs where nothing else is asked for, and without a pipeline whatever is asked for."""
+"""Schedule that runs by default, and always without a pipeline."""
 
 
 def schedule_of(name: str) -> Schedule:

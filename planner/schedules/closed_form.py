@@ -7,8 +7,8 @@ part of them that its W take, a step of m micro-batches on P ranks of V stages t
 
 and rank r has the activations of in_flight_r micro-batches, all its stages together.
 
-How exact that is, against the simulator and with no transfer time (transfers are charged to t_r);
-the last column is for stages whose times scatter by 10 % (`forward_apart`: see
+Accuracy against the simulator, without transfer time (transfers are charged to t_r); the last
+column is for stages whose times scatter by 10 % (`forward_apart`: see
 meshwright.planner.solver.partition_problem):
 
     schedule         uniform stages                uneven stages, form / simulated
@@ -48,7 +48,7 @@ def pace(
 
 @dataclass(frozen=True, slots=True)
 class InFlightCounts:
-    """How many micro-batches the stages of a rank hold at most, each stage's counted.
+    """Largest number of micro-batches that a rank holds, counted for each of its stages.
 
     `alive` counts from F to the end of I, `waiting` from the start of I to W.  Early stages hold
     the most: at any moment, of the last j of the V stages no more than j / V · `alive` are alive.
@@ -75,5 +75,5 @@ def in_flight_counts(
 
 
 def most_on_first_stage(name: str, *, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return how many micro-batches the model's first stage has in flight at most."""
+    """Return the largest number of micro-batches in flight on the model's first stage."""
     return schedule_of(name).on_first_stage(Shape(ranks, micro_batches, virtual_stages))

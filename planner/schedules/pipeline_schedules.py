@@ -2,16 +2,16 @@
 
 Single: schedules of one stage per rank.
 
-Looped: stages go round the ranks; stage s lies on rank s mod P.  Micro-batches go through in
-groups of P: a rank runs its first stage on the whole group, then its second stage, and so on.  With
-V stages per rank, the k-th forward of a rank is thus
+Looped: stages go round the ranks; stage s is on rank s mod P.  Micro-batches go through in groups
+of P: a rank runs its first stage on the whole group, then its second stage, and so on.  With V
+stages per rank, the k-th forward of a rank is thus
 
     chunk (k div P) mod V,  micro-batch P (k div P V) + k mod P
 
 and its k-th backward the same with the chunks in reverse.
 
 Folded: stages form a V; rank r has stages r and 2 P - 1 - r.  `down` is a rank's stage on the way
-down the V, `up` the one on the way back.  The last stage lies on rank 0, so a micro-batch's first
+down the V, `up` the one on the way back.  The last stage is on rank 0, so a micro-batch's first
 backward begins where its forward began.
 """
 
@@ -328,8 +328,8 @@ def zbv(rank: int, shape: Shape) -> Order:
 def dualpipe_v(rank: int, shape: Shape) -> Order:
     """DualPipe-V (DeepSeek-AI, 2024-25), from 2 P micro-batches on.
 
-    In its middle, a forward of one stage stands next to a backward of the other, so that a runtime
-    can run the communication of one beside the computation of the other.
+    In its middle, a forward of one stage is next to a backward of the other, so that a runtime can
+    run the communication of one beside the computation of the other.
     """
     ranks, micro_batches, _ = shape
     down, up = rank, 2 * ranks - 1 - rank

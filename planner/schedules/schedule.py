@@ -32,11 +32,12 @@ __all__ = [
 ]
 
 MOST_ACTIONS = 2_000_000
-"""Forwards and backwards of all ranks in one step: some seconds and 0.4 GB to simulate."""
+"""Largest number of forwards and backwards of all ranks in one step: simulating them takes some
+seconds and 0.4 GB."""
 
 
 def splits_backward(name: str) -> bool:
-    """Whether a schedule does gradients of inputs and of weights apart."""
+    """Return True if a schedule computes gradients of inputs and of weights separately."""
     return schedule_of(name).splits_backward
 
 
@@ -106,7 +107,7 @@ def orders(
 ) -> tuple[Order, ...]:
     """Return each rank's order of actions; `stages` counts those of all ranks.
 
-    Only a schedule that never drains has an order for several `steps`: it goes on counting
+    Only a schedule that never drains has an order for several `steps`: it continues the count of
     micro-batches.  The first step fills the pipeline, each further one takes its steady time.
 
     >>> [" ".join(map(str, order)) for order in orders("1f1b", stages=2, micro_batches=3)]
@@ -135,7 +136,7 @@ def most_in_flight(
 ) -> int:
     """Return the most micro-batches of any stage that hold activations at once on a rank.
 
-    Of 1F1B these are min(m, P - s), of GPipe m.
+    They are min(m, P - s) for 1F1B, m for GPipe.
 
     zbv on fewer than 2 P - 1 micro-batches may have one less.
 

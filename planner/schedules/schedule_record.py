@@ -1,8 +1,8 @@
 """Record of a schedule: everything that other modules need to know of it.
 
-A record has one function per question; `Shape` is what every one of them is asked about.  What it
-does not say is taken from its orders (in-flight counts) or as the costlier of two cases.  The
-closed form that its coefficients belong to stands in `meshwright.planner.schedules.closed_form`.
+A record has one function per question, each of a `Shape`.  Missing figures are computed from its
+orders (in-flight counts), or are the costlier of two cases.  The closed form of its coefficients is
+in `meshwright.planner.schedules.closed_form`.
 
 Actions: the words of a pipeline schedule, and how they are written.
 
@@ -83,7 +83,7 @@ def csv_text(ranks: Sequence[Order]) -> str:
 
 
 class Shape(NamedTuple):
-    """What a pipeline is asked to run: P ranks of V stages each, m micro-batches."""
+    """Shape of a pipeline: P ranks of V stages each, m micro-batches."""
 
     ranks: int
     micro_batches: int
@@ -91,20 +91,20 @@ class Shape(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages of all ranks."""
         return self.ranks * self.virtual_stages
 
 
 class InFlight(NamedTuple):
-    """The most micro-batches that a rank has at once, each of its stages' counted."""
+    """Largest number of micro-batches that a rank holds at once, counted for each of its stages."""
 
     whole: int
-    """From F to B or W."""
+    """Micro-batches from F to B or W."""
     alive: int
-    """From F to the end of B or I, and the number that of the last j of the V stages no more than
-    j / V of them are (meshwright.planner.schedules.closed_form.InFlightCounts)."""
+    """Micro-batches from F to the end of B or I, rounded up so that at most j / V of them are in
+    the last j of the V stages (meshwright.planner.schedules.closed_form.InFlightCounts)."""
     deferred: int
-    """From the start of I to W."""
+    """Micro-batches from the start of I to W."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,28 +112,29 @@ class Fullest:
     """One backward of every rank: with most alive, and of such with most on late stages."""
 
     holding: NDArray[np.float64]
-    """[stage of the rank, rank] Micro-batches alive, the one that acts included."""
+    """[stage of the rank, rank] Micro-batches alive, including the acting one."""
     waiting: NDArray[np.float64]
-    """[stage of the rank, rank] From the end of I to W."""
+    """[stage of the rank, rank] Micro-batches from the end of I to W."""
     place: NDArray[np.intp]
-    """[rank] Of the stage that acts."""
+    """[rank] Place of the acting stage."""
 
 
 LATE = 1e-3
-"""What a micro-batch counts more for each stage before its own on the rank: late stages store most
-(meshwright.planner.search.partition.stage_counts)."""
+"""Extra weight of a micro-batch for each stage before its own on the rank, since late stages store
+most (meshwright.planner.search.partition.stage_counts)."""
 DEFERRED, LEAN = 0.3, 4.0
-"""What one counts that waits for W, beside one that is alive: where layers store what backward
-needs, and where they recompute most of it, which leaves W as much."""
+"""Weight of a micro-batch that waits for W, relative to one that is alive: where layers store what
+backward needs, and where they recompute most of it, which leaves W the same amount."""
 
 
 class Coefficients(NamedTuple):
     """`steady` and `fill` of the closed form."""
 
     of: Callable[[int, int, float], tuple[float, float]]
-    """Of P ranks, m micro-batches and the share of a rank's work in its largest stage."""
+    """Function of P ranks, m micro-batches and the share of a rank's work in its largest stage; it
+    returns `steady` and `fill`."""
     text: str
-    """How a certificate says them, and of which schedules."""
+    """Formula in a certificate, with the schedules that it is valid for."""
 
 
 DRAINED = Coefficients(
@@ -152,38 +153,40 @@ class Schedule:
 
     name: str
     order: Callable[[int, Shape], Order]
-    """Of one rank."""
+    """Function that returns the order of one rank."""
     coefficients: Coefficients
     stages_per_rank: tuple[int, int | None] = (1, 1)
-    """The fewest and the most, None being no limit: one alone, or from two on."""
+    """Smallest and largest number of stages on a rank, None for no limit."""
     placement: Literal["loop", "v"] = "loop"
     """Stages go round the ranks, or down and up again: rank r has stages r and 2 P - 1 - r."""
     micro_batches_needed: Callable[[Shape], str] = lambda shape: ""
-    """What it needs instead of this number of micro-batches; nothing if it can take them."""
+    """Function that names the numbers of micro-batches that the schedule accepts; an empty string
+    if it accepts those of the shape."""
     splits_backward: bool = False
-    """Gradients of inputs and of weights are made apart."""
+    """Gradients of inputs and of weights are computed separately."""
     forwards_first: bool = False
     """No backward starts before the last forward has ended, on any rank: the slowest forward and
     the slowest backward count apart."""
     last_waits: bool = True
     """The last stage may do something between a forward and its backward."""
     weight_versions: int = 1
-    """How many copies of its parameters a rank has; more than once if the pipeline never drains."""
+    """Number of copies of its parameters on a rank; above 1 if the pipeline never drains."""
     repeats: bool = False
-    """From 2 P micro-batches on ranks hold the same, however many there are."""
+    """From 2 P micro-batches on, the counts in flight do not depend on their number."""
     in_flight: Callable[[int, Shape], InFlight] | None = None
     """Closed form of the counts of a rank, or more, before m V limits them."""
     fullest: Callable[[Shape, float], Fullest] | None = None
-    """Closed form of every rank's fullest backward, of what one counts that waits for W; without
-    one orders are gone through."""
+    """Closed form of every rank's fullest backward, from the weight of a micro-batch that waits for
+    W; None: the orders are scanned."""
     no_slower: str | None = None
-    """A schedule that no split is slower under; it is preferred where it needs no more memory."""
+    """Schedule under which no split is slower; it is preferred where it needs no more memory."""
     phi_bound: bool = False
-    """Its simulated step is bounded from below however stages are cut (`simulated_bounds`)."""
+    """The simulated step has a lower bound that holds for every cut of stages
+    (`simulated_bounds`)."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What frameworks call it; one that is not there cannot run it."""
+    """Name of the schedule by framework; a framework that is not listed cannot run it."""
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Further lines of a framework's configuration."""
+    """Further lines of the configuration by framework."""
 
     def __post_init__(self) -> None:
         least, most = self.stages_per_rank
@@ -197,21 +200,21 @@ class Schedule:
 
     @property
     def stale(self) -> bool:
-        """Whether the pipeline never drains, so that gradients are a step old."""
+        """True if the pipeline never drains, so that gradients are a step old."""
         return self.weight_versions > 1
 
     @property
     def several_stages(self) -> bool:
-        """Whether ranks hold more than one stage."""
+        """True if ranks hold more than one stage."""
         return self.stages_per_rank[0] > 1
 
     def takes(self, virtual_stages: int) -> bool:
-        """Whether ranks may have this number of stages."""
+        """Return True if ranks may have this number of stages."""
         least, most = self.stages_per_rank
         return least <= virtual_stages and (most is None or virtual_stages <= most)
 
     def homes(self, shape: Shape) -> tuple[int, ...]:
-        """[stage] Return the rank of each stage."""
+        """Return the rank of each stage, [stage]."""
         stages = range(shape.stages)
         if self.placement == "v":
             return tuple(min(stage, shape.stages - 1 - stage) for stage in stages)
@@ -234,9 +237,10 @@ class Schedule:
 
 @lru_cache(maxsize=1 << 10)
 def _count_in_flight(schedule: Schedule, rank: int, shape: Shape) -> InFlight:
-    """Count what a rank has, action by action.
+    """Return a rank's counts in flight, action by action.
 
-    Of `alive` every stage counts as much as the fullest: the last j of V stages are within j / V.
+    In `alive` every stage counts as much as the fullest, so that the last j of V stages have at
+    most j / V of it.
     """
     alive = {stage: 0 for stage, home in enumerate(schedule.homes(shape)) if home == rank}
     whole = deferred = 0

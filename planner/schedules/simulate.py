@@ -24,7 +24,7 @@ _MICRO_BATCH = itemgetter(Action._fields.index("micro_batch"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When every action of every rank starts and ends."""
+    """Start and end of every action of every rank."""
 
     makespan_s: float
     orders: tuple[Order, ...]
@@ -34,11 +34,11 @@ class Timeline:
     """[rank, action]"""
 
     def finish_s(self, rank: int) -> float:
-        """Return when a rank has done its last action."""
+        """Return the time at which a rank has done its last action."""
         return self.ends_s[rank][-1] if self.ends_s[rank] else 0.0
 
     def busy_s(self, rank: int) -> float:
-        """Return how long a rank computes and sends."""
+        """Return the seconds in which a rank computes and sends."""
         seconds: float = sum(map(sub, self.ends_s[rank], self.starts_s[rank]))
         return seconds
 
@@ -87,7 +87,7 @@ def timeline(
     done_s = [-1.0] * (3 * stages * count)
     waiting: dict[int, int] = {}
     position = [0] * len(orders)
-    # What a rank does next: the action that it waited for, then the rest of its order.
+    # A rank's next actions: the one that it waited for, then the rest of its order.
     first: list[Sequence[Action]] = [()] * len(orders)
     rest = [iter(order) for order in orders]
     clock = [0.0] * len(orders)
@@ -138,21 +138,21 @@ def timeline(
 
 
 class _Step(NamedTuple):
-    """What every action of one kind of one stage has in common.
+    """Figures that all actions of one kind and one stage share.
 
-    What is made lies in rows of one entry per micro-batch: outputs by stage, then gradients of
-    inputs, then those of weights.  Rows are named by their first entry.
+    Results are in rows of one entry per micro-batch: outputs by stage, then gradients of inputs,
+    then those of weights.  Rows are named by their first entry.
     """
 
     seconds: float
     row: int
-    """What the action makes."""
+    """Row of the action's results."""
     source: int
-    """What it takes from another stage, -1 if nothing."""
+    """Row that the action reads from another stage, -1 if none."""
     delay_s: float
-    """Until `source` arrives."""
+    """Seconds until `source` arrives."""
     local: int
-    """What the same rank must have made before, -1 if nothing."""
+    """Row that the same rank must have computed before, -1 if none."""
 
 
 def _steps(
@@ -187,7 +187,7 @@ def _steps(
 
 
 def _rank_of_stage(orders: Sequence[Order], stages: int) -> list[int]:
-    """Return where each stage's actions stand; -1 for a stage that has none."""
+    """Return the rank of each stage's actions; -1 for a stage without actions."""
     rank_of = [-1] * stages
     for rank, order in enumerate(orders):
         for stage in set(map(_STAGE, order)):

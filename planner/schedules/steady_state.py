@@ -51,17 +51,17 @@ from meshwright.planner.schedules.schedule_record import Action, Kind, Order
 from meshwright.planner.schedules.simulate import timeline
 
 WORTH = 20_000
-"""Actions of a step from which it is looked at for its pattern."""
+"""Number of actions from which a step is searched for its pattern."""
 LAYERS = 6
 """A step with fewer layers than this is simulated as a whole."""
 _BITS = 60
-"""Of the largest time there may be."""
+"""Bits of the largest possible time."""
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """[rank] When a rank has done its last action, and how long it computes and sends."""
+    """[rank] Time at which a rank has finished, and the seconds in which it computes and sends."""
 
     finish_s: tuple[float, ...]
     busy_s: tuple[float, ...]
@@ -84,7 +84,7 @@ class StageTimes:
 def rank_times(
     schedule: str, times: StageTimes, *, micro_batches: int, virtual_stages: int = 1
 ) -> RankTimes:
-    """Return when ranks end under a schedule.
+    """Return the times at which ranks end under a schedule.
 
     >>> times = StageTimes(forward_s=[1.0] * 4, backward_s=[2.0] * 4, weight_s=None,
     ...     transfer_s=[0.0] * 3, exposed_s=[0.0] * 3)
@@ -164,15 +164,15 @@ class _ActionNode(NamedTuple):
     source: int
     lag: int
     boundary: int
-    """Whose transfer delays the source; -1 on one rank."""
+    """Boundary between stages whose transfer delays the source; -1 on one rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """A schedule's lists as a beginning, a repeated layer and an end, for m0 + n · period.
 
-    Nodes stand after those that they wait for.  `own` of an end's first action, and of a layer's,
-    is the last one of the rank before it.
+    Nodes come after those that they wait for.  `own` of an end's first action, and of a layer's, is
+    the last one of the rank before it.
     """
 
     micro_batches: int
@@ -228,7 +228,7 @@ def _later(order: Iterable[Action], period: int) -> Iterator[Action]:
 
 
 def source_of(action: Action, stages: int, split: set[tuple[int, int]]) -> Action | None:
-    """Return what an action takes from another stage; `split` are backwards with an I."""
+    """Return the action of another stage that an action waits for; `split` backwards have an I."""
     stage, kind, m = action
     if kind == "F":
         return Action(stage - 1, "F", m) if stage else None
@@ -309,7 +309,7 @@ def _compile_cut(
 ) -> Cut:
     """Return a cut with its nodes in the order of their arcs."""
     stages, ranks = len(home), len(once)
-    # Which backwards are split may depend on how many micro-batches are left.
+    # The set of split backwards may depend on the number of remaining micro-batches.
     splits = split_of(twice), split_of(twice), split_of(once)
     sizes = [len(b) - len(a) for a, b in zip(once, twice, strict=True)]
     parts = (
@@ -322,7 +322,7 @@ def _compile_cut(
     )
     first = {action: at for at, (_, action) in enumerate(begin)}
     middle: dict[tuple[int, Kind, int], tuple[int, int]] = {}
-    """By stage, kind and micro-batch modulo the period: place in the layer, and micro-batch."""
+    """Place in the layer and micro-batch, by stage, kind and micro-batch modulo the period."""
     for at, (_, (stage, kind, m)) in enumerate(layer):
         middle[stage, kind, m % period] = at, m
     last_begun, last_layer = [-1] * ranks, [-1] * ranks
@@ -337,7 +337,7 @@ def _compile_cut(
         own_of: Sequence[int],
         own_lag: int,
     ) -> list[_ActionNode]:
-        """`own_of` [rank] is what stands before the part, by the number of layers before."""
+        """`own_of` [rank] is the node before the part, by the number of layers before."""
         inside = {action: at for at, (_, action) in enumerate(part)}
         before = [(node, own_lag) for node in own_of]
         edges = []
@@ -444,7 +444,7 @@ class _Layers:
         self._furthest = len(cut.last_done) if cut.period == 1 else 1
         self._kept = 2 * self._furthest + self._deepest + 1
         self._own = 0
-        """How many of the rows are layers that were simulated one after the other."""
+        """Number of rows of layers that were simulated one after the other."""
         self._repeats = [0] * (self._furthest + 1)
         """[g] For how many layers the first action is as much later than g layers before."""
         layer, none = cut.layer, np.zeros(len(cut.layer), dtype=np.int64)

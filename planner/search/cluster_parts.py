@@ -7,8 +7,8 @@ are looked at in the order of a bound that depends on their number of devices al
 to that.  What is left falls to the bounds of its configurations, or is searched like the whole.
 
 Devices of a CPU are processes, of which the user says how many there are.  Of several groups of
-devices every set is a part too, and every part of each group alone (planner.search.group_sets); of
-a set that keeps several groups all devices are used.
+devices every set is a part too, and every part of each group alone (planner.search.group_sets).
+Where some devices of several groups may be faster, plans are looked for, and nothing is proven.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.catalog.expressions import part_name
 from meshwright.planner.costs.cost_cache import FigureStore
@@ -34,6 +35,7 @@ from meshwright.planner.search.bounds.degree_bounds import DegreeBounds
 from meshwright.planner.search.bounds.device_counts import LeastSteps
 from meshwright.planner.search.goals import SimulatedStepGoal
 from meshwright.planner.search.group_sets import (
+    fewer_devices,
     least_together_s,
     on_group_set,
     proper_sets,
@@ -41,17 +43,20 @@ from meshwright.planner.search.group_sets import (
 from meshwright.planner.search.plan_candidate import Ranked
 from meshwright.planner.search.plan_preference import BESIDE, Prefer, with_preference
 from meshwright.planner.search.proof_account import of_parts
-from meshwright.planner.search.proof_budget import BRIEF, USUAL, Effort, GapProgress
+from meshwright.planner.search.proof_budget import BRIEF, NEAR, USUAL, Effort, GapProgress
 from meshwright.planner.search.queue import Queue
 from meshwright.planner.search.search import MARGIN, check_request, search, spaces_of
 from meshwright.planner.search.spaces.chain import ChainSpace
 from meshwright.planner.search.spaces.simulated_chain import SimulatedChain, Spent
 from meshwright.planner.system.gc_pause import pause_collector
 
-MOST_BOUNDED = 64
-"""Parts whose configurations are bounded, beside a plan that is known."""
-MOST_SEARCHED = 48
-"""Parts that are searched like the whole cluster."""
+if TYPE_CHECKING:
+    from meshwright.planner.search.bounds.layout_bounds import Candidates
+
+MOST_FAMILIES = 6_000
+"""Families of layouts of all parts that are bounded or searched beside a plan that is known."""
+MOST_LIKELY = 16
+"""Parts among which the one is looked for that is likely to be the fastest."""
 SEARCHED_IN_ORDER = 3
 """Parts that are searched before the one is looked for that is likely to be the fastest."""
 BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
@@ -59,6 +64,11 @@ BOUNDED = Effort(likely=0, tried=0, solved=4, programs=0)
 SOLVED, PROGRAMS = 4, 1
 """Of the usual effort, what a part gets beside a plan that is known: whether it is faster matters
 more than by how little it is not."""
+MOST_FEWER = 120
+"""Over the devices of a cluster: parts with some devices of several groups of which plans are
+looked for."""
+QUICK = replace(BESIDE, likely=0, tried=0)
+"""What looking for a plan of such a part may take."""
 ANY_S = sys.float_info.max
 """Slower than any plan: a search below it ends without the diagnosis of why nothing fits."""
 
@@ -119,25 +129,36 @@ def parts_of(
         yield ClusterPart(part, bound_s, whole=False, kept=kept, degrees=degrees)
 
 
-def parts_of_groups(request: Request, store: FigureStore) -> Iterator[ClusterPart]:
-    """Yield all groups, each alone with its parts, and the sets that leave some out."""
+def parts_of_groups(
+    request: Request, least: Sequence[LeastSteps], store: FigureStore
+) -> Iterator[ClusterPart]:
+    """Yield all groups, each alone with its parts, and the sets that leave some out.
+
+    `least` is of each group alone.
+    """
     groups = request.cluster.groups
-    least: list[LeastSteps] = []
-    for at in range(len(groups)):
+    for at, of_group in enumerate(least):
         alone = on_group_set(request, (at,))
-        least.append(LeastSteps(alone, store))
-        yield from parts_of(alone, least[-1], DegreeBounds(alone, store, least[-1]), (at,))
+        yield from parts_of(alone, of_group, DegreeBounds(alone, store, of_group), (at,))
     yield ClusterPart(request, least_together_s(request, groups, least), whole=True)
     for kept in proper_sets(len(groups)):
         bound_s = least_together_s(request, [groups[at] for at in kept], [least[at] for at in kept])
         yield ClusterPart(on_group_set(request, kept), bound_s, whole=False, kept=kept)
 
 
-def _in_order(parts: Iterable[ClusterPart]) -> list[ClusterPart]:
-    """Return the lowest bound first, then the most devices; sets of several groups come last."""
-    return sorted(
-        parts, key=lambda part: (part.is_set, part.bound_s, -part.request.cluster.devices)
-    )
+def _in_order(parts: Iterable[ClusterPart], request: Request) -> list[ClusterPart]:
+    """Return the lowest bound first, then the most devices; sets of several groups come last.
+
+    Of several groups each comes first alone, which is soon searched and limits the search of all.
+    """
+    sizes = [group.devices for group in request.cluster.groups]
+
+    def rank(part: ClusterPart) -> tuple[object, ...]:
+        devices = part.request.cluster.devices
+        alone = len(part.kept) == 1 and devices == sizes[part.kept[0]]
+        return part.is_set, not alone, bool(part.kept), part.bound_s, -devices
+
+    return sorted(parts, key=rank)
 
 
 @pause_collector()
@@ -155,34 +176,45 @@ def search_parts(
 
     NoPlanFits says why the whole cluster has no plan, where no part has one either.
     """
-    quietly = partial(search, solver=solver, top=top, effort=effort)
+    # Plans on a single group of several are those of other parts.
+    fewest = 2 if request.cluster.is_mixed else 1
+    quietly = partial(search, solver=solver, top=top, effort=effort, fewest_groups=fewest)
     aloud = partial(quietly, progress=progress, gap_progress=gap_progress)
     check_request(request, solver)
     if not has_parts(request):
         fastest = aloud(request)
         part = ClusterPart(request, 0.0, whole=True)
         return PartAnswer(part, fastest, with_preference(request, fastest, prefer))
-    store = FigureStore()
-    if len(request.cluster.groups) > 1:
-        waiting = _in_order(parts_of_groups(request, store))
+    store, groups = FigureStore(), len(request.cluster.groups)
+    if groups > 1:
+        least = [LeastSteps(on_group_set(request, (at,)), store) for at in range(groups)]
+        waiting = _in_order(parts_of_groups(request, least, store), request)
     else:
-        least = LeastSteps(request, store)
-        waiting = _in_order(parts_of(request, least, DegreeBounds(request, store, least)))
+        least = [LeastSteps(request, store)]
+        degrees = DegreeBounds(request, store, least[0])
+        waiting = _in_order(parts_of(request, least[0], degrees), request)
     parts = _PartSearch(prefer=prefer, effort=effort, store=store, links=request.cluster.tiers)
+    tried_likeliest = False
     while waiting:
         part = waiting[0]
-        if parts.searched == SEARCHED_IN_ORDER and parts.best is not None:
-            part = parts.likeliest(waiting) or part
+        if parts.searched >= SEARCHED_IN_ORDER and parts.best is not None and not tried_likeliest:
+            tried_likeliest, part = True, parts.likeliest(waiting) or part
         waiting.remove(part)
         parts.look_at(part, aloud if part.whole else quietly)
+    if groups > 1:
+        parts.look_for_fewer(request, least, quietly)
     best = parts.best
     if best is None:
         search(request, solver=solver, store=store)  # says why
         raise NoPlanFits(f"no plan of {request.model.name} fits a part of {request.cluster.name}")
     if parts.whole is not None and not best.part.whole:
         best = _with_all_devices(request, parts.whole, best, prefer)
-    groups = len(request.cluster.groups)
-    certificate = of_parts(best.answer.certificate, parts.bounds_s, left=parts.left, groups=groups)
+    certificate = of_parts(
+        best.answer.certificate,
+        parts.bounds_s,
+        unproven=parts.unproven,
+        fewer=parts.fewer if groups > 1 else None,
+    )
     return replace(best, answer=replace(best.answer, certificate=certificate))
 
 
@@ -201,10 +233,15 @@ class _PartSearch:
     """Of each part, what no plan of it takes less than."""
     whole_s: float = 0.0
     """Of all devices."""
-    bounded: int = 0
     searched: int = 0
-    left: int = 0
+    families: int = 0
+    """Of the parts that were looked at."""
+    unproven: int = 0
     """Parts that were not looked at to the end."""
+    fewer: int = 0
+    """Parts with some devices of several groups of which plans were looked for."""
+    _spaces: dict[str, list[Candidates]] = field(default_factory=dict)
+    """[cluster] Of a part, what may be faster than the best plan that was known."""
 
     @property
     def limit_s(self) -> float:
@@ -219,48 +256,88 @@ class _PartSearch:
         """
         first: ClusterPart | None = None
         least_s = self.limit_s
-        for part in waiting[:MOST_BOUNDED]:
-            if part.bound_s >= least_s or part.is_set:
+        for part in waiting[:MOST_LIKELY]:
+            if part.bound_s >= least_s or part.degrees is None or self.is_spent:
                 break
             with contextlib.suppress(NoPlanFits, DocumentError):
-                quick = search(part.request, below_s=least_s, effort=BESIDE, store=self.store)
+                quick = search(
+                    part.request,
+                    below_s=least_s,
+                    effort=BESIDE,
+                    store=self.store,
+                    candidates=self._may_be_faster(part, part.degrees),
+                )
                 if quick.prediction.step_time_s < least_s:
                     first, least_s = part, quick.prediction.step_time_s
         return first
 
     def look_at(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
-        """Exclude a part, or search it; it counts by its bound where neither is worth the time."""
-        if part.bound_s < self.limit_s and self.best is not None and self.bounded < MOST_BOUNDED:
-            self.bounded += 1
-            part = replace(part, bound_s=self._bound_s(part, self.best.answer))
-        excluded = part.bound_s >= self.limit_s
-        if excluded or (self.searched >= MOST_SEARCHED and not part.whole):
+        """Exclude a part, or search it, unless that is too much together with the others."""
+        if part.bound_s >= self.limit_s:
             self.bounds_s.append(part.bound_s)
-            self.left += not excluded
             return
-        self._search(part, searched)
+        if self.is_spent and not part.whole:
+            self.unproven += 1
+            return
+        if self.best is None or part.degrees is None:
+            self._search(part, searched)
+            return
+        candidates = self._may_be_faster(part, part.degrees)
+        del self._spaces[part.request.cluster_name]
+        bound_s = self._bound_s(part, candidates, self.best.answer)
+        if bound_s >= self.limit_s:
+            self.bounds_s.append(bound_s)
+            return
+        self._search(part, searched, candidates)
 
-    def _bound_s(self, part: ClusterPart, best: Answer) -> float:
+    @property
+    def is_spent(self) -> bool:
+        """Whether enough of the parts was looked at."""
+        return self.families >= MOST_FAMILIES
+
+    def _may_be_faster(self, part: ClusterPart, degrees: DegreeBounds) -> list[Candidates]:
+        """Return the layouts of a part whose degrees may be faster than the best that is known."""
+        name, request = part.request.cluster_name, part.request
+        if name not in self._spaces:
+            some = degrees.below(request, self.limit_s)
+            spaces: list[Any] = []
+            if some:
+                with contextlib.suppress(DocumentError):
+                    spaces = list(spaces_of(request, store=self.store, degrees=some))
+            self._spaces[name] = [space.candidates for space in spaces]
+            self.families += sum(len(of.families) for of in self._spaces[name])
+        return self._spaces[name]
+
+    def look_for_fewer(
+        self, request: Request, least: Sequence[LeastSteps], searched: Callable[..., Answer]
+    ) -> None:
+        """Look for plans on some devices of several groups; nothing is proven of these."""
+        most = max(2, MOST_FEWER // request.cluster.devices)
+        for bound_s, kept, shapes in fewer_devices(request, least, self.limit_s):
+            limit_s = self.limit_s
+            if bound_s >= limit_s or self.fewer == most:
+                continue
+            self.fewer += 1
+            part = ClusterPart(on_group_set(request, kept, shapes), bound_s, False, kept)
+            with contextlib.suppress(NoPlanFits, DocumentError):
+                quick = search(
+                    part.request,
+                    below_s=min(ANY_S, limit_s * (1 + MARGIN)),
+                    effort=QUICK,
+                    store=self.store,
+                    faster_than=None if self.best is None else _ranked(self.best.answer),
+                    fewest_groups=len(kept),
+                )
+                if quick.prediction.step_time_s < limit_s * (1 + NEAR):
+                    self._search(part, searched)
+
+    def _bound_s(self, part: ClusterPart, candidates: Sequence[Candidates], best: Answer) -> float:
         """Return what no plan of a part takes less than, as far as that matters beside the best."""
         goal = SimulatedStepGoal(_ranked(best), BOUNDED)
-        if part.degrees is None:
+        if part.request.model.edges and candidates:
             return part.bound_s
-        degrees = part.degrees.below(part.request, goal.limit_s)
-        if not degrees:
-            return max(part.bound_s, goal.step_s)
         queue, spent = Queue(goal), Spent()
-        try:
-            spaces = list(spaces_of(part.request, store=self.store, degrees=degrees))
-        except DocumentError:
-            return math.inf
-        chains = [
-            SimulatedChain(space, goal, spent, 0.0)
-            for space in spaces
-            if isinstance(space, ChainSpace)
-        ]
-        if len(chains) < len(spaces):
-            return part.bound_s
-        queue.run(*chains)
+        queue.run(*(SimulatedChain(ChainSpace(of), goal, spent, 0.0) for of in candidates))
         lowest = queue.lowest()
         bound_s = goal.step_s if lowest is None else min(goal.step_s, lowest.bound_s)
         return max(part.bound_s, bound_s)
@@ -278,11 +355,19 @@ class _PartSearch:
         are_same = joined == links.model_copy(update={"devices": joined.devices})
         return max(part.bound_s, self.whole_s if are_same else 0.0)
 
-    def _search(self, part: ClusterPart, searched: Callable[..., Answer]) -> None:
-        """Search a part; its answer may be the best."""
+    def _search(
+        self,
+        part: ClusterPart,
+        searched: Callable[..., Answer],
+        candidates: Sequence[Candidates] = (),
+    ) -> None:
+        """Search a part; its answer may be the best.
+
+        `candidates` are all of it that may be faster than the best that is known.
+        """
         self.searched += 1
-        effort = self.effort
-        if self.best is not None and effort is USUAL:
+        effort, limit_s = self.effort, self.limit_s
+        if self.best is not None and effort is USUAL and not part.whole:
             effort = replace(effort, solved=SOLVED, programs=PROGRAMS)
         try:
             fastest = searched(
@@ -291,10 +376,13 @@ class _PartSearch:
                 effort=effort,
                 store=self.store,
                 faster_than=None if self.best is None else _ranked(self.best.answer),
+                candidates=candidates,
             )
         except NoneFaster:
             if part.is_set:
                 self.bounds_s.append(self._set_bound_s(part))
+            elif candidates:
+                self.bounds_s.append(limit_s)
             return
         except NoPlanFits:
             return
@@ -302,11 +390,15 @@ class _PartSearch:
             if part.whole:
                 raise
             return
-        self.bounds_s.append(fastest.certificate.lower_bound_s)
+        is_faster = fastest.prediction.step_time_s < limit_s
+        if is_faster and candidates:  # a certificate is of all that a part has
+            self.searched -= 1
+            self._search(part, searched)
+            return
+        self.bounds_s.append(min(fastest.certificate.lower_bound_s, limit_s))
         if part.whole:
             self.whole_s = fastest.certificate.lower_bound_s
-        limit_s = self.limit_s
-        if fastest.prediction.step_time_s >= limit_s:
+        if not is_faster:
             return
         answer = PartAnswer(part, fastest, with_preference(part.request, fastest, self.prefer))
         self.whole = answer if part.whole else self.whole

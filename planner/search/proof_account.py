@@ -73,6 +73,8 @@ LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 """What `meshwright predict` prices and no search of the native framework looks at unasked."""
 LEFT_OUT_OF_PARTS = LEFT_OUT.removeprefix(f"{UNSEARCHED[0]}, ")
 """The same where all parts of a cluster are looked at."""
+LEFT_OUT_OF_SOME = f"other parts of the cluster, {LEFT_OUT_OF_PARTS}"
+"""The same where that is proven of some parts."""
 
 
 @dataclass(slots=True)
@@ -156,22 +158,25 @@ def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certi
 
 
 def of_parts(
-    certificate: Certificate, bounds_s: Sequence[float], *, left: int, groups: int = 1
+    certificate: Certificate, bounds_s: Sequence[float], *, unproven: int, fewer: int | None
 ) -> Certificate:
-    """Return the certificate of a part with what is proven of the cluster and all of its parts.
+    """Return the certificate of a part with what is proven of the cluster and its parts.
 
-    `left` of them were not looked at to the end, and count by their bounds.  Of several `groups`
-    no part has fewer devices of more than one.
+    Nothing is proven of `unproven` others, nor, of several groups, of `fewer` parts with some
+    devices of more than one, of which plans were looked for.
     """
     bound_s = min(certificate.objective_s, *bounds_s)
     claim = f" That is valid for {len(bounds_s)} parts of the cluster, all devices among them"
-    claim += ", none with some devices of several groups" if groups > 1 else ""
-    claim += f"; {left} of them are excluded no further." if left else "."
+    claim += f"; of {unproven} others nothing is proven" if unproven else ""
+    if fewer:
+        claim += f"; plans of {fewer} with some devices of several groups were looked for, no proof"
+    claim += "."
     update: dict[str, object] = {
         "lower_bound_s": bound_s,
         "gap": _gap(certificate.objective_s, bound_s),
         "optimal": bound_s >= certificate.objective_s * (1 - PROVEN),
         "parts": len(bounds_s),
+        "unproven_parts": None if fewer is None and not unproven else unproven + (fewer or 0),
     }
     proof = certificate.plan
     if proof is not None:

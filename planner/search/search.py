@@ -77,6 +77,7 @@ def search(
     gap_progress: GapProgress | None = None,
     store: FigureStore | None = None,
     faster_than: Ranked | None = None,
+    fewest_groups: int = 1,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
@@ -119,13 +120,15 @@ def search(
         What the proof may take; who hears the gap that is left.
     faster_than
         Nothing is simulated that cannot be faster than this plan of another part of the cluster.
+    fewest_groups
+        Of devices that differ; plans on fewer groups are those of another part of the cluster.
     """
     started = time.process_time()
     check_request(request, solver)
     goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal, progress=progress)
     spaces: list[Any] = []
-    for space in spaces_of(request, solver, rules, candidates, store):
+    for space in spaces_of(request, solver, rules, candidates, store, fewest_groups=fewest_groups):
         spaces.append(space)
         queue.run(space)
     bests = goal.ranking()
@@ -346,6 +349,7 @@ def spaces_of(
     store: FigureStore | None = None,
     effort: GraphEffort | None = None,
     degrees: Sequence[Degrees] | None = None,
+    fewest_groups: int = 1,
 ) -> Iterator[SearchSpace]:
     """Yield the spaces of a request in the order in which they are looked at.
 
@@ -354,7 +358,7 @@ def spaces_of(
     """
     by_program = solver == "ilp"
     if request.cluster.is_mixed:
-        yield from _of_groups(request, by_program=by_program)
+        yield from _of_groups(request, fewest_groups, by_program=by_program)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, candidates_before, store, degrees)
@@ -372,8 +376,8 @@ def spaces_of(
         candidates_before = candidates_before or (candidates,)
 
 
-def _of_groups(request: Request, *, by_program: bool) -> Iterator[SearchSpace]:
-    """Yield the layouts of every set of groups, the largest first.
+def _of_groups(request: Request, fewest: int, *, by_program: bool) -> Iterator[SearchSpace]:
+    """Yield the layouts of every set of at least the `fewest` groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
     """
@@ -383,7 +387,7 @@ def _of_groups(request: Request, *, by_program: bool) -> Iterator[SearchSpace]:
     from meshwright.planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
 
     cluster = request.cluster
-    for count in range(len(cluster.groups), 0, -1):
+    for count in range(len(cluster.groups), fewest - 1, -1):
         for groups in itertools.combinations(cluster.groups, count):
             candidates = GroupCandidates(request.on_groups(groups), cluster)
             # A requirement speaks of the stages of a pipeline.

@@ -1,10 +1,10 @@
 """Python's collector of cycles, off where millions of objects are made and few are in a cycle.
 
-What a process frees while it does the same again and again stays with it.
+Memory that a process frees while it repeats the same work stays with it.
 
 glibc gives the top of its heap back to the system whenever more of it is free than some threshold,
-and the next allocation takes a page fault for each 4 KiB, of 2 µs on a virtual machine.  Whether a
-training step does so depends on what happens to lie at the top: of ranks with equal work some took
+and the next allocation takes a page fault for each 4 KiB, of 2 µs on a virtual machine.  A training
+step does so or not, by the blocks that happen to be at the top: of ranks with equal work some took
 none and others up to 3,800 a step, forked or started afresh.
 """
 
@@ -21,9 +21,9 @@ from contextlib import contextmanager
 def pause_collector() -> Iterator[None]:
     """Keep the collector from looking for cycles: objects without one are freed as ever.
 
-    It would go through all objects again and again, a sixth of a large search's seconds and a
-    fifth of a large table's.  What is left in the end counts as old, or the collector would go
-    through all of it at once; unless somebody has frozen objects, which would count as old too.
+    It would go through all objects again and again, a sixth of a large search's seconds and a fifth
+    of a large table's.  Objects that remain at the end count as old, or the collector would go
+    through all of them at once; unless objects were frozen before, which would count as old too.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -39,15 +39,15 @@ def pause_collector() -> Iterator[None]:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_BYTES = 2**31 - 1
-"""Of the top that stay, as many as mallopt takes."""
+"""Largest size of the free top of the heap that stays, the limit of mallopt."""
 LARGE_BYTES = 2**25
-"""Of a block that goes back at once; glibc takes no more."""
+"""Size of a block that is returned at once; glibc accepts no larger one."""
 
 
 def keep_freed() -> bool:
-    """Keep what is freed from here on, after what is free now was given back.
+    """Give free memory back to the system now, and keep all memory that is freed from here on.
 
-    Says whether the C library can do so: glibc alone does.
+    Return True if the C library can do so; only glibc can.
 
     >>> keep_freed() == (sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"))
     True

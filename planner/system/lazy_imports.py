@@ -12,7 +12,7 @@ from meshwright.planner.errors import LaunchError
 
 
 class OnUse:
-    """A module that is imported when something of it is asked for.
+    """A module that is imported on the first access to one of its attributes.
 
     >>> OnUse("math", "rounding").floor(1.5)
     1

@@ -1,4 +1,4 @@
-"""Progress of long work, as events for whoever listens."""
+"""Progress of long work, as events for listeners."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def progress_lines(
 
 
 def running(text: str) -> AbstractContextManager[None]:
-    """Say what runs inside of this, if somebody listens."""
+    """Report the activity inside of this context to a listener, if there is one."""
     lines = _lines.get()
     return nullcontext() if lines is None else lines.running(text)

@@ -21,7 +21,7 @@ from meshwright.planner.errors import DocumentError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _SYSTEM = ("/dev/", "/proc/")
-"""Where links lead to what a process has open: `/dev/stdout`."""
+"""Folders whose links lead to open files of a process: `/dev/stdout`."""
 
 
 def open_below(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
@@ -58,8 +58,8 @@ def open_below(path: Path, *, within: Path, append: bool = False) -> BinaryIO:
 def replace_file(text: str, path: Path, *, private: bool = False) -> None:
     """Write a text file whole or not at all: beside, then under its name.
 
-    A link is replaced, not followed.  A pipe or device that a user names is written to as it is,
-    a pipe only while somebody reads it.
+    A link is replaced, not followed.  A pipe or device that a user names is written to as it is, a
+    pipe only while it has a reader.
     """
     try:
         if _is_stream(path):
@@ -110,7 +110,7 @@ def folder_beside(path: Path) -> Path:
 
 
 def _umask() -> int:
-    """Return what this process's new files do not permit."""
+    """Return the permissions that this process's new files lack."""
     umask = os.umask(0)
     os.umask(umask)
     return umask
@@ -136,7 +136,7 @@ def _check(status: os.stat_result, path: Path) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether a pipe or device is named: itself, or as the system's name for one."""
+    """Return True if a path names a pipe or device, itself or by the system's name for one."""
     system = str(path.absolute()).startswith(_SYSTEM)
     try:
         mode = path.stat(follow_symlinks=system).st_mode

@@ -82,9 +82,9 @@ def _flush() -> None:
 
 
 def stdout_is_lost() -> bool:
-    """Say whether what was printed cannot be written: a full disk, or nobody who reads.
+    """Return True if what was printed cannot be written: a full disk, or no reader.
 
-    What is left of it is dropped then, or Python would complain of it at its end.
+    The rest of the output is dropped then, or Python would report it at its end.
     """
     if sys.stdout is None:
         return False

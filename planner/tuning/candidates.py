@@ -1,6 +1,6 @@
 """Plans worth a trial: those of the space that may be faster than the one predicted fastest.
 
-Of each mesh the search gives its best plan; the meshes that may win are searched again with the
+The search gives the best plan of each mesh; the meshes that may win are searched again with the
 micro-batch halved and doubled and with everything recomputed, since those are choices about which
 constants in doubt decide.  What is left is what may win: under the belief before any trial it is
 faster than the fastest with a probability of CHANCE at least.
@@ -27,15 +27,15 @@ from meshwright.planner.tuning.trial_options import TrialOption
 
 CHANCE = 0.025
 MESHES = 16
-"""Of which the best plans are looked at."""
+"""Number of meshes whose best plans are candidates."""
 VARIED = 4
-"""The fastest of them, which are searched again with other choices."""
+"""Number of the fastest plans that are searched again with other choices."""
 MOST = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialCandidate:
-    """A plan that may be tried, and what it should do."""
+    """A plan that may be tried, and its prediction."""
 
     plan: Plan
     prediction: Prediction
@@ -43,7 +43,7 @@ class TrialCandidate:
 
     @property
     def peak_bytes(self) -> float:
-        """Predicted, of the first stage, whose rank 0 tells its memory."""
+        """Predicted peak bytes of the first stage, whose rank 0 reports its memory."""
         return self.prediction.stages[0].peak_memory_bytes
 
 

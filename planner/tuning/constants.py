@@ -38,9 +38,9 @@ def calibration(
 
     Everything takes `kernels` times as long: that is the pace.  Links are slower by their own
     constant beside, of which the innermost tier has those inside a node, and so is what is fixed of
-    steps and actions.  The rest of the belief, which speaks of choices and not of the machine,
-    stays with the trials.  Links that the cluster on which trials ran, if it is another (`seen`),
-    does not have follow nothing.  `cluster` is without the pace that was known before.
+    steps and actions.  The rest of the belief is about choices, not the machine, and stays with the
+    trials.  Links that the cluster on which trials ran, if it is another (`seen`), does not have
+    follow nothing.  `cluster` is without the pace that was known before.
     """
     constants = {constant.name: constant for constant in posterior.constants}
     fixed = math.exp(constants["host"].mean)
@@ -81,9 +81,9 @@ def as_measured(
 ) -> Calibration:
     """Return constants with the pace at which the first of some runs is predicted as measured.
 
-    Their spread is at least one within which all those runs are.  `predicted_s` says what each
-    takes with some constants; what constants cannot say of a machine, what its plans have in
-    common, is in that spread.
+    Their spread is at least one within which all those runs are.  `predicted_s` returns the seconds
+    of each with some constants; that spread contains what a machine's plans have in common beside
+    the constants.
     """
     for _ in range(TURNS):
         slower = measured_s[0] / predicted_s(calibration, 0)

@@ -1,8 +1,8 @@
 """Noise of the median of a trial's timed steps, from the steps of all trials.
 
-A few steps that happen to be alike say little of how alike steps are; those of all trials of a
-machine do.  Spreads are standard deviations of steps as a share of their median, pooled over trials
-by degrees of freedom, and `USUAL_SPREAD` counts as one trial of `USUAL_STEPS`.
+A few steps that happen to agree show little of how steps vary; those of all trials of a machine do.
+Spreads are standard deviations of steps as a share of their median, pooled over trials by degrees
+of freedom, and `USUAL_SPREAD` counts as one trial of `USUAL_STEPS`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEDIAN_NOISE = 1.25
-"""Standard error of a median over that of a mean, of normal errors."""
+"""Standard error of a median over that of a mean, for normal errors."""
 USUAL_SPREAD, USUAL_STEPS = 0.01, 3
-"""Of steps on a machine that trains nothing else."""
+"""Relative spread, and number, of steps on a machine that trains nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steadiness:
-    """How alike the steps of a machine's trials were."""
+    """Variation of the steps of a machine's trials."""
 
     squares: float = (USUAL_STEPS - 1) * USUAL_SPREAD**2
     degrees: int = USUAL_STEPS - 1
@@ -39,7 +39,7 @@ class Steadiness:
         return MEDIAN_NOISE * self.spread / math.sqrt(steps)
 
     def and_trial(self, noise: float, steps: int) -> Steadiness:
-        """Return what another trial adds, whose own steps tell that noise of their median."""
+        """Return the steadiness with another trial, and that noise of its median."""
         if steps < 2:
             return self
         spread = noise * math.sqrt(steps) / MEDIAN_NOISE
@@ -47,7 +47,7 @@ class Steadiness:
 
 
 def noise_of(steps_s: Sequence[float]) -> float:
-    """Return the standard error of the median of steps that their own spread tells, as a share.
+    """Return the relative standard error of the median of steps by their own spread.
 
     >>> noise_of([1.0, 1.0, 1.0]), round(noise_of([1.0, 1.1, 0.9, 1.0]), 3)
     (0.0, 0.051)

@@ -90,35 +90,35 @@ ENOUGH = 0.95
 """Probability that the answer is so good at which trials end."""
 DRAWS = 1_000
 ALONE = 0.3
-"""The share of an answer's untried rivals that counts as independent: with that exponent the
-probability that none of them wins is so stated as it was seen (docs/results/tuning.md)."""
+"""Share of an answer's untried rivals that counts as independent.  With that exponent the stated
+probability that none of them wins agrees with the observed one (docs/results/tuning.md)."""
 UNSURE = 2 * NOISE
 """Spread of a measured step beyond which its trial may be repeated."""
 START_S = 30.0
-"""Of a trial, before its first step, where none has shown better."""
+"""Seconds of a trial before its first step, until a trial has shown fewer."""
 STEPS = 12
-"""Of a trial, with warm-up."""
+"""Number of steps of a trial, including warm-up."""
 USUAL = NormalDist()
 QUANTILES = np.array([USUAL.inv_cdf((k + 0.5) / 16) for k in range(16)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a trial showed of its option."""
+    """Result of the trial of an option."""
 
     option: int
     step_s: float | None
-    """None: it ran out of memory."""
+    """Median seconds of a step; None: the trial ran out of memory."""
     noise: float = NOISE
-    """Of the median, by the trial's own steps."""
+    """Relative standard error of the median, by the trial's own steps."""
     steps: int = 0
-    """Timed; 0: unknown, and `noise` is all that is known."""
+    """Number of timed steps; 0: unknown, so that only `noise` counts."""
     memory_ratio: float | None = None
-    """Measured over predicted peak."""
+    """Measured peak over predicted peak of memory."""
 
 
 class Tuner:
-    """What is known after some trials; a new one is made for each outcome."""
+    """Knowledge after some trials; each outcome makes a new value."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Tuner:
         return Belief(self.options)
 
     def with_outcome(self, outcome: Outcome) -> Tuner:
-        """Return what is known after another trial."""
+        """Return the tuner after another trial."""
         tuner = Tuner(
             self.options,
             (*self.outcomes, outcome),
@@ -151,12 +151,12 @@ class Tuner:
 
     @cached_property
     def without_outcomes(self) -> Tuner:
-        """What was known before any trial."""
+        """Tuner before any trial."""
         return Tuner(self.options, stand_ins=self._stand_ins)
 
     @cached_property
     def posterior(self) -> Posterior:
-        """What is believed of all steps."""
+        """Belief about the steps of all options."""
         return self._belief.posterior_after(
             [
                 Timed(option=outcome.option, step_s=outcome.step_s, noise=self._noise(outcome))
@@ -167,7 +167,7 @@ class Tuner:
 
     @cached_property
     def fits(self) -> Array:
-        """[option] The probability that it fits in memory."""
+        """[option] Probability that the option fits in memory."""
         held = [
             MemoryTrial(
                 option=outcome.option, ran=outcome.step_s is not None, ratio=outcome.memory_ratio
@@ -178,7 +178,7 @@ class Tuner:
 
     @cached_property
     def steadiness(self) -> Steadiness:
-        """How alike the steps of all trials were."""
+        """Variation of the steps of all trials."""
         steadiness = Steadiness()
         for outcome in self.outcomes:
             if outcome.step_s is not None:
@@ -186,7 +186,7 @@ class Tuner:
         return steadiness
 
     def _noise(self, outcome: Outcome) -> float:
-        """Return how far a trial's step may lie off: as its own steps say, and those of all."""
+        """Return the relative error of a trial's step, by its own steps and those of all trials."""
         if not outcome.steps:
             return outcome.noise
         return max(NOISE, outcome.noise, self.steadiness.noise(outcome.steps))
@@ -241,7 +241,7 @@ class Tuner:
         return float(self.posterior.mean[option])
 
     def _surest(self, among: Sequence[int], above: float) -> list[int]:
-        """Return which of some options fit with a probability, or those most likely to."""
+        """Return the options that fit with a probability, or those most likely to fit."""
         runnable = [option for option in among if self.fits[option] >= above]
         most = max((float(self.fits[option]) for option in among), default=0.0)
         return runnable or [option for option in among if self.fits[option] == most > 0]
@@ -284,7 +284,7 @@ class Tuner:
 
     @property
     def _next_noise(self) -> float:
-        """How far the step of another trial may lie off."""
+        """Relative standard error of the step of another trial."""
         return max(NOISE, self.steadiness.noise(self._steps))
 
     def _best_spread(self, option: int) -> float:
@@ -295,7 +295,7 @@ class Tuner:
         return float(lower.mean() * self.fits[option])
 
     def _possible_means(self, options: Sequence[int], option: int) -> Array:
-        """[option, quantile] Return where means may lie after the trial of one."""
+        """Return the possible means after the trial of an option, [option, quantile]."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
         spread = math.hypot(self.posterior.spread(option), self._next_noise)
         moved: Array = (
@@ -304,7 +304,7 @@ class Tuner:
         return moved
 
     def profile_pays(self, seconds: float) -> bool:
-        """Whether measuring the machine for so long tells more for each second than any trial."""
+        """Return True if measuring the machine gains more for each second than any trial."""
         among = self._undecided_options
         if len(among) < 2:
             return False
@@ -344,11 +344,11 @@ class Tuner:
 
     @property
     def is_done(self) -> bool:
-        """Whether another trial would hardly change the answer."""
+        """True if another trial would hardly change the answer."""
         return bool(self.ran) and self.sure >= ENOUGH
 
     def shift(self) -> Mapping[str, tuple[float, float]]:
-        """Return by constant how its seconds stand to the predicted ones, and the spread of it."""
+        """Return by constant the logarithm of its seconds over the predicted ones; its spread."""
         return {
             constant.name: (constant.mean, constant.spread) for constant in self.posterior.constants
         }

@@ -30,22 +30,22 @@ from meshwright.planner.tuning.trial_options import CONSTANTS, TrialOption
 Array = NDArray[np.float64]
 
 NEIGHBOURS, LAYOUT = 0.14, 0.04
-"""Spreads of what options have in common beside the constants the more, the nearer they are, and of
-what each has alone."""
+"""Spread that options share beside the constants, more so the nearer they are; and the spread of
+each option alone."""
 NEXT = 0.7
-"""Of what two options have in common, for each doubling between their tensor degrees, stages and
-micro-batches."""
+"""Factor on the shared spread of two options for each doubling between their tensor degrees, stages
+and micro-batches."""
 KEPT_AT_SCALE = 0.6
-"""Of what two options have in common, for each doubling of devices between them."""
+"""Factor on the shared spread of two options for each doubling of devices between them."""
 DEGREES_OF_FREEDOM = 6.0
-"""How surely the scale is 1 before any trial: as if six had shown it."""
+"""Certainty that the scale is 1 before any trial: as much as from six trials."""
 NOISE = 0.02
-"""Spread of a trial's median step, where its own steps do not say more."""
+"""Spread of a trial's median step, unless its own steps are noisier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A trial that ran: which option, its step, and how far that may lie off (of the logarithm)."""
+    """A trial that ran: its option, its step, and the error of the step's logarithm."""
 
     option: int
     step_s: float
@@ -54,7 +54,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantBelief:
-    """What is known of a constant: how its seconds stand to the predicted ones, as a logarithm."""
+    """Belief about a constant: the logarithm of its seconds over the predicted ones."""
 
     name: str
     mean: float
@@ -73,7 +73,7 @@ class Posterior:
     constants: tuple[ConstantBelief, ...]
 
     def seconds(self, option: int) -> tuple[float, float, float]:
-        """Return the step of an option, and the ends between which 80 of 100 should lie."""
+        """Return the step of an option, and the range that contains 80 of 100 steps."""
         middle, wide = float(self.mean[option]), 1.28 * self.spread(option)
         return math.exp(middle), math.exp(middle - wide), math.exp(middle + wide)
 
@@ -82,16 +82,16 @@ class Posterior:
         return math.sqrt(max(0.0, float(self.covariance[option, option])))
 
     def usual_width(self) -> float:
-        """Return the logarithm within which 80 of 100 steps lie, of the option in the middle."""
+        """Return the logarithm that 80 of 100 steps stay within, of the median option."""
         return 1.28 * float(np.median(np.sqrt(np.maximum(0.0, np.diag(self.covariance)))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineKind:
-    """How far a machine may lie from its predictions: spreads of constants that are not usual."""
+    """Distance of a machine from its predictions: spreads of constants that are not usual."""
 
     share: float
-    """Of machines."""
+    """Share of such machines among all."""
     spreads: Mapping[str, float]
 
 
@@ -105,19 +105,19 @@ MACHINES = (
     ),
 )
 TURNS = 4
-"""In which a belief is taken again about the constants that it found."""
+"""Number of times that a belief is recomputed about the constants that it found."""
 FARTHEST = 5.0
-"""Logarithm beyond which no constant is taken to have moved: a factor 150."""
+"""Largest logarithm by which a constant is taken to have moved: a factor of 150."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tangent:
-    """How logarithms of steps follow constants, about some values of them."""
+    """Linear form of the steps' logarithms in the constants, about some values of them."""
 
     rows: Array
     """[option, constant]"""
     steps: Array
-    """[option] Where the lines lie at constants as predicted."""
+    """[option] Values of the lines at constants as predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class _Conditioned:
 
 
 class Belief:
-    """The belief before trials; `after` says what it becomes."""
+    """The belief before trials; `after` returns the belief after trials."""
 
     def __init__(self, options: Sequence[TrialOption]) -> None:
         self._options = options

@@ -23,8 +23,8 @@ from meshwright.planner.errors import DocumentError
 
 FILE, SUBJECT = "trials.jsonl", "subject.json"
 Ended = Literal["ran", "slower", "out of memory", "failed"]
-"""With its step measured; stopped early since it was surely slower; without memory; for another
-reason, which tells nothing of the plan."""
+"""End of a trial: its step was measured; it was stopped early since it was surely slower; it ran
+out of memory; or it failed for another reason, which shows nothing about the plan."""
 
 
 class Trial(Part):
@@ -35,29 +35,29 @@ class Trial(Part):
     layout: Text
     ended: Ended
     predicted_s: Amount
-    """Before any trial."""
+    """Predicted seconds of a step, before any trial."""
     believed_s: Amount
-    """Just before this trial."""
+    """Predicted seconds of a step just before this trial."""
     step_s: Amount | None = None
-    """The median of its timed steps."""
+    """Median seconds of its timed steps."""
     noise: Amount | None = None
-    """How far that may lie off: standard error of the median, as a share."""
+    """Relative standard error of the median."""
     steps: Count = 0
-    """Timed, without warm-up."""
+    """Number of timed steps, without warm-up."""
     memory_ratio: Amount | None = None
-    """Measured over predicted peak of rank 0."""
+    """Measured over predicted peak memory of rank 0."""
     seconds: Amount
-    """From start to end."""
+    """Seconds from start to end of the trial."""
     answer: Text
-    """The layout that was the answer after it."""
+    """Layout of the answer after the trial."""
     sure: Amount
-    """The probability after it that no other plan is more than 2 % faster."""
+    """Probability, after the trial, that no other plan is more than 2 % faster."""
     why: Text | None = None
-    """Of a failed trial: the last words of its log."""
+    """Last words of the log of a failed trial."""
 
 
 class Subject(Document):
-    """What trials are of; those of another subject do not count."""
+    """Subject of trials; trials of another subject do not count."""
 
     kind_of_document: ClassVar[str] = "subject of trials"
 

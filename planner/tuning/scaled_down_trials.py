@@ -3,8 +3,8 @@
 A stand-in keeps what a device does with a micro-batch: tensor, context and expert degrees and so
 the shapes of products, the micro-batch, ZeRO level, recomputation, and over which tier of links
 each axis goes.  It has fewer data-parallel ranks and stages, micro-batches in proportion to stages,
-so that pipelines idle alike, and as many layers on a stage as fit, up to those of the plan.  What
-that does not show is how steps grow with devices, and links that the smaller cluster does not have.
+so that pipelines idle alike, and as many layers on a stage as fit, up to those of the plan.  Such
+trials do not show the growth of steps with devices, or links that the smaller cluster lacks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers")
 """Names of the number of blocks in configurations."""
 AXES = ("tensor", "context", "data", "pipeline")
 MOST_MICRO_BATCHES = 32
-"""Of a stand-in's rank: more make its steps longer and tell no more."""
+"""Largest number of micro-batches of a stand-in's rank: more of them make its steps longer and show
+nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallTrial:
-    """A plan that is tried on the smaller cluster, and what it is of."""
+    """A plan that is tried on the smaller cluster, and the request that it answers."""
 
     candidate: TrialCandidate
     request: Request
@@ -51,7 +52,7 @@ class SmallTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InSmall:
-    """Plans that may be the answer, as trials on a smaller cluster tell of them."""
+    """Plans that may be the answer, with their stand-ins on a smaller cluster."""
 
     candidates: tuple[TrialCandidate, ...]
     stand_ins: tuple[SmallTrial, ...]
@@ -60,7 +61,7 @@ class InSmall:
 
 
 def check_smaller(small: ClusterSpec, large: ClusterSpec) -> None:
-    """Refuse a cluster whose devices tell nothing of another's, or that is no smaller."""
+    """Refuse mixed clusters, another kind of devices, and a cluster that is no smaller."""
     if small.is_mixed or large.is_mixed:
         raise DocumentError(
             "trial-cluster", "has devices that differ; trials in small need devices alike"
@@ -122,7 +123,7 @@ def in_small(
 
 
 def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> SmallTrial | None:
-    """Return what is tried for a plan, with as many layers as fit; None where nothing does."""
+    """Return the stand-in of a plan, with as many layers as fit; None where nothing does."""
     layout = small_layout(plan.layout, request.cluster, small)
     if layout is None:
         return None
@@ -153,8 +154,8 @@ def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> 
 def small_layout(layout: Layout, large: ClusterSpec, small: ClusterSpec) -> Layout | None:
     """Return a layout as it is tried on fewer devices; None where they are too few.
 
-    No axis goes over other links than the large one's where the smaller cluster has those.  Of what
-    is left, the one that shows most axes over their own links, on most devices.
+    No axis goes over other links than the large one's where the smaller cluster has those.  Among
+    the remaining layouts, it is the one that shows most axes over their own links, on most devices.
     """
     tier_names = {tier.name for tier in small.tiers}
     wanted = {axis: _tier(layout, axis, large) for axis in AXES}
@@ -274,7 +275,7 @@ def _with_blocks(config: dict[str, Any], key: str, blocks: int) -> dict[str, Any
 
 
 def _pins(plan: Plan, layout: Layout) -> Pins:
-    """Return the pins that leave a stand-in nothing but where its stages begin."""
+    """Return the pins that leave only the cuts of a stand-in's stages open."""
     placed = Counter(
         (layer.recompute, layer.activations) for stage in plan.stages for layer in stage.layers
     )

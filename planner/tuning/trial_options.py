@@ -1,4 +1,4 @@
-"""Options: plans that may be tried, and how each step's logarithm depends on what is not known.
+"""Options: plans that may be tried, and how each step's logarithm depends on unknown constants.
 
 A cause that takes a share s of a step moves the step's logarithm by s when its own seconds grow by
 a factor e: the sensitivities are the shares of `Prediction.step_parts`, and no option is predicted
@@ -67,24 +67,24 @@ SURE, NEVER = 1 - ROUNDING, ROUNDING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOption:
-    """A plan as a belief sees it."""
+    """A plan with the figures that a belief uses."""
 
     layout: Layout
     kept: str
-    """What becomes of stored tensors: the choices that its layers make, as text."""
+    """Treatment of stored tensors: the choices of its layers, as text."""
     step_s: float
-    """Predicted."""
+    """Predicted seconds of a step."""
     parts: Mapping[str, float]
-    """Predicted seconds by cause; they add up to `step_s`."""
+    """Predicted seconds by cause; their sum is `step_s`."""
     devices_per_node: int
     fit_probability: float = 1.0
-    """Before any trial."""
+    """Probability, before any trial, that the plan fits in memory."""
     memory_spread: float = 0.15
-    """Of the logarithm of memory needed, behind that probability."""
+    """Spread of the logarithm of needed memory, from which that probability follows."""
     doublings: float = 0.0
-    """Of devices, beyond those on which trials run."""
+    """Doublings of the number of devices beyond those of the trials."""
     unseen_links: bool = False
-    """Its data axis goes over links that trials do not have."""
+    """True if its data axis uses links that trials do not have."""
 
     @classmethod
     def of_plan(
@@ -106,7 +106,7 @@ class TrialOption:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What neighbours have in common: all but the micro-batch and the finer axes."""
+        """Choices that neighbours share: all but the micro-batch and the finer axes."""
         layout = self.layout
         degrees = (
             layout.tensor,
@@ -193,7 +193,7 @@ class TrialOption:
 
 
 def _constant_of(cause: str) -> str:
-    """Return which constant a cause of a step follows."""
+    """Return the constant that a cause of a step follows."""
     sensitivities = {
         "forward": "computing",
         "backward": "computing",

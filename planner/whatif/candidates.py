@@ -198,7 +198,8 @@ class Candidate:
         waits = [exact(self.wait_days)] if self.wait_days else []
         if self.priced.purchase is not None:
             waits.append(span_of(self.assumed.lead_days))
-        return total(waits) if waits else None
+        waited = total(waits) if waits else exact(0.0)
+        return waited if waited.high else None
 
     @property
     def whole_term_hours(self) -> float | None:
@@ -370,7 +371,8 @@ def powered_devices(study: Study, offer: Offer) -> int:
     cap = study.goal.power_cap_w
     if cap is None:
         raise DocumentError(
-            "solve", "power needs goal.power_cap_w; add it, or solve for budget or deadline"
+            "solve",
+            "power needs goal.power_cap_w (--power-cap); add it, or solve for budget or deadline",
         )
     cluster = resolve_cluster(offer.cluster.replace("{n}", "1"))
     watts = watts_of(cluster, study.assumptions.but(offer.assumptions), offer.power_limit)
@@ -397,7 +399,7 @@ def _of_each_provider(offer: Offer, text: str, rents_known: Sequence[Rent]) -> l
     if offer.rent is None or not offer.rent.each_provider:
         return [offer]
     rentals = [
-        Rental(commitment=offer.rent.commitment, provider=provider)
+        Rental(commitment=offer.rent.commitment, market=offer.rent.market, provider=provider)
         for provider in sorted({rent.provider for rent in rents_known})
     ]
     cluster = resolve_cluster(text)

@@ -12,12 +12,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import seconds_text
+from meshwright.planner.whatif.evaluate import LEAST_STEPS
 from meshwright.planner.whatif.formatting import (
     days_text,
     names_text,
     price_ages,
     range_text,
+    short_number,
     usd_text,
 )
 from meshwright.planner.whatif.outcome import UNMEASURED_ABOVE
@@ -58,7 +61,22 @@ def leading_texts(result: Result) -> list[str]:
     """Return what stands before the verdict: that prices, or who was asked, decide it."""
     if result.interrupted:
         return []
-    return [*_two_markets(result), *_turns_with_prices(result)]
+    return [*_few_steps(result), *_two_markets(result), *_turns_with_prices(result)]
+
+
+def _few_steps(result: Result) -> Iterator[str]:
+    """Say first that a run is too short for its batch to train anything."""
+    for best in filter(None, map(result.best_of, result.ranks)):
+        if best.tokens is None or best.jobs or not best.tokens_per_step:
+            continue
+        steps = best.tokens / best.tokens_per_step
+        if steps < LEAST_STEPS * (1 - ROUNDING):
+            yield (
+                f"{best.tokens:,.0f} tokens are {short_number(steps)} steps of a batch of "
+                f"{best.tokens_per_step:,.0f} tokens, which train little: with --global-batch "
+                f"choose one of which the run has {LEAST_STEPS} steps or more."
+            )
+            return
 
 
 def _two_markets(result: Result) -> Iterator[str]:
@@ -182,7 +200,9 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     if best.capital_usd is not None:
         sentence += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
         sentence += _paid_whole_text(best)
-    sentence += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
+    sheets = "Its rates are of data sheets, and no published run shows them. "
+    sentence += f". {_confidence(result, best, ranks)}{sheets if best.unmeasured else ''}"
+    sentence += f"Bound by {best.binding}."
     return sentence
 
 

@@ -53,7 +53,7 @@ export function evaluate(candidate, given, goal, drawn = true) {
     leadDays: jobs.length ? null : waitFor(candidate, priced, assumed),
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
     capitalUsd: null, outlayUsd: null, hours: run, usd: null, energyKwh: null, carbonKg: null,
-    resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
+    resultHours: null, weightedUsd: null, shareUsed: null, waitingShare: 0, dayUsd: goal.day_usd ?? null,
   };
   const bound = boundUsd(priced), outlay = outlayOf(priced, assumed.utilisation);
   withData(outcome);
@@ -124,6 +124,18 @@ function withData(outcome) {
   outcome.movedUsd = total([times(moved, runs), ...(stored ? [times(stored, HOURS_PER_YEAR)] : [])]);
 }
 
+/** The share of a commitment's hours that all work uses; null where nothing is paid unused. @returns {?Span} */
+function shareUsed({ fixed }, { utilisation: value, utilisation_factor: factor }) {
+  return fixed.value === 0 ? null : { value, low: value / factor, high: Math.min(1, value * factor) };
+}
+
+/** The price of a useful hour over its value, as more or fewer hours are used. @returns {Span} */
+function unusedFactor({ shareUsed: share, waitingShare }) {
+  if (share === null) return exact(1);
+  const [low, high] = [share.high, share.low].map((end) => 1 + waitingShare * (share.value / end - 1));
+  return { value: 1, low, high };
+}
+
 /** What leaves a budget: what terms bind to, and what a run pays of the rest. @returns {Span} */
 function outlayWith(outcome, rent) {
   const { priced, devices, hours: run, assumed: { utilisation } } = outcome;
@@ -146,8 +158,11 @@ function withRun(outcome) {
     : total([times(outcome.leadDays, 24), outcome.hours]);
   if (outcome.usdPerDeviceHour !== null) {
     const paid = atLeast(outcome.hours, priced.minimumHours), { fixedHours: fixed } = outcome;
+    outcome.shareUsed = fixed ? null : shareUsed(priced.hourly, assumed);
+    outcome.waitingShare = outcome.shareUsed === null ? 0
+      : priced.hourly.fixed.value / assumed.utilisation / outcome.usdPerDeviceHour.value;
     const rent = fixed ? wholeUsd(devices, priced.hourly, fixed, outcome.hours)
-      : rentUsd(devices, paid, outcome.usdPerDeviceHour);
+      : product([rentUsd(devices, paid, outcome.usdPerDeviceHour), unusedFactor(outcome)]);
     const dataUsd = dataUsdOf(outcome);
     outcome.usd = total([rent, dataUsd]);
     outcome.outlayUsd = total([outlayWith(outcome, rent), dataUsd]);
@@ -196,7 +211,8 @@ function chanceOfRun(name, outcome, limit) {
     return share(outcome.drawn.energy, 1e6 * limit / outcome.assumed.grams_per_kwh);
   }
   if (name === "budget" && outcome.capitalUsd === null) return share(outcome.drawn.cost, limit);
-  return within(outcome.outlayUsd, limit);
+  const { outlay } = outcome.drawn;
+  return outlay === null ? within(outcome.outlayUsd, limit) : share(outlay, limit);
 }
 
 /** Tokens for which budget and deadline both suffice; null without a budget or a price. */

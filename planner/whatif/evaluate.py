@@ -30,7 +30,11 @@ from meshwright.planner.documents.prediction import Prediction, compaction
 from meshwright.planner.documents.tolerances import ROUNDING
 from meshwright.planner.documents.units import MOST_DEVICES, bytes_text
 from meshwright.planner.errors import DocumentError
-from meshwright.planner.requests.request import MOST_TUNING_SAMPLES, TOKENS_PER_STEP
+from meshwright.planner.requests.request import (
+    FEWEST_TUNING_SAMPLES,
+    MOST_TUNING_SAMPLES,
+    TOKENS_PER_STEP,
+)
 from meshwright.planner.whatif.candidates import (
     Candidate,
     candidates_of,
@@ -39,7 +43,7 @@ from meshwright.planner.whatif.candidates import (
     watts_of,
 )
 from meshwright.planner.whatif.formatting import apart_texts, range_text, usd_text
-from meshwright.planner.whatif.monte_carlo import drawn_figure
+from meshwright.planner.whatif.monte_carlo import drawn_figure, drawn_outlay
 from meshwright.planner.whatif.outcome import UNMEASURED_ABOVE, CandidateOutcome, YearlyRun
 from meshwright.planner.whatif.planning import NATIVE, Planned, plan_candidate, request_of
 from meshwright.planner.whatif.pricing import economics
@@ -131,8 +135,11 @@ def _chance_of_run(name: str, outcome: CandidateOutcome, limit: float) -> float:
         return _share(outcome, "energy", 1e6 * limit / outcome.grams_per_kwh)
     if name == "budget" and outcome.capital_usd is None:
         return _share(outcome, "cost", limit)
-    assert outcome.outlay_usd is not None
-    return probability_within(outcome.outlay_usd, limit)
+    assert outcome.outlay_usd is not None  # its midpoint is known
+    drawn = drawn_outlay(outcome)
+    if drawn is None:
+        return probability_within(outcome.outlay_usd, limit)
+    return float(np.mean(drawn <= limit))
 
 
 def _share(outcome: CandidateOutcome, by: Order, limit: float) -> float:
@@ -312,6 +319,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         grams_per_kwh=None if watts is None else grams,
         lead_days=None if outcome.jobs else candidate.lead_days,
         day_usd=goal.day_usd,
+        share_used=_share_used(candidate, outcome),
         **_prices(candidate),
         **_data(candidate, outcome),
     )
@@ -364,7 +372,8 @@ def _rent_usd(
     fixed, used = outcome.fixed_usd_per_device_hour, outcome.used_usd_per_device_hour
     if outcome.fixed_hours is None or fixed is None or used is None:
         paid_hours = economics.at_least(run_hours, outcome.minimum_hours)
-        return economics.rent_usd(outcome.devices, paid_hours, usd_per_device_hour)
+        rent = economics.rent_usd(outcome.devices, paid_hours, usd_per_device_hour)
+        return product([rent, outcome.unused_factor])
     hourly = Hourly(fixed=fixed, used=used)
     return economics.whole_usd(outcome.devices, hourly, outcome.fixed_hours, run_hours)
 
@@ -406,8 +415,10 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     if priced.hourly is None:
         return {}
     at_once = priced.at_once_usd_per_device
+    contract = priced.reservation
     outlay = priced.outlay_usd_per_device(candidate.assumed.utilisation)
     return {
+        "contract_hours": None if contract is None else contract.years * HOURS_PER_YEAR,
         "minimum_hours": priced.minimum_hours,
         "fixed_usd_per_device_hour": priced.hourly.fixed,
         "used_usd_per_device_hour": priced.hourly.used,
@@ -416,6 +427,17 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
     }
+
+
+def _share_used(candidate: Candidate, outcome: CandidateOutcome) -> UncertainValue | None:
+    """Return the share of a commitment's hours that all work uses; None if this run alone does."""
+    hourly, assumed = candidate.priced.hourly, candidate.assumed
+    if outcome.hours is None or outcome.fixed_hours is not None:
+        return None
+    if hourly is None or hourly.fixed.value == 0:
+        return None
+    share, factor = assumed.utilisation, assumed.utilisation_factor
+    return UncertainValue(value=share, low=share / factor, high=min(1.0, share * factor))
 
 
 def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: CandidateOutcome) -> float | None:
@@ -496,8 +518,9 @@ def batch_tokens_borne(tokens: float) -> float:
     """Return the tokens of the largest batch that a training of so many tokens bears.
 
     The usual batch or, if it is larger, the critical batch of as many tokens, 22.91 tokens^0.47,
-    above which more samples save few steps; and 100 steps at least.
-    Source: Zhang et al., How Does Critical Batch Size Scale in Pre-training?, ICLR 2025.
+    above which more samples save few steps; and 100 steps at least.  That it grows with tokens and
+    not with the model is published (Zhang et al., arXiv:2410.21676); its two constants are assumed,
+    and answers give half to twice of it.
 
     >>> f"{batch_tokens_borne(1e8):,.0f}", f"{batch_tokens_borne(15e12) / 1e6:.1f} M"
     ('1,000,000', '35.7 M')
@@ -520,12 +543,18 @@ def size_bounds(study: Study, model: str, single: Candidate) -> list[tuple[int, 
     if study.work.global_batch is None and tokens is not None:  # else it grows with devices
         seq_len = request_of(study, graph, single, NATIVE).job.seq_len
         samples = batch_tokens_borne(tokens) / seq_len
-        text = f"{tokens:.3g} tokens bear a batch of {samples:,.0f} samples, one a device"
+        ends = f"{samples:,.0f} ({samples / 2:,.0f} to {2 * samples:,.0f}) samples"
+        text = f"{tokens:.3g} tokens bear a batch of {ends}, one a device"
         if single.tuning != "pretrain" and samples > MOST_TUNING_SAMPLES:
             samples = float(MOST_TUNING_SAMPLES)
-            text = f"a fine-tuning bears a batch of {samples:,.0f} samples, one a device"
+            text = (
+                f"a fine-tuning bears a batch of {samples:,.0f} ({FEWEST_TUNING_SAMPLES} to "
+                f"{samples:,.0f} are usual) samples, one a device"
+            )
         if samples * seq_len * LEAST_STEPS >= tokens * (1 - ROUNDING):
+            text = f"{tokens:.3g} tokens bear a batch of {samples:,.0f} samples, one a device"
             text += f", for {LEAST_STEPS} steps"
+        text += " (assumed; --global-batch says it)"
         bounds.append((int(samples) // single.devices, text))
     return [(max(1, most), text) for most, text in bounds]
 
@@ -627,7 +656,11 @@ def fewest_needed(
 ) -> int:
     """Return the fewest whose run ends by the deadline as surely as the goal wants."""
     if study.goal.deadline_days is None:
-        raise DocumentError("solve", "need is the fewest that keep goal.deadline_days; give it")
+        raise DocumentError(
+            "solve", "need is the fewest that keep goal.deadline_days (--deadline-days); give it"
+        )
+    if study.tokens_of(1.0) is None:
+        raise DocumentError("solve", "need is for the run of goal.tokens (--tokens); give them")
 
     def meets_deadline(n: int) -> bool:
         outcome = evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)
@@ -665,7 +698,9 @@ def most_affordable(
     """Return the most that the budget surely pays for: purchases, contracts, hours or a run."""
     budget = study.goal.budget_usd
     if budget is None:
-        raise DocumentError("solve", "afford is the most that goal.budget_usd pays for; give it")
+        raise DocumentError(
+            "solve", "afford is the most that goal.budget_usd (--budget) pays for; give it"
+        )
     single = candidate_of_size(study, offer, 1, quotes)
     if single.priced.hourly is None:
         raise DocumentError("solve", single.priced.how)
@@ -685,6 +720,13 @@ def most_affordable(
                 f"takes {usd_text(whole)}",
             )
         return min(most, MOST_DEVICES // single.devices)
+
+    if study.goal.tokens_of(1.0) is None:
+        raise DocumentError(
+            "solve",
+            "afford needs goal.tokens (--tokens), of the run that the budget pays for, or "
+            "goal.deadline_days (--deadline-days), of the days of rent; give one of them",
+        )
 
     def too_dear(n: int) -> bool:
         outcome = evaluate(study, model, candidate_of_size(study, offer, n, quotes), store=store)

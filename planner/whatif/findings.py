@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshwright.planner.whatif.candidates import Candidate
     from meshwright.planner.whatif.outcome import CandidateOutcome
     from meshwright.planner.whatif.run_study import Changed, Result
+    from meshwright.planner.whatif.study import Sizing
 
 MOST_YEARS = 3
 """Candidates for which the answer says how a year of jobs uses them."""
@@ -33,6 +34,11 @@ NOTHING = 0.005
 HURTS = 0.05
 """Share of a step from which something that is missing is called felt."""
 NEITHER = "does not fit either"
+SIZED: dict[Sizing, str] = {
+    "need": "The fewest that meet the deadline",
+    "power": "The most that the power cap feeds and the plan uses",
+    "afford": "The most that the budget pays for and the plan uses",
+}
 
 
 def answers(result: Result) -> list[str]:
@@ -366,17 +372,14 @@ def _plan_changes(result: Result) -> Iterator[str]:
 
 def _sizes_texts(result: Result) -> Iterator[str]:
     """Say which sizes were found, and for what."""
+    sizes: dict[Sizing, list[str]] = {}
     for offer in result.study.offers:
-        if offer.solve is None:
-            continue
-        sizes = [f"{offer.cluster.replace('{n}', str(n))}" for n in offer.n]
-        what = {
-            "need": "The fewest that meet the deadline",
-            "power": "The most that the power cap feeds and the plan uses",
-            "afford": "The most that the budget pays for and the plan uses",
-        }[offer.solve]
-        surely = f", with probability {result.study.goal.confidence:g} or more"
-        yield f"{what}{surely}: {names_text(sizes)}."
+        if offer.solve is not None:
+            named = [offer.cluster.replace("{n}", str(n)) for n in offer.n]
+            sizes.setdefault(offer.solve, []).extend(named)
+    surely = f", with probability {result.study.goal.confidence:g} or more"
+    for sizing, names in sizes.items():
+        yield f"{SIZED[sizing]}{surely}: {names_text(dict.fromkeys(names))}."
 
 
 def _domain_and_chip(result: Result) -> Iterator[str]:
@@ -509,7 +512,14 @@ def _buying(result: Result) -> Iterator[str]:
     for name, against in _cheapest_pairs(result):
         assumed = result.candidates[name].assumed
         whole = any(o.candidate == name and o.fixed_hours is not None for o in result.outcomes)
-        text = _against_text(name, against, assumed.utilisation, whole=whole)
+        used = f"{100 * assumed.utilisation:.0f} %"
+        if whole:
+            used = f"this work alone uses {used}"
+        elif "utilisation" in result.candidates[name].assumed.model_fields_set:
+            used += " are given"
+        else:
+            used += " are assumed"
+        text = _against_text(name, against, used, assumed.utilisation)
         if against.payback_years is not None:
             text += f" Payback after {against.payback_years:.1f} years."
         if against.waiting_usd is not None:
@@ -634,24 +644,31 @@ def _sizes(result: Result) -> Iterator[str]:
         yield f"{text}."
 
 
-def _against_text(name: str, against: Against, utilisation: float, *, whole: bool) -> str:
-    share = against.share
-    if share is None:
-        text = f"{name} is never cheaper than {against.name}"
-        if against.low is not None:
-            above = f"above {100 * against.low:.0f} % utilisation" if against.low else "always"
-            text += f", at the low ends of its costs {above}"
-        return f"{text}."
-    if share == 0:
+def _against_text(name: str, against: Against, used: str, utilisation: float) -> str:
+    """Say from which utilisation binding terms are cheaper than others, as their costs vary."""
+    share, low, high = (
+        None if figure is None else f"{100 * figure:.0f} %"
+        for figure in (against.share, against.low, against.high)
+    )
+    if against.share is None:
+        if against.low is None:
+            return (
+                f"{name} costs more than {against.name} at any utilisation, also where its costs "
+                "are at the low ends of their ranges."
+            )
+        where = f"above {low} utilisation" if against.low else "at any utilisation"
+        return (
+            f"{name} costs more than {against.name} at any utilisation; where all its costs are "
+            f"at the low ends of their ranges, it costs less {where}."
+        )
+    if against.share == 0:
         return f"{name} is cheaper than {against.name} at any utilisation."
-    high = "never" if against.high is None else f"{100 * against.high:.0f} %"
-    low = "never" if against.low is None else f"{100 * against.low:.0f} %"
-    wins = "so it is" if utilisation > share else "so it is not"
-    how = "this work alone uses {}" if whole else "{} are assumed"
-    used = how.format(f"{100 * utilisation:.0f} %")
+    varied = f" ({low} to {high} as its costs vary)" if low != high else ""
+    if high is None:
+        varied = f" ({low} with its costs at the low ends of their ranges, none at the high ends)"
+    wins = "so it is" if utilisation > against.share else "so it is not"
     return (
-        f"{name} is cheaper than {against.name} above {100 * share:.0f} % utilisation ({low} to "
-        f"{high} as its costs vary); {used}, {wins}."
+        f"{name} is cheaper than {against.name} above {share} utilisation{varied}; {used}, {wins}."
     )
 
 

@@ -5,6 +5,7 @@
  * owning costs, power, delivery.
  */
 import { DRAWS, deviated, multipliers, normals } from "./probabilities.mjs";
+import { HOURS_PER_YEAR } from "./pricing/economics.mjs";
 import { spreads } from "./uncertain_value.mjs";
 
 const NOTHING = 1e-9, ROUNDING = 1e-12, MOST_PRICES = 300;
@@ -19,6 +20,7 @@ export function drawnFigures(outcome) {
   return {
     time: times(outcome, duration),
     cost: costs(outcome, duration),
+    get outlay() { return outlays(outcome, duration); },
     get weighted() {
       if (outcome.weightedUsd === null) return null;
       return this.cost.map((usd, k) => usd + outcome.dayUsd / 24 * this.time[k]);
@@ -70,6 +72,26 @@ function costs(outcome, duration) {
   const least = hours === null ? 0 : priced.minimumHours;
   for (let k = 0; k < DRAWS; k++) {
     found[k] = hourly.value * price[k] * devices * Math.max(duration[k], least);
+  }
+  if (outcome.shareUsed !== null) {
+    const used = multipliers(outcome.shareUsed, "utilisation");
+    for (let k = 0; k < DRAWS; k++) found[k] *= 1 + outcome.waitingShare * (1 / used[k] - 1);
+  }
+  if (hours !== null) addData(outcome, duration, found);
+  return found;
+}
+
+/** What a contract takes out of a budget: each term that the run begins; null on other terms. */
+function outlays(outcome, duration) {
+  const { priced: { hourly, reservation }, capitalUsd, hours, jobs, fixedHours, candidate } = outcome;
+  if (!reservation || !hourly || capitalUsd === null) return null;
+  const term = reservation.years * HOURS_PER_YEAR, found = new Float64Array(DRAWS);
+  const price = priceMultipliers(hourly.fixed, candidate.cause || candidate.how, outcome.quoteWeight);
+  const year = jobs.length && fixedHours ? fixedHours.value : null;
+  for (let k = 0; k < DRAWS; k++) {
+    const terms = hours === null ? 1
+      : Math.max(1, Math.ceil((year ?? duration[k]) / term * (1 - ROUNDING)));
+    found[k] = capitalUsd * price[k] * terms;
   }
   if (hours !== null) addData(outcome, duration, found);
   return found;

@@ -88,14 +88,40 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
     if outcome.term_hours is None or fixed is None or used is None:
         paid = np.maximum(duration, outcome.minimum_hours)
         cost = outcomes_of(hourly, deviations) * outcome.devices * paid
+        if outcome.share_used is not None:
+            fewer = outcome.share_used.value / _draws_of(outcome.share_used, "utilisation")
+            cost = cost * (1 + outcome.waiting_share * (fewer - 1))
     else:
         fixed_usd = outcomes_of(fixed, deviations) * _fixed_hours(outcome, duration)
         cost = (fixed_usd + outcomes_of(used, deviations) * duration) * outcome.devices
+    return cost + _drawn_data(outcome, duration)
+
+
+def drawn_outlay(outcome: CandidateOutcome) -> Draws | None:
+    """Return the futures of what a contract takes out of a budget; None on other terms.
+
+    Each term that the run begins is paid whole, at the contract's price.
+    """
+    fixed, duration = outcome.fixed_usd_per_device_hour, _duration(outcome)
+    term_hours, usd = outcome.contract_hours, outcome.capital_usd
+    if term_hours is None or fixed is None or usd is None or duration is None:
+        return None
+    price = outcomes_of(fixed, _price_normals(outcome)) / fixed.value
+    if outcome.hours is None:
+        return usd * price
+    kept = outcome.fixed_hours.value if outcome.jobs and outcome.fixed_hours else duration
+    terms = np.maximum(1.0, np.ceil(kept / term_hours * (1 - ROUNDING)))
+    return usd * price * terms + _drawn_data(outcome, duration)
+
+
+def _drawn_data(outcome: CandidateOutcome, duration: Draws) -> Draws | float:
+    """Return the futures of what storage and transfers cost."""
+    drawn: Draws | float = 0.0
     if outcome.stored_usd_per_hour is not None:
-        cost = cost + _draws_of(outcome.stored_usd_per_hour, "price of storage") * duration
+        drawn = drawn + _draws_of(outcome.stored_usd_per_hour, "price of storage") * duration
     if outcome.moved_usd is not None:
-        cost = cost + _draws_of(outcome.moved_usd, "price of transfers")
-    return cost
+        drawn = drawn + _draws_of(outcome.moved_usd, "price of transfers")
+    return drawn
 
 
 def _fixed_hours(outcome: CandidateOutcome, duration: Draws) -> Draws | float:

@@ -75,11 +75,15 @@ class CandidateOutcome:
     """Of every hour, used or not."""
     used_usd_per_device_hour: UncertainValue | None = None
     """Of an hour that is used, beside what is fixed."""
+    share_used: UncertainValue | None = None
+    """Of the hours of a commitment that all work on it uses, where the study says it."""
     term_hours: float | None = None
     """Of what is paid whole, since this work alone uses it: a year of jobs, or a contract.  None
     where other work shares what is fixed."""
     term_renews: bool = False
     """A run that takes longer begins another such term, as of a contract; else it just goes on."""
+    contract_hours: float | None = None
+    """Of a term of the contract that it is had on: each that the run begins leaves a budget."""
     day_usd: float | None = None
     """What the result is worth more, a day sooner, where the goal says it."""
     price: str = ""
@@ -143,6 +147,29 @@ class CandidateOutcome:
         if not self.term_renews:
             return at_least(self.hours, self.term_hours)
         return terms_begun(self.hours, self.term_hours).times(self.term_hours)
+
+    @property
+    def unused_factor(self) -> UncertainValue:
+        """The price of a useful hour over its value, as more or fewer hours are used."""
+        share = self.share_used
+        if share is None:
+            return exact(1.0)
+        low, high = (
+            1 + self.waiting_share * (share.value / end - 1) for end in (share.high, share.low)
+        )
+        return UncertainValue(value=1.0, low=low, high=high)
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the price of a useful hour that is paid for every hour, used or not."""
+        fixed, price, share = (
+            self.fixed_usd_per_device_hour,
+            self.usd_per_device_hour,
+            self.share_used,
+        )
+        if fixed is None or price is None or share is None or price.value == 0:
+            return 0.0
+        return fixed.value / share.value / price.value
 
     @property
     def hourly_share(self) -> float:

@@ -82,7 +82,8 @@ def assumed_data(assumed: Assumptions) -> dict[str, Any]:
     facility = assumed.facility
     return {
         "shared": "utilisation" in assumed.model_fields_set,
-        **_part(assumed, ("utilisation", "years", "interest", "rent_change_a_year", "tie")),
+        **_part(assumed, ("utilisation", "utilisation_factor", "years", "interest")),
+        **_part(assumed, ("rent_change_a_year", "tie")),
         "lead_days": _span(span_of(assumed.lead_days)),
         "start_hours": _span(span_of(assumed.start_hours)),
         "goodput": None if assumed.goodput is None else _span(span_of(assumed.goodput)),

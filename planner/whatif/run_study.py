@@ -109,7 +109,8 @@ class Workers:
                 if self._count == 1:
                     raise MeshwrightError(
                         "a process of the study was ended from outside again and again, as where "
-                        "memory is short; ask for fewer candidates, or give the study more memory"
+                        "memory is short; ask for fewer candidates, or give the study more memory; "
+                        "a script that runs studies does so under `if __name__ == '__main__':`"
                     ) from error
                 self._count = max(1, self._count // 2)
             except BaseException:

@@ -30,6 +30,7 @@ from meshwright.planner.documents.units import (
     Flag,
     Fraction,
     Line,
+    Overhead,
     Positive,
     Proportion,
     Rate,
@@ -452,6 +453,9 @@ class Assumptions(Part):
     utilisation: Fraction = 0.8
     """Share of the hours of what is bought or reserved that are used, by all work on it.  Where a
     study leaves it out, a run pays a commitment whole and a year of jobs the year."""
+    utilisation_factor: Overhead = 1.25
+    """80 of 100 times the share of hours used will lie between the given one over it and times it;
+    assumed.  All that is bought or reserved is used alike."""
     quota_devices: Devices = 512
     """That a provider rents at once, on demand or on spot, where a size is to be found: 64 nodes
     of eight, as Lambda's 1-Click Clusters (BLOCKS)."""
@@ -620,7 +624,7 @@ class Study(Document):
         if self.models or any(figure is not None for figure in one_run):
             raise ValueError(
                 "jobs name models and tokens; models, tokens, deadline_days, budget_usd and "
-                "day_usd are of one training"
+                "day_usd are of one training; leave them out"
             )
         changed = any(offer.solve or offer.tuning for offer in self.offers)
         if changed or self.marginal or self.curves:

@@ -132,27 +132,6 @@ def _wider_domain(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
     )
 
 
-def smaller_nodes(cluster: ClusterSpec, devices: int) -> ClusterSpec:
-    """Return a cluster of one type whose nodes have fewer devices each.
-
-    Tiers join as many nodes as they did.
-    """
-    [group] = cluster.groups
-    was = group.devices_per_node
-    tiers: dict[int, LinkTier] = {}
-    for tier in cluster.tiers:
-        inside = tier.devices <= was
-        joined = min(tier.devices, devices) if inside else tier.devices * devices // was
-        if joined > 1:
-            tiers.setdefault(joined, tier.model_copy(update={"devices": joined}))
-    return ClusterSpec(
-        name=cluster.name,
-        groups=(group.model_copy(update={"devices_per_node": devices}),),
-        tiers=tuple(tiers.values()),
-        price=cluster.price,
-    )
-
-
 def _resize(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
     if len(cluster.groups) > 1:
         return None

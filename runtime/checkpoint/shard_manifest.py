@@ -86,11 +86,11 @@ def read(folder: Path) -> list[WrittenPart] | None:
     """
     if not record_of(folder, 0).exists():
         return None
-    parts = [_read(folder, 0)]
+    parts = [read_one(folder, 0)]
     for rank in range(1, parts[0].ranks):
         if not record_of(folder, rank).exists():
             return None
-        parts.append(_read(folder, rank))
+        parts.append(read_one(folder, rank))
     return parts
 
 
@@ -126,7 +126,8 @@ def to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _read(folder: Path, rank: int) -> WrittenPart:
+def read_one(folder: Path, rank: int) -> WrittenPart:
+    """Return a rank's part; DocumentError where it is not as it was written."""
     path = record_of(folder, rank)
     try:
         text = list_bytes(path, folder.with_name(folder.name.removesuffix(SUFFIX))).decode()

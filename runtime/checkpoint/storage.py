@@ -69,6 +69,8 @@ class TensorWriter(_OneFolder, StorageWriter):
         super().__init__()
         self.written: list[WrittenPart] = []
         """The parts of all ranks, known on the rank that writes the index."""
+        self.own: tuple[str, ...] = ()
+        """This rank's files, once they are on the disk."""
         self._folder, self._rank, self._ranks = folder, rank, ranks
         self._beside = beside
 
@@ -89,6 +91,7 @@ class TensorWriter(_OneFolder, StorageWriter):
         )
         parts.to_disk(self._folder)
         parts.write(part, parts.folder_of(self._folder))
+        self.own = tuple(sizes)
         done: Future[list[WriteResult]] = Future()
         # What torch asks for of each tensor; ours is the part, for all of them.
         done.set_result([WriteResult(MetadataIndex(""), sum(sizes.values()), part)])

@@ -33,12 +33,13 @@ from meshwright.planner.documents.model import ModelGraph
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.errors import LaunchError, MeshwrightError
 from meshwright.planner.system.safe_files import open_below
-from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint.checkpoint import KEEP, Progress
 from meshwright.runtime.checkpoint.shard_manifest import WrittenPart
 from meshwright.runtime.checkpoint.storage import TensorWriter
-from meshwright.runtime.core.object_collectives import broadcast_json, raise_on_all
+from meshwright.runtime.checkpoint.tensor_index import INDEX
+from meshwright.runtime.core.object_collectives import broadcast_json, host_group, raise_on_all
 from meshwright.runtime.run.locks_and_signals import alone_in
 from meshwright.runtime.run.metrics import Metrics
 from meshwright.runtime.run.run_clock import unix_now_s
@@ -215,6 +216,7 @@ class Saver:
             with held, contextlib.nullcontext() if self._joined else _without_group():
                 dcp.save(dict(state), storage_writer=writer, process_group=self._group)
                 # Here every rank has written its part.
+                self._send(temporary, target.name, writer.own)
                 own = self._commit(temporary, target, done, writer.written) if rank == 0 else None
                 problem = self._of_rank_0(own)
         except (Exception, CheckpointException) as error:
@@ -224,7 +226,21 @@ class Saver:
         if problem is not None:
             self._failed = temporary
             raise LaunchError(problem)
+        if rank != 0:  # a spool of another node than rank 0's; elsewhere it has another name now
+            for left in (temporary, parts.folder_of(temporary)):
+                shutil.rmtree(left, ignore_errors=True)
         return target
+
+    def _send(self, temporary: Path, name: str, files: Sequence[str]) -> None:
+        """Store this rank's files where a store is named; what counts is stored by rank 0 later."""
+        store = object_store.store_of(self._folder)
+        if store is None:
+            return
+        with raise_on_all(self._group) if self._joined else contextlib.nullcontext():
+            if self._is_first:
+                store.begin(name)
+        with raise_on_all(self._group) if self._joined else contextlib.nullcontext():
+            store.send(temporary, name, files)
 
     @property
     def _is_first(self) -> bool:
@@ -243,8 +259,15 @@ class Saver:
         """Commit a checkpoint; return what was wrong, if anything was."""
         try:
             checkpoint.finish(temporary, done, written)
+            store = object_store.store_of(self._folder)
+            if store is not None:
+                store.send(temporary, target.name, (INDEX, checkpoint.META))
             checkpoint.let_count(temporary, target)
             checkpoint.prune(target.parent, self._keep)
+            if store is not None:
+                store.prune(self._keep)
+                for old in checkpoint.all_steps(target.parent)[: -self._keep]:
+                    shutil.rmtree(old, ignore_errors=True)  # others have parts of it
         except (OSError, MeshwrightError) as error:
             return f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
         return None
@@ -338,7 +361,7 @@ class SaveSchedule:
         usual_s = statistics.median(step_s[-RECENT:])
         every = torch.tensor([self._figures.every_steps(usual_s)])
         if dist.is_initialized():
-            dist.broadcast(every, src=0)
+            dist.broadcast(every, src=0, group=host_group())
         before, self._every = self._every, int(every)
         if metrics is not None and self._every != before:
             figures = self._figures

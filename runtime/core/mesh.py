@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.planner.documents.cluster import EIGHT_BITS
 from meshwright.planner.documents.plan import Axis, Plan
 from meshwright.planner.documents.plan import Mesh as Degrees
 from meshwright.planner.errors import LaunchError
@@ -283,13 +282,8 @@ def _pipelines(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def wants_mesh(plan: Plan) -> bool:
-    """Tell whether even one rank needs a mesh: for what is FSDP's to do.
-
-    That is mixed precision, and parameters that live on the host.
-    """
-    halves = ("bf16", "fp16", *EIGHT_BITS)
-    mixed = plan.precision in halves and plan.training.master_weights == "fp32"
-    return mixed or plan.offload == "parameters"
+    """Tell whether even one rank needs a mesh: FSDP brings parameters from the host."""
+    return plan.offload == "parameters"
 
 
 def place_of(plan: Plan, device: torch.device) -> Place:

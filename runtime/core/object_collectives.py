@@ -24,9 +24,26 @@ MAX_BYTES = 2**28
 """Of one rank's message."""
 
 
+_host_groups: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
+"""The group of gloo beside the group of all ranks that takes no CPU tensors."""
+
+
+def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """Return a group whose collectives take CPU tensors, in place of that of all ranks.
+
+    Where a script has joined its ranks by NCCL alone that is one of gloo, which is made once; all
+    ranks call it together.
+    """
+    if group is not None or dist.get_backend() != "nccl":
+        return group
+    if not _host_groups or _host_groups[0][0] is not dist.group.WORLD:
+        _host_groups[:] = [(dist.group.WORLD, dist.new_group(backend="gloo"))]
+    return _host_groups[0][1]
+
+
 def all_gather_json(data: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what each rank of the group gave, by rank; all of them call it."""
-    message = _encode(data)
+    message, group = _encode(data), host_group(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
     counts = [_checked_size(size, rank) for rank, size in enumerate(sizes)]
@@ -70,7 +87,7 @@ def _error_text(error: Exception) -> str:
 
 def broadcast_json(data: Any, *, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Return what rank `source` (of all ranks) gave; all ranks of the group call it."""
-    sends = dist.get_rank() == source
+    sends, group = dist.get_rank() == source, host_group(group)
     message = _encode(data) if sends else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([message.numel()])
     dist.broadcast(size, src=source, group=group)

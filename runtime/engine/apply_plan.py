@@ -9,6 +9,7 @@ values already.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from meshwright.planner.errors import LaunchError
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core.layer_names import EMBEDDING, HEAD
 from meshwright.runtime.core.mesh import Place, wants_mesh
-from meshwright.runtime.core.torch_internals import act_around, share_memory
+from meshwright.runtime.core.torch_internals import act_around, fsdp_parameters, share_memory
 from meshwright.runtime.engine.losses.named_loss import ChunkedHead, head_of, token_loss
 from meshwright.runtime.engine.losses.named_loss import in_chunks as module_in_chunks
 from meshwright.runtime.models.family_adapter import (
@@ -42,15 +43,16 @@ from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel import tensor_parallel as tensor
 from meshwright.runtime.parallel.data_parallel import (
     activation_type,
+    is_mixed,
     let_go_before,
     no_view,
     over_data,
     prefetch,
     reduces_apart,
     reduces_at_once,
-    reduces_in_step,
     replicated,
     shards,
+    wraps,
 )
 from meshwright.runtime.parallel.expert_parallel import (
     ExpertLoad,
@@ -68,6 +70,7 @@ from meshwright.runtime.techniques.compile import Compiler
 from meshwright.runtime.techniques.float8 import NarrowWeights, products_of
 from meshwright.runtime.techniques.packed_weights import expect_packing, pack_values
 from meshwright.runtime.techniques.split_backward import PLAIN, WeightGradients, defer
+from meshwright.runtime.techniques.working_copies import Gradients, WorkingCopies, cast_inputs
 from meshwright.runtime.tracing.replayed_stage import RecordedStage
 from meshwright.runtime.tracing.tracer import Recorder
 from meshwright.runtime.tracing.unused_parameters import BackwardOrder, Participation
@@ -107,7 +110,9 @@ class Staged:
     compiler: Compiler | None
     """What compiles layers that repeat, if the plan lets any be compiled."""
     wrapped: bool = False
-    """Data parallelism or mixed precision is at work (the module is an FSDPModule)."""
+    """Ranks divide parameters, or have them on the host (the module is an FSDPModule)."""
+    copies: WorkingCopies | None = None
+    """What passes compute with in place of parameters that this rank has whole."""
     store: WeightGradients | None = None
     """Where weight gradients wait, if the schedule makes them apart."""
     unused: Sequence[nn.Parameter] = ()
@@ -209,15 +214,9 @@ def language_stage(
             module=module,
             of=LanguageRules(adapter=adapter, weights=weights),
             compiler=compiler,
-            wrapped=place.mesh is not None and _wraps(plan, place),
+            wrapped=wraps(plan, place) or (place.mesh is not None and _wraps_experts(plan, place)),
         )
     )
-
-
-def _wraps(plan: Plan, place: Place) -> bool:
-    """Tell whether data parallelism or mixed precision wraps layers."""
-    reduces = place.replicas > 1 and not (reduces_in_step(plan) or reduces_apart(plan, place))
-    return reduces or wants_mesh(plan) or _wraps_experts(plan, place)
 
 
 def _wraps_experts(plan: Plan, place: Place) -> bool:
@@ -284,6 +283,8 @@ def apply_plan(staged: Staged) -> Staged:
             _data(staged, at)  # holds what is left
     if staged.wrapped:
         _root(staged)
+    if is_mixed(plan):
+        _working_copies(staged)
     if place.replicas > 1:
         _replicas(staged)
     return staged
@@ -561,6 +562,31 @@ def _root(staged: Staged) -> None:
     prefetch(list(module.units.values()), plan.prefetch)
 
 
+def _working_copies(staged: Staged) -> None:
+    """Let passes compute in 16 bits where FSDP does not see to it, which casts what it gathers."""
+    module, of = staged.module, staged.of
+    dtype, plan = activation_type(staged.plan.precision), staged.plan
+    gradients: Gradients = "once"
+    if staged.store is not None or plan.micro_batches_of(staged.place.data_rank) > 1:
+        gradients = "added"
+    if staged.store is None and reduces_apart(plan, staged.place):
+        gradients = "collected"
+    wrapped = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+    records = itertools.chain.from_iterable(map(fsdp_parameters, wrapped))
+    besides = [*unsharded_parameters(staged), *(record.sharded_param for record in records)]
+    staged.copies = WorkingCopies(
+        module,
+        dtype,
+        gradients=gradients,
+        besides=besides,
+        changed=of.participation.note_change if isinstance(of, Script) else None,
+    )
+    for name in module.called_units:
+        unit = module.part(name)
+        if not isinstance(unit, FSDPModule):
+            cast_inputs(unit, dtype)
+
+
 def _replicas(staged: Staged) -> None:
     """Name the parameters whose gradients replicas sums over copies: FSDP does not."""
     unused = {id(parameter) for parameter in staged.unused}
@@ -574,8 +600,11 @@ def _replicas(staged: Staged) -> None:
             for parameter in unsharded_parameters(staged)
             if parameter.requires_grad
         ]
+    copies = staged.copies
     staged.replicated = tuple(
-        (parameter, by) for parameter, by in shared if id(parameter) not in unused
+        (parameter if copies is None else copies.of(parameter), by)
+        for parameter, by in shared
+        if id(parameter) not in unused
     )
 
 

@@ -595,7 +595,7 @@ class Engine:
     def measure_own_gradient(self) -> None:
         """Let steps from now on measure each rank's own gradient, where its sum over ranks is ours.
 
-        Sums inside FSDP are not: parameters in 16 bits, and ZeRO.
+        Sums inside FSDP are not: those of ZeRO, and of parameters on the host.
         """
         self._passes.measure_own_gradient()
 

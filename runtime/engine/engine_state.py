@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -294,9 +295,10 @@ def checkpoint_in(folder: Path) -> Path | None:
     with raise_on_all():
         if not dist.is_initialized() or dist.get_rank() == 0:
             place = _user_file(folder)
+            place = place and os.path.relpath(place, folder)  # another node's may lie elsewhere
     if dist.is_initialized():
         place = broadcast_json(place, source=0)
-    return None if place is None else Path(place)
+    return None if place is None else folder / place
 
 
 def _user_file(folder: Path) -> str | None:

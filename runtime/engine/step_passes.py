@@ -44,7 +44,13 @@ from meshwright.runtime.optim.replica_check import COMPARED_EVERY, is_due
 from meshwright.runtime.parallel.attention_api import divide_positions, positions_in
 from meshwright.runtime.parallel.batch_norm import RunningStatistics
 from meshwright.runtime.parallel.context_parallel import whole_positions
-from meshwright.runtime.parallel.data_parallel import gathers_anew, reduces_apart, reduces_at_once
+from meshwright.runtime.parallel.data_parallel import (
+    gathers_anew,
+    is_mixed,
+    reduces_apart,
+    reduces_at_once,
+)
+from meshwright.runtime.parallel.gradient_compression import WIRE_TYPES
 from meshwright.runtime.parallel.replicas import Replicas
 from meshwright.runtime.tracing.replayed_stage import MicroBatch, step_seed
 from meshwright.runtime.tracing.tracer import MOST_RECORDINGS, Recorder, key_of
@@ -294,6 +300,19 @@ class StepPasses:
 
     def train(self, micros: Sequence[MicroBatch]) -> None:
         """Add the gradients of all micro-batches, and note their losses."""
+        with self._computing(learns=True):
+            self._train(micros)
+
+    @contextlib.contextmanager
+    def _computing(self, *, learns: bool = False) -> Iterator[None]:
+        """Let stages have the parameters that passes compute with."""
+        with contextlib.ExitStack() as around:
+            for part in self._parts:
+                if part.copies is not None:
+                    around.enter_context(part.copies.in_use(learns=learns))
+            yield
+
+    def _train(self, micros: Sequence[MicroBatch]) -> None:
         host.forget_sums()
         if self._before is not None:
             self._before.note()
@@ -318,6 +337,9 @@ class StepPasses:
                 "is trained. Make it of the module's outputs, without detach(), no_grad() or item()"
             )
         host.sum_gradients()
+        for part in self._parts:
+            if part.copies is not None:
+                part.copies.forget_zeros()
         if self._replicas is not None:
             self._replicas.finish()
         if self._statistics is not None:
@@ -325,7 +347,7 @@ class StepPasses:
 
     def evaluate(self, micros: Sequence[MicroBatch]) -> None:
         """Note the losses of all micro-batches of `cut_any` in eval mode, and learn nothing."""
-        with self._mode(training=False):
+        with self._mode(training=False), self._computing():
             if self._before is not None:
                 self._before.note()
             inner = InnerLosses(self._note_inner, None, self._sum_over_batch(micros))
@@ -360,7 +382,7 @@ class StepPasses:
 
     def outputs(self, micros: Sequence[MicroBatch], *, training: bool) -> Any:
         """Return what the module makes of `cut_any`, on every rank, without gradients."""
-        with self._mode(training=training):
+        with self._mode(training=training), self._computing():
             if self._before is not None:
                 self._before.note()
             inner = InnerLosses(_forget, None, self._sum_over_batch(micros))
@@ -589,7 +611,10 @@ class StepPasses:
         apart = any(part.store is not None for part in self._parts)
         count = self._plan.micro_batches_of(self._place.data_rank)
         backwards = None if apart else count
-        return Replicas(replicated, backwards=backwards, divided=self._divided > 1)
+        wire = WIRE_TYPES.get(self._plan.gradient_compression)
+        dtype = torch.float32 if is_mixed(self._plan) else None
+        divided = self._divided > 1
+        return Replicas(replicated, backwards=backwards, divided=divided, dtype=dtype, wire=wire)
 
     def pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
         """Return the stages with the boundaries of these micro-batches."""

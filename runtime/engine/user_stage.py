@@ -17,13 +17,13 @@ from meshwright.planner.documents.training import Training
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.frameworks.native_limits import script_obstacle
 from meshwright.runtime.core.global_batch_loss import whole_batch
-from meshwright.runtime.core.mesh import Place, wants_mesh
+from meshwright.runtime.core.mesh import Place
 from meshwright.runtime.core.seeds import seed_of
 from meshwright.runtime.engine.apply_plan import Script, Staged, apply_plan, is_block
 from meshwright.runtime.engine.losses.named_loss import token_loss
 from meshwright.runtime.engine.unsupported import foreign
 from meshwright.runtime.models.family_adapter import parameter_names
-from meshwright.runtime.parallel.data_parallel import activation_type, reduces_apart
+from meshwright.runtime.parallel.data_parallel import activation_type, wraps
 from meshwright.runtime.parallel.tensor_styles import ScriptStyles
 from meshwright.runtime.techniques import lora
 from meshwright.runtime.techniques.compile import Compiler
@@ -133,7 +133,7 @@ def modules_of(
 
     Raises LaunchError where such a parameter is not trained, or its unit has buffers.
     """
-    if not wraps_stages(plan, place):
+    if not wraps(plan, place):
         return [module] * len(stages)
     seen_names: set[str] = set()
     result = []
@@ -159,12 +159,6 @@ def _refuse_untrained(module: nn.Module, recorder: Recorder, name: str, schedule
         f"{name}: is read by two stages of one rank, is divided by data parallelism, and {reason}, "
         f"which schedule {schedule} does not go with; use schedule 1f1b"
     )
-
-
-def wraps_stages(plan: Plan, place: Place) -> bool:
-    """Tell whether FSDP is at work in this rank's stages."""
-    apart = reduces_apart(plan, place)
-    return place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
 
 
 def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
@@ -306,8 +300,8 @@ def script_stage(
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             # Other memory lies between, and fused updates run through all of it.
             parameter.data = parameter.data.contiguous()
-    wraps = wraps_stages(plan, place)
-    if wraps and (whole or recorder.refused is not None):
+    wrapped = wraps(plan, place)
+    if wrapped and (whole or recorder.refused is not None):
         # What runs between units is not known, and ranks may run other units: gathered whole.
         module_stage.units = {}
     return apply_plan(
@@ -326,7 +320,7 @@ def script_stage(
             ),
             unused=unused,
             compiler=compiler,
-            wrapped=wraps,
+            wrapped=wrapped,
         )
     )
 

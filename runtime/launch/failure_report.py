@@ -17,7 +17,7 @@ from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import bytes_text
 from meshwright.planner.errors import DocumentError, LaunchError
 from meshwright.planner.system.safe_files import folder_within, open_below
-from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.hardware_errors import HardwareError, hardware_error
 from meshwright.runtime.launch.preflight import LocalRanks
@@ -359,4 +359,5 @@ def way_on(ready: RunContext) -> str:
 def saved_text(folder: Path | None) -> str:
     """Return what a folder of checkpoints has to go on from, as the end of a sentence."""
     saved = checkpoint.newest(folder) if folder else None
-    return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"
+    name = (folder and object_store.newest_name(folder)) or (saved and str(saved))
+    return f"; {name} is complete and can be resumed" if name else "; nothing was saved"

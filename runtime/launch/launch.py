@@ -23,7 +23,7 @@ from meshwright.planner.documents.events import Attempt, AttemptEnded, Event, Ex
 from meshwright.planner.errors import HandedOver, Interrupted, LaunchError
 from meshwright.planner.errors.shown import lines
 from meshwright.planner.report.terminal import Terminal
-from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.checkpoint import commit_recovery as unfinished
 from meshwright.runtime.checkpoint.tokenizer_files import tokenizer_files
 from meshwright.runtime.launch import failure_cause as faults
@@ -103,8 +103,10 @@ def launch(asked: Launch) -> RunReport | None:
                 adopt(asked.run.checkpoint.absolute(), say=say.print)
             if node_rank.node == 0:
                 unfinished.prepare_folder(asked.run, say=say.print)
+            object_store.send_saved(asked.run.checkpoint, say=say.print)
             if node_rank.nodes > 1:
                 rendezvous.all_gather("looked for checkpoints")
+            object_store.fetch_newest(asked.run.checkpoint, say=say.print)
         ready = check()
         _warn(ready, asked, say)
         if agent is None:
@@ -268,7 +270,9 @@ def _supervise(
                 alone=rendezvous.node_rank.nodes == 1,
             )
             looks.pace = Pace(ready, shown, seen, asked.prediction, most)
-        shown.follow(run.metrics_file(ready.output))
+        saved = checkpoint.progress(ready.resumed).step if ready.resumed else 0
+        before = run.steps_of_events(ready.output, after=saved) if asked.slots is not None else ()
+        shown.follow(run.metrics_file(ready.output), before)
         try:
             bad = supervise(
                 ready.command,

@@ -28,8 +28,6 @@ from meshwright.runtime.run.record_segments import Rotation
 from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.telemetry import Telemetry
 
-TOLD_AGAIN = 1.5
-"""How much the interval of copies changes until it is told again."""
 PACE_S = 1.0
 """Between looks at the pace of ranks where no step is reported."""
 
@@ -79,7 +77,6 @@ class Looks:
         self.seen: Beacons | None = None
         self._ready, self._asked = ready, asked
         self._begin_s = time.monotonic()
-        self._before = shown.step
         self._copied_every = 0
         self._predicted_s = run.account_of(ready.output).start_s
         tells = asked.elastic and ready.ranks.leads
@@ -108,7 +105,7 @@ class Looks:
         if self._rotation is not None:
             with run.never_fatal(self._ready.output / "records", MeshwrightError):
                 self._rotation.look()
-        if self._begin_s and self.shown.step > self._before:
+        if self._begin_s and news:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(
                 at_unix_s=unix_now_s(),
@@ -137,10 +134,6 @@ class Looks:
         for event in events_of(line for line in lines if any(word in line for word in words)):
             if isinstance(event, SaveFailed):
                 self.shown.say.print(f"warning: {event.text}")
-            if isinstance(event, CopyInterval) and not (
-                self._copied_every / TOLD_AGAIN
-                < event.every_steps
-                < self._copied_every * TOLD_AGAIN
-            ):
+            if isinstance(event, CopyInterval) and event.every_steps != self._copied_every:
                 self._copied_every = event.every_steps
                 self.shown.say.print(event.text)

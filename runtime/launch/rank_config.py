@@ -11,7 +11,7 @@ from meshwright.planner.documents.units import count_text
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.report.terminal import Terminal
 from meshwright.planner.system.safe_files import folder_within, open_below
-from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.data import corpus as data
 from meshwright.runtime.data.corpus import Corpus
@@ -30,13 +30,14 @@ def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
             "plan": ready.plan.digest,
             "steps": ready.run.steps,
             "text": corpus,
-            "resumed checkpoint": str(ready.resumed),
-            "folder of checkpoints": str(ready.run.checkpoint),
+            "resumed checkpoint": object_store.shown(str(ready.resumed)),
+            "folder of checkpoints": object_store.shown(str(ready.run.checkpoint)),
             "steps between checkpoints": str(ready.run.checkpoint_every),
         }
     )
     token = str(rendezvous.all_gather(secrets.token_hex(8))[0])
-    if ready.run.checkpoint is not None and rendezvous.node_rank.nodes > 1:
+    is_shared = ready.run.checkpoint is None or object_store.store_of(ready.run.checkpoint) is None
+    if ready.run.checkpoint is not None and rendezvous.node_rank.nodes > 1 and is_shared:
         _check_shared(ready.run.checkpoint, rendezvous, token=token)
     return token
 
@@ -117,7 +118,7 @@ def write_orders(
         if ready.nothing_left is not None:
             say.print(ready.nothing_left)
             return None
-        say.print(f"going on from {ready.resumed}")
+        say.print(f"going on from {object_store.shown(ready.resumed)}")
     orders = RankOrders(
         **{
             **ready.run.model_dump(),

@@ -28,6 +28,7 @@ from meshwright.planner.whatif.study import Failures
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.writer import MEASURED_AFTER, RECENT
+from meshwright.runtime.core.object_collectives import host_group
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.engine_state import Stateful, checkpoint_in
@@ -250,7 +251,7 @@ class ScriptKeeper:
             figures = figures.model_copy(update=measured)
         every = torch.tensor([figures.every_steps(statistics.median(self._step_s))])
         if dist.is_initialized():
-            dist.broadcast(every, src=0)
+            dist.broadcast(every, src=0, group=host_group())
         return int(every)
 
     def _save(self, step: int, states: Mapping[str, Any]) -> None:

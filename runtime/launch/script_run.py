@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.planner.documents.document import MAX_BYTES, read, read_bytes, write
-from meshwright.planner.documents.events import Decision, StepRecord
+from meshwright.planner.documents.events import CopyInterval, Decision, StepRecord, events_of
 from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.prediction import Prediction
 from meshwright.planner.documents.units import count_text, seconds_text
 from meshwright.planner.errors import HandedOver, Interrupted, LaunchError, MeshwrightError
 from meshwright.planner.system.safe_files import folder_within
-from meshwright.runtime.checkpoint import commit_recovery
+from meshwright.runtime.checkpoint import commit_recovery, object_store
 from meshwright.runtime.launch import failure_cause as faults
 from meshwright.runtime.launch.failure_report import (
     RankFailed,
@@ -65,6 +65,8 @@ from meshwright.runtime.run.run_clock import unix_now_s
 from meshwright.runtime.run.run_folder import Device
 from meshwright.runtime.run.run_report import WARM_UP_STEPS, Comparison
 
+MOST_TOLD = 500
+"""Characters of how a node's ranks ended, which it tells the others."""
 PROGRESS_S = 5.0
 """Between two lines of progress."""
 
@@ -134,7 +136,9 @@ class _ScriptProgress:
         self._say = say
         self._said = 0
         self._due_s = 0.0
-        self._rotation = Rotation(metrics.with_name("events.jsonl"), metrics)
+        events_file = metrics.with_name("events.jsonl")
+        self._rotation = Rotation(events_file, metrics)
+        self._events = run.AddedLines(events_file)
         self.ends_s = math.inf
         """When a script that does not end for a notice is ended, by time.monotonic()."""
 
@@ -144,6 +148,9 @@ class _ScriptProgress:
             raise KeyboardInterrupt
         with run.never_fatal(self._metrics.parent / "records", MeshwrightError):
             self._rotation.look()
+        for event in events_of(line for line in self._events.read() if b'"copies"' in line):
+            if isinstance(event, CopyInterval):
+                self._say(event.text)
         if not now and time.monotonic() < self._due_s:
             return
         record = run.newest_record(self._metrics)
@@ -228,7 +235,8 @@ def run_script(
             if slots is not None and saved is not None:
                 newest = rescue(slots, saved, say=say)
                 if newest is not None and isinstance(error, _Ended):
-                    error.rest = f"; {newest} is complete and can be gone on from{error.rest}"
+                    name = object_store.shown(newest)
+                    error.rest = f"; {name} is complete and can be gone on from{error.rest}"
             if isinstance(error, _Ended):
                 raise LaunchError(f"{error}{error.rest}") from None
             if isinstance(error, KeyboardInterrupt):
@@ -281,17 +289,44 @@ def _until_the_end(
                     raise
                 say(f"{ended}; starting all ranks again ({count + 1} of {restarts})")
             else:
+                ended = _agreed_end(ended, node_rank, say)
                 if ended.end is None:
-                    raise
+                    raise ended from None
                 ends.append(ended.end)
-                started = _next_attempt(started, ended, ends, say)
+                started = _next_attempt(started, ended, ends, node_rank, say)
             count += 1
         else:
             return count
 
 
+def _agreed_end(ended: _Ended, node_rank: NodeRank, say: Callable[[str], None]) -> _Ended:
+    """Return the end that all nodes decide about: of a rank that did not only wait for others.
+
+    Of several the first node's; where a script ended itself on one of them, it ended.
+    """
+    if node_rank.nodes == 1:
+        return ended
+    end = None if ended.end is None else ended.end.model_dump(mode="json")
+    with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as meeting:
+        every = meeting.all_gather({"end": end, "how": str(ended)[:MOST_TOLD]})
+    if ended.end is None:
+        return ended
+    by_itself = next((told for told in every if told["end"] is None), None)
+    if by_itself is not None:
+        return _Ended(str(by_itself["how"]), ended.rest)
+    causes = [RankEnd.model_validate(told["end"]) for told in every]
+    place = next((i for i, cause in enumerate(causes) if not cause.waits), 0)
+    if place == node_rank.node:
+        return ended
+    return _Ended(str(every[place]["how"]), ended.rest, causes[place])
+
+
 def _next_attempt(
-    started: _Started, ended: _Ended, ends: Sequence[RankEnd], say: Callable[[str], None]
+    started: _Started,
+    ended: _Ended,
+    ends: Sequence[RankEnd],
+    node_rank: NodeRank,
+    say: Callable[[str], None],
 ) -> _Started:
     """Do what the table says about the last end; raise it where that is to stop."""
     devices = started.plan.mesh.devices
@@ -308,6 +343,9 @@ def _next_attempt(
     if judged.reaction == "stop":
         raise ended
     if judged.reaction == "restart":
+        return started
+    if node_rank.nodes > 1:
+        say("a script goes on with all of its nodes; all ranks are started again")
         return started
     smaller = started.survival.fewer(devices - 1)
     if smaller is None:
@@ -353,6 +391,9 @@ def _attempt(
     folder, ranks = started.folder, started.ranks
     with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as rendezvous:
         _check_script(started.script)  # other nodes are told what this one lacks
+        saved = started.survival.checkpoint
+        if saved is not None:
+            object_store.send_saved(saved, say=say)
         rendezvous.agree(
             {
                 "plan": started.plan.digest,
@@ -360,6 +401,8 @@ def _attempt(
                 "arguments": " ".join(started.arguments),
             }
         )
+        if saved is not None:
+            object_store.fetch_newest(saved, say=say)
         for name in ("logs", "ranks", "flight"):
             folder_within(folder, name, emptied_of="rank-*")
         token = str(rendezvous.all_gather(secrets.token_hex(8))[0])

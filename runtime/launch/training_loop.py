@@ -31,7 +31,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.documents.plugins import load_plugin
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.system.gc_pause import keep_freed, pause_collector
-from meshwright.runtime.checkpoint import checkpoint
+from meshwright.runtime.checkpoint import checkpoint, object_store
 from meshwright.runtime.checkpoint.checkpoint import Progress, TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import boxes
 from meshwright.runtime.core.memory_tracker import LiveMemory
@@ -413,7 +413,7 @@ class Loop:
             memory_source=peak.source,
             **(peak.of_device() if self.orders.device == "cuda" else {}),
             stopped=ends or "steps",
-            checkpoint=str(saved) if saved else None,
+            checkpoint=object_store.shown(saved) if saved else None,
         )
 
     def _copy(

@@ -23,7 +23,7 @@ from meshwright.planner.documents.plan import Plan
 from meshwright.planner.schedules import schedule_of
 from meshwright.runtime.core import pinned_memory as host
 from meshwright.runtime.core.layer_names import Region
-from meshwright.runtime.core.mesh import DataRanks, Place
+from meshwright.runtime.core.mesh import DataRanks, Place, wants_mesh
 from meshwright.runtime.core.torch_internals import let_go_of_reduced, replicate, staying_near
 from meshwright.runtime.parallel import expert_parallel as experts
 from meshwright.runtime.parallel.gradient_compression import narrow
@@ -188,12 +188,21 @@ def reduces_in_step(plan: Plan) -> bool:
 def reduces_apart(plan: Plan, place: Place) -> bool:
     """Tell whether gradients of whole copies are summed by runtime.parallel.replicas, without FSDP.
 
-    FSDP would hold a second copy of the parameters, and does what else there is to do.
+    FSDP would hang hooks on each unit, and does what else there is to do.
     """
-    plain = plan.precision in ("fp32", "tf32") or plan.training.master_weights == "none"
-    plain = plain and plan.gradient_compression == "full"
-    plain = plain and plan.offload != "parameters" and not reduces_in_step(plan)
+    plain = plan.offload != "parameters" and not reduces_in_step(plan)
     return plain and not place.sharded and place.replicas > 1
+
+
+def wraps(plan: Plan, place: Place) -> bool:
+    """Tell whether FSDP is at work in this rank's stages, experts aside."""
+    apart = reduces_in_step(plan) or reduces_apart(plan, place)
+    return place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
+
+
+def is_mixed(plan: Plan) -> bool:
+    """Tell whether passes compute in another type than that of the parameters that are trained."""
+    return plan.precision in _HALVES and plan.training.master_weights == "fp32"
 
 
 def reduces_at_once(plan: Plan, place: Place) -> bool:

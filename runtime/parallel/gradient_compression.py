@@ -13,7 +13,7 @@ All three lose something; tests/runtime/parallel/test_gradient_compression.py st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,11 @@ RANK = 4
 LEAST_SAVING = 2
 """A matrix that would not shrink by as much travels whole, as do vectors."""
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WIRE_TYPES: Mapping[GradientCompression, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Types in which gradients travel as they are."""
 
 
 def narrow(module: FSDPModule, wire: GradientCompression, replicas: dist.ProcessGroup) -> None:
@@ -38,7 +42,7 @@ def narrow(module: FSDPModule, wire: GradientCompression, replicas: dist.Process
 
     The module is sharded along one axis, since FSDP's own sum over replicas cannot be changed.
     """
-    dtype = _TYPES[wire]
+    dtype = WIRE_TYPES[wire]
     module.set_custom_reduce_scatter(_NarrowReduceScatter(dtype))
     if replicas.size() > 1:
         module.set_all_reduce_hook(lambda gradients: _all_reduce_mean(gradients, dtype, replicas))

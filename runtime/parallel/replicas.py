@@ -5,8 +5,8 @@ added the last micro-batch's gradient of all parameters of a bucket, its mean ov
 its way while backward goes on; `finish` sends what is left and waits.  Parameters are used where
 they are: unlike FSDP, there is no second copy of them.
 
-This serves what computes in the type of its parameters (fp32, tf32) and divides no states; all else
-is FSDP's to do (runtime/parallel/data_parallel.py).
+This serves what divides no states, also where passes compute with copies of the parameters
+(runtime/techniques/working_copies.py); all else is FSDP's (runtime/parallel/data_parallel.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from meshwright.runtime.core.torch_internals import DTensorSpec, TensorMeta
 
 BUCKET_BYTES = 25 * 2**20
 """What a bucket takes at least, if there is as much."""
@@ -36,6 +38,8 @@ class _Bucket:
 
     parameters: list[nn.Parameter]
     group: dist.ProcessGroup
+    dtype: torch.dtype
+    """Of the gradients."""
     flat: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     """Where in `flat` each gradient lies, in the order in memory that its parameter has.
@@ -48,25 +52,29 @@ class _Bucket:
     """Backwards that added to each gradient."""
     complete: int = 0
     """Gradients to which all of a step's backwards have added."""
+    sent: Tensor | None = None
+    """What is on its way."""
     work: dist.Work | None = None
 
     def __post_init__(self) -> None:
         self.empty()
 
     def empty(self) -> None:
-        self.flat, self.views, self.work = None, [], None
+        self.flat, self.views, self.sent, self.work = None, [], None, None
         self.given = [None] * len(self.parameters)
         self.added, self.complete = [0] * len(self.parameters), 0
 
     @property
     def size_bytes(self) -> int:
-        return sum(_local(parameter).nbytes for parameter in self.parameters)
+        return sum(_local(parameter).numel() for parameter in self.parameters) * self.dtype.itemsize
 
     def begin(self) -> Tensor:
         """Make room for the gradients of a step, and for the flags, which say that all are made."""
         locals_ = [_local(parameter) for parameter in self.parameters]
         sizes = [local.numel() for local in locals_]
-        self.flat = locals_[0].new_empty(sum(sizes) + len(sizes), requires_grad=False)
+        self.flat = locals_[0].new_empty(
+            sum(sizes) + len(sizes), dtype=self.dtype, requires_grad=False
+        )
         *parts, flags = self.flat.split([*sizes, len(sizes)])
         self.views = [_laid_out(part, local) for part, local in zip(parts, locals_, strict=True)]
         flags.fill_(1.0)
@@ -84,10 +92,23 @@ class _Bucket:
         view.copy_(_local(grad))
         self.given[index] = parameter.grad = _like(grad, view)
 
-    def send(self, op: dist.ReduceOp.RedOpType) -> None:
-        """Start to make the mean, or the sum."""
+    def send(self, op: dist.ReduceOp.RedOpType, wire: torch.dtype | None) -> None:
+        """Start to make the mean, or the sum; in another type it is one of what was divided."""
         assert self.flat is not None
-        self.work = dist.all_reduce(self.flat, op=op, group=self.group, async_op=True)
+        self.sent = self.flat
+        if wire is not None:
+            parts = self.group.size() if op == dist.ReduceOp.AVG else 1
+            self.sent, op = (self.flat / parts).to(wire), dist.ReduceOp.SUM
+        self.work = dist.all_reduce(self.sent, op=op, group=self.group, async_op=True)
+
+    def receive(self) -> None:
+        """Wait for what was sent."""
+        if self.work is not None:
+            self.work.wait()
+            assert self.flat is not None
+            assert self.sent is not None
+            if self.sent is not self.flat:
+                self.flat.copy_(self.sent)
 
 
 class Replicas:
@@ -99,8 +120,12 @@ class Replicas:
         *,
         backwards: int | None,
         divided: bool = False,
+        dtype: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         """`divided` says that gradients come divided by the number of ranks: the mean is their sum.
+
+        They are added in `dtype`, or that of their parameters, and travel in `wire` or as they are.
 
         `parameters` are in the order of forward, each with its ranks, once for each stage.
 
@@ -108,11 +133,12 @@ class Replicas:
         when a gradient is complete, since some are made apart: all are sent by `finish`.
         """
         self._backwards = backwards
+        self._wire = wire
         self._op = dist.ReduceOp.SUM if divided else dist.ReduceOp.AVG
         all_parameters = list(parameters)
         self._stages = Counter(parameter for parameter, _ in all_parameters)
         """How many stages of this rank read each, in backwards of their own."""
-        self._buckets = _buckets(all_parameters)
+        self._buckets = _buckets(all_parameters, dtype)
         self._sent = 0
         self.measures_own = False
         """Whether each step measures this rank's own gradient, before it becomes the mean."""
@@ -150,8 +176,7 @@ class Replicas:
         for bucket in self._buckets[self._sent :]:
             self._send(bucket)
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
+            bucket.receive()
         for bucket, index in lacking:
             assert bucket.flat is not None
             if bucket.flat[index - len(bucket.parameters)] > 0:
@@ -169,7 +194,7 @@ class Replicas:
             assert bucket.flat is not None
             local = bucket.flat[: -len(bucket.parameters)]
             self._squares.append(torch.dot(local, local))
-        bucket.send(self._op)
+        bucket.send(self._op, self._wire)
 
     def _noticing(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
         backwards = (self._backwards or 0) * self._stages[bucket.parameters[index]]
@@ -190,18 +215,21 @@ class Replicas:
         return notice
 
 
-def _buckets(parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> list[_Bucket]:
+def _buckets(
+    parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]], dtype: torch.dtype | None
+) -> list[_Bucket]:
     """Return buckets in the order of backward; what is shared counts where forward has it first."""
     every: list[_Bucket] = []
-    open_: dict[dist.ProcessGroup, _Bucket] = {}
+    open_: dict[tuple[dist.ProcessGroup, torch.dtype], _Bucket] = {}
     # A parameter that is used twice is complete when backward comes to its first use.
     ordered = list(reversed(dict.fromkeys(parameters)))
     whole_bytes = sum(_local(parameter).nbytes for parameter, _ in ordered)
     enough_bytes = min(BUCKET_BYTES, whole_bytes / FEWEST_BUCKETS)
     for parameter, group in ordered:
-        bucket = open_.get(group)
+        kind = group, dtype or parameter.dtype
+        bucket = open_.get(kind)
         if bucket is None or bucket.size_bytes >= enough_bytes:
-            bucket = open_[group] = _Bucket([], group)
+            bucket = open_[kind] = _Bucket([], *kind)
             every.append(bucket)
         bucket.parameters.append(parameter)
     for bucket in every:
@@ -225,4 +253,8 @@ def _like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return `local` as the same kind of tensor as another."""
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor(local, tensor._spec, requires_grad=False)
+    spec = tensor._spec
+    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+    return DTensor(
+        local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
+    )

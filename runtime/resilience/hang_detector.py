@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.planner.system.safe_files import folder_within
+from meshwright.runtime.checkpoint import object_store
 from meshwright.runtime.resilience.heartbeat import ASK, Beacons, RankPlace, stack_file
+from meshwright.runtime.run.environment import STORE_VARIABLE
 from meshwright.runtime.run.run_folder import log_text
 
 LEAST_S = 10.0
@@ -76,6 +78,8 @@ class HangWatch:
         may do so for `start_s`, while others wait for them.
         """
         self._own_code = own_code
+        # A store that does not answer for a while is waited for; that is no hang.
+        self._sends_s = 0.0 if os.environ.get(STORE_VARIABLE) is None else object_store.PATIENCE_S
         self._beacons, self._ranks, self._output = beacons, dict(ranks), output
         self._start_s, self._now_s, self._alone = start_s, now_s, alone
         self._speaks_s = 0.0
@@ -88,6 +92,8 @@ class HangWatch:
 
     def allowed_s(self, step: int, part: str) -> float:
         """Return how long a rank may be in a part of a step."""
+        if self._sends_s and part == "save":
+            return self._sends_s + self._start_s
         if self._own_code and part != "step":
             return self._start_s
         took_s = self._took_s.get(part)
@@ -113,6 +119,8 @@ class HangWatch:
         begun = [place for place in places if place.process]
         is_waited_for = self._own_code and any(place.part in ("batch", "save") for place in begun)
         least_s = self._start_s if is_waited_for else 0.0
+        if self._sends_s and any(place.part == "save" for place in begun):
+            least_s = self._sends_s + self._start_s
         if not any(
             now_s - place.since_s > max(least_s, self.allowed_s(place.step, place.part))
             for place in begun

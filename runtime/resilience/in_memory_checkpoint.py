@@ -26,7 +26,7 @@ import torch.distributed as dist
 from meshwright.planner.whatif.pricing.survival import COPIES_SHARE
 from meshwright.runtime.checkpoint.checkpoint import TrainingIdentity
 from meshwright.runtime.checkpoint.state_snapshot import Box, Snapshot
-from meshwright.runtime.core.object_collectives import all_gather_json
+from meshwright.runtime.core.object_collectives import all_gather_json, host_group
 from meshwright.runtime.data.sample_digest import SampleDigest
 from meshwright.runtime.resilience.peer_restore import key_of, restore_from_peers
 from meshwright.runtime.resilience.shared_memory import GENERATIONS, NodeSlots, slots_of_node
@@ -35,6 +35,10 @@ MEASURED = 3
 """Copies, the last ones, from whose mean their interval follows; the first are one after each step.
 Those that write to a slot for the first time do not count: of 0.3 GB and 3 GB they took 0.28 and
 8.6 processor seconds, and each later one 0.10 and 0.96 (3 GB/s, on an EPYC core)."""
+
+STEADY = 1.5, 1.25
+"""By how much the measured interval is shorter or longer before another is taken: what was printed
+last is true, and is not printed anew with each measurement."""
 
 COPY_OVER_CALLS = 1.7
 """CPU seconds of a copy over those of its calls: the work behind it finds caches and pages changed
@@ -172,7 +176,7 @@ class Mirror:
             return True
         self._asked_step = step - self.every // 2  # where it is not kept, ask again soon
         kept = torch.tensor([int(self._node.kept.has_copy(self._run, self._last_step))])
-        dist.all_reduce(kept, op=dist.ReduceOp.MIN)
+        dist.all_reduce(kept, op=dist.ReduceOp.MIN, group=host_group())
         return bool(kept)
 
     def copy(
@@ -227,10 +231,13 @@ class Mirror:
         self._copies_s.append(time.thread_time() - began_s)
         sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
         copy_s = COPY_OVER_CALLS * statistics.fmean(self._copies_s) + sent_s
-        self.every = self._slowest_interval(copy_s / (COPIES_SHARE * step_s))
+        every = self._slowest_interval(copy_s / (COPIES_SHARE * step_s))
+        shorter, longer = STEADY
+        if self.is_measured_first or not self.every / shorter < every <= self.every * longer:
+            self.every = every
 
     def _slowest_interval(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""
         longest = torch.tensor([every])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=host_group())
         return max(1, math.ceil(float(longest)))

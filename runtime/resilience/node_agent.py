@@ -24,6 +24,7 @@ from pathlib import Path
 from meshwright.planner.documents.document import json_line, read_text
 from meshwright.planner.errors import LaunchError
 from meshwright.planner.system.safe_files import folder_within, replace_file
+from meshwright.runtime.checkpoint import object_store
 from meshwright.runtime.resilience.membership import (
     Agent,
     Epoch,
@@ -69,20 +70,27 @@ class RunOver(LaunchError):  # noqa: N818 - reads as the sentence that it is
 
 
 class Register:
-    """Epochs in a folder that all nodes share."""
+    """Epochs in a folder, or an object store, that all nodes share."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is that of the checkpoints."""
+        """`folder` is that of the checkpoints, or their spool where a store is named."""
         self._folder = folder
+        self._store = object_store.store_of(folder)
 
     def newest(self) -> Epoch | None:
         """Return the epoch with the highest number."""
-        names = [file.name for file in self._files().glob("epoch-*.json")]
+        if self._store is not None:
+            names = list(self._store.sizes("epochs"))
+        else:
+            names = [file.name for file in self._files().glob("epoch-*.json")]
         numbers = [int(match[1]) for name in names if (match := _FILE.fullmatch(name))]
         return self._read(max(numbers)) if numbers else None
 
     def write_if_free(self, epoch: Epoch) -> bool:
         """Write an epoch if its number is free; say whether it was."""
+        if self._store is not None:
+            object_store.send_book(self._folder)  # that others find its plan
+            return self._store.create(json_line(epoch), f"epochs/{self._file(epoch.number).name}")
         new = self._files() / f".new-{secrets.token_hex(8)}"
         replace_file(json_line(epoch), new)
         try:
@@ -102,7 +110,12 @@ class Register:
     def _read(self, number: int) -> Epoch:
         file = self._file(number)
         try:
-            return Epoch.model_validate_json(read_text(file))
+            if self._store is None:
+                return Epoch.model_validate_json(read_text(file))
+            epoch = Epoch.model_validate_json(self._store.text(f"epochs/{file.name}"))
+            if epoch.plan is not None and not Path(epoch.plan).exists():
+                object_store.fetch_book(self._folder)
+            return epoch
         except ValueError as error:
             raise LaunchError(f"{file}: is no epoch of a run; remove it: {error}") from None
 

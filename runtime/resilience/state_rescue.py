@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwright.planner.errors import LaunchError, MeshwrightError
 from meshwright.planner.system.safe_files import open_below
-from meshwright.runtime.checkpoint import checkpoint, commit_recovery
+from meshwright.runtime.checkpoint import checkpoint, commit_recovery, object_store
 from meshwright.runtime.checkpoint import shard_manifest as parts
 from meshwright.runtime.checkpoint.checkpoint import Progress
 from meshwright.runtime.checkpoint.shard_manifest import WrittenChunk, WrittenPart
@@ -64,13 +64,14 @@ def rescue(slots: Slots, folder: Path, *, say: Say) -> Path | None:
         if _is_newer(slots.node, folder):
             say("the newest state is in copies in memory; they are written to a checkpoint")
         saved, problem = save_newest(slots.node, slots.contexts, folder, say=say)
+        object_store.send_saved(folder, say=say)
     except (OSError, ValueError, KeyError, MeshwrightError) as error:
         saved, problem = None, str(error)
     if problem is not None:
         slots.stays = True
         say(f"warning: the copies in {slots.place} cannot be written: {problem}")
     if saved is not None:
-        say(f"{saved} is complete; its state was in memory")
+        say(f"{object_store.shown(saved)} is complete; its state was in memory")
     return saved
 
 
@@ -87,6 +88,7 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
             problem: str | None = None
             try:
                 newer, problem = save_newest(left.node, left.contexts, folder, say=say)
+                object_store.send_saved(folder, say=say)
                 saved = newer or saved
             except (OSError, ValueError, KeyError, MeshwrightError) as error:
                 problem = str(error)
@@ -95,17 +97,19 @@ def adopt(folder: Path, *, say: Say) -> Path | None:
                 continue
             shutil.rmtree(left.folder, ignore_errors=True)
     if saved is not None:
-        say(f"{saved} is complete; its state was in memory")
+        say(f"{object_store.shown(saved)} is complete; its state was in memory")
     return saved
 
 
 def _is_newer(node: NodeSlots, folder: Path) -> bool:
-    return bool(_keys(node, _saved_step(folder)))
+    return bool(_keys(node, saved_step(folder)))
 
 
-def _saved_step(folder: Path) -> int:
+def saved_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint that counts, 0 where none does."""
     saved = checkpoint.newest(folder) if folder.is_dir() else None
-    return 0 if saved is None else checkpoint.progress(saved).step
+    step = 0 if saved is None else checkpoint.progress(saved).step
+    return max(step, object_store.newest_step(folder))
 
 
 def _keys(node: NodeSlots, after: int) -> list[Key]:
@@ -124,7 +128,7 @@ def save_newest(
 ) -> tuple[Path | None, str | None]:
     """Write the newest state that becomes a checkpoint; return it, and what went wrong else."""
     problem = None
-    for key in _keys(node, _saved_step(folder)):
+    for key in _keys(node, saved_step(folder)):
         context = contexts.get(key[2])
         if context is None:
             problem = problem or f"nothing is known of the plan of step {key[0]}"

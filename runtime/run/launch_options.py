@@ -33,7 +33,9 @@ class LaunchRun(Part):
         default=None, description="A local tokenizer folder; default: bytes"
     )
     steps: int = Field(default=20, description="Total steps, counted from the start of training")
-    checkpoint: Path | None = Field(default=None, description="Save here")
+    checkpoint: Path | None = Field(
+        default=None, description="Save here: a folder, or s3://BUCKET/PATH (gs://, hf://)"
+    )
     checkpoint_every: int | None = Field(
         default=None,
         description="Steps; default: where the least is lost, by failure rates and measured saves",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -32,15 +33,23 @@ class ProgressLine:
             self._task = self._bar.add_task("starting ranks", total=steps)
         self._next_line = 0
         self._metrics: AddedLines | None = None
+        self._before: dict[int, StepRecord] = {}
+        self._again: StepRecord | None = None
+        """The last step that was written anew and not done again."""
 
     @property
     def progress_text(self) -> str:
         """How far training has come, in words."""
         return f"after step {self.step}" if self.step else "before the first step"
 
-    def follow(self, metrics: Path) -> None:
-        """Show what is added to a metrics file from now on."""
+    def follow(self, metrics: Path, before: Iterable[StepRecord] = ()) -> None:
+        """Show what is added to a metrics file from now on.
+
+        Steps `before` are of an earlier attempt: a rank that goes on from a copy in memory writes
+        those anew that it does not do again.
+        """
         self._metrics = AddedLines(metrics)
+        self._before = {record.step: record for record in before}
         if self._bar:
             self._bar.start()
 
@@ -51,6 +60,14 @@ class ProgressLine:
         for text in self._metrics.read():
             with contextlib.suppress(ValueError):  # somebody else has written it
                 news.append(StepRecord.model_validate_json(text))
+        rewritten = [record for record in news if self._before.get(record.step) == record]
+        if rewritten:
+            self._again = rewritten[-1]
+            self.step = self._again.step
+            news = [record for record in news if record not in rewritten]
+        if news and self._again is not None:
+            self.say.print(f"going on from the copy in memory of step {self._again.step}")
+            self._again = None
         for record in news:
             self.step = record.step
             line = self._line(record)

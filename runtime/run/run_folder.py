@@ -27,6 +27,7 @@ import collections
 import contextlib
 import errno
 import itertools
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -310,7 +311,7 @@ def viewer(output: Path) -> Viewer:
     return viewing
 
 
-def steps_of_events(output: Path, *, after: int, until: int) -> list[StepRecord]:
+def steps_of_events(output: Path, *, after: int, until: float = math.inf) -> list[StepRecord]:
     """Return the steps behind one and until another, each as it was done last.
 
     They are looked for in the newest segments, until one has none of them.

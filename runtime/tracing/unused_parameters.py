@@ -47,6 +47,10 @@ class Participation:
         self._took_part = set()
         return absent
 
+    def note_change(self, parameter: nn.Parameter) -> None:
+        """Remember that a forward has changed a whole copy of a parameter in place."""
+        self.changed[id(parameter)] = parameter
+
     @torch.no_grad()
     def _complete(self, records: Sequence[Any]) -> None:
         """Put zeros in place of gradients that a unit lacks."""
@@ -56,7 +60,7 @@ class Participation:
             identity = id(record.sharded_param)
             self._watched.add(identity)
             if record._unsharded_param._version:
-                self.changed[identity] = record.sharded_param
+                self.note_change(record.sharded_param)
             accumulated = record.unsharded_accumulated_grad is not None
             if accumulated or record._unsharded_param.grad is not None:
                 self._took_part.add(identity)

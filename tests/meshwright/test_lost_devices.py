@@ -16,7 +16,7 @@ from meshwright.launch.replan import VISIBLE
 from meshwright.planner.documents.document import write
 from meshwright.planner.documents.events import AttemptEnded, Decision, events_of
 from meshwright.planner.errors import LaunchError
-from meshwright.planner.whatif.what_if_changes import changed_cluster, smaller_nodes
+from meshwright.planner.whatif.what_if_changes import changed_cluster
 from meshwright.runtime.checkpoint import checkpoint
 from meshwright.runtime.launch.launch import RankFailed
 from meshwright.runtime.resilience.membership import Agent, Epoch, Proposal, State
@@ -52,7 +52,11 @@ class Case:
 
     def _enter(self, left: int, each: int | None, step_s: float) -> None:
         machine = self.fit.machine
-        cluster = smaller_nodes(machine, 1) if each else changed_cluster(machine, "devices", 0.5)
+        cluster = (
+            machine.smaller(nodes=machine.groups[0].nodes, devices_per_node=1)
+            if each
+            else changed_cluster(machine, "devices", 0.5)
+        )
         assert cluster is not None
         file = self.folder / f"cluster-{left}.yaml"
         write(cluster, file)

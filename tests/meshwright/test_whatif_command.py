@@ -48,7 +48,8 @@ def test_what_is_written_is_the_same_study_and_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(studies, "run", lambda question, **_: question)
-    said = {"model": "gpt2", "reserved": ["8xh100-sxm-80gb=2.10/36"], "electricity": 0.08}
+    said = {"model": "gpt2", "reserved": ["8xh100-sxm-80gb=2.10/36"], "buy": ["8xh200-sxm"]}
+    said["electricity"] = 0.08
     path = tmp_path / "study.yaml"
 
     found = studies.whatif(write=str(path), **said)
@@ -79,6 +80,12 @@ def test_a_number_of_nodes_is_asked_for_where_it_is_left_open() -> None:
         (["--clusters", "8xa10g", "--precision", "fp7"], "precision"),
         (["--clusters", "{n}x8xa10g"], "cluster has {n}"),
         ([], "give a STUDY.yaml, or --model and --clusters"),
+        (["--clusters", "8xa10g", "--lead-days", "0"], "lead-days: changes nothing without --buy"),
+        (["--clusters", "8xa10g", "--quota", "4"], "quota: changes nothing without --solve"),
+        (["--buy", "8xh200-sxm", "--wait-months", "6"], "wait-months: changes nothing without"),
+        (["--clusters", "8xa10g", "--rent-change", "-0.2"], "rent-change: changes nothing"),
+        (["--clusters", "8xa10g", "--solve", "need"], "solve: changes nothing without {n}"),
+        (["--clusters", "8xa10g", "--wait-months", "-3"], "wait-months: is -3"),
     ],
 )
 def test_wrong_flags_are_refused_by_name(

@@ -1,4 +1,4 @@
-"""A whole calibration: which constants runs tell, how far predictions were off before and after."""
+"""A whole calibration: its constants, and the errors of predictions before and after."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Fitted:
     fit: FittedConstants
 
     def pulled_text(self, refused: UnfittedConstant) -> str:
-        """Return which runs pull a constant out of its bounds, in brackets; else nothing."""
+        """Return the runs that pull a constant out of its bounds, in brackets; else nothing."""
         names = ", ".join(self.runs[i] for i in refused.pulled_by)
         return f" (pulled by {names})" if names else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """What a profile gets, and how it came to be."""
+    """Calibration of a profile, with the fits that it comes from."""
 
     calibration: Calibration
     fits: tuple[Fitted, ...]
@@ -106,7 +106,7 @@ def _fit_of_quantity(
 
 
 def calibrated_json(result: Calibrated) -> dict[str, Any]:
-    """Return what `calibrate --json` prints; errors are fractions."""
+    """Return the output of `calibrate --json`; errors are fractions."""
     return {
         "calibration": result.calibration.model_dump(mode="json", exclude_none=True),
         "quantities": {each.quantity: _quantity(each) for each in result.fits},

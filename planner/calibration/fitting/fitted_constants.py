@@ -1,7 +1,7 @@
-"""The constants that measured runs can tell, their bounds, and a cluster that has others.
+"""Constants that measured runs can determine, their bounds, and a cluster with others.
 
 A constant is a property of the machine or of the software on it, never of a model.  Those of the
-device and of the links replace what the catalogue says of them; the rest replaces what
+device and of the links replace the catalogue's; the rest replaces what
 `planner.costs.hardware_rates` and `planner.costs.layout_costs`, or the rules of a framework, take
 for granted.
 """
@@ -101,7 +101,7 @@ def constants_of(
 def _most_bytes_per_s(tier: LinkTier) -> float:
     """Return the rate at which the fastest collective would move bytes at the quoted one.
 
-    Sums in the switch already pass 1 where a tier says so, and must not be passed again.
+    Sums in the switch already exceed 1 where a tier has such fractions, and must not grow again.
     """
     fractions = [tier.fractions.get(name, usual) for name, usual in DEFAULT_FRACTION.items()]
     return tier.bytes_per_s * max(1.0, 1.0 / max(fractions))

@@ -4,9 +4,9 @@ Minimised is  Σ_i ρ(ln predicted_i(x) - ln measured_i) + k² Σ_j x_j²
 
 x_j = 0 is a constant's usual value: rates and ratios are usual exp(x), seconds that are added are
 usual + unit x, where a unit changes the median run by a tenth.  ρ is Huber's, so that a few odd
-runs do not pull all of it, and the second sum keeps what runs hardly tell near what it is usually.
-A constant is fitted where enough runs feel it, and one whose best value is outside its bounds is
-refused and stays at its usual one.
+runs do not pull all of it, and the second sum keeps constants that runs hardly determine near their
+usual values.  A constant is fitted where enough runs feel it, and one whose best value is outside
+its bounds is refused and stays at its usual one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from meshwright.planner.documents.tolerances import NOTHING, ROUNDING
 
 Floats = NDArray[np.float64]
 Predict = Callable[[int, Mapping[str, float]], float]
-"""What a run takes with some constants: (which run, constants) -> seconds or bytes."""
+"""Prediction of a run with some constants: (run, constants) -> seconds or bytes."""
 
 LEAST_RUNS = 3
-"""Runs that must feel a constant for each one fitted."""
+"""Number of runs that must be sensitive to a constant for each one fitted."""
 FELT = 0.02
-"""Relative change of a prediction per relative change of a constant from which a run feels it."""
+"""Relative change of a prediction per relative change of a constant from which a run is sensitive
+to it."""
 HUBER = 0.15
 """Relative error above which a run's pull stops growing."""
 KEEP = 0.02
@@ -63,9 +64,9 @@ class FittedConstants:
     before: tuple[float, ...]
     """Relative errors of the predictions with usual constants  [run]."""
     after: tuple[float, ...]
-    """With the fitted ones  [run]."""
+    """Relative errors of the predictions with fitted constants  [run]."""
     left_out: tuple[float, ...]
-    """Of each run, with constants fitted to the others  [run]."""
+    """Relative error of each run, with constants fitted to the others  [run]."""
 
 
 def fit(
@@ -195,7 +196,7 @@ def _extend_below_zero(predict: Predict) -> Predict:
 
 
 def _beyond(constant: Constant, value: float) -> float:
-    """How far a value is outside the bounds, as a ratio of at least 1."""
+    """Return the distance of a value outside of the bounds, as a ratio of at least 1."""
     if value > constant.most:
         return value / constant.most
     return constant.least / value if value > 0 else math.inf
@@ -207,7 +208,7 @@ def _out_of_bounds(
     measured: Sequence[float],
     predict: Predict,
 ) -> UnfittedConstant:
-    """Say which runs pull a constant out of its bounds: those that its bound fits worst."""
+    """Return the runs that pull a constant out of its bounds: those that its bound fits worst."""
     above = values[constant.name] > constant.most
     bound = constant.most if above else constant.least
     at_bound = {**values, constant.name: bound}
@@ -260,7 +261,7 @@ def _best(
     predict: Predict,
     usual: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the constants that fit best, bounds not looked at."""
+    """Return the constants that fit best, without regard to bounds."""
     runs = range(len(measured))
     seen = np.log(np.array(measured))
 

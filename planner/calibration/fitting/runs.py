@@ -50,7 +50,7 @@ class Observed:
     cluster: ClusterSpec
     step_s: float | None
     memory_bytes: float | None
-    """Where what was seen is reserved memory or the whole device's."""
+    """Measured bytes, where the measurement is of reserved memory or of the whole device."""
     seconds: Callable[[Constants], float]
     bytes: Callable[[Constants], float]
     usual: tuple[float, float, float]
@@ -109,7 +109,7 @@ def _predict_run(setup: Setup, values: Constants) -> Prediction:
 def of_launch(
     name: str, plan: Plan, model: ModelGraph, cluster: ClusterSpec, step_s: float
 ) -> Observed:
-    """Return a run of our own runtime; its memory is what was allocated, and tells no slack."""
+    """Return a run of our own runtime; its memory is the allocated one, which shows no slack."""
 
     def seconds(values: Constants) -> float:
         calibration = as_calibration(values, cluster)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorScore:
-    """How far predictions lie from measurements, relative to the measurement."""
+    """Errors of predictions relative to the measurements."""
 
     median_abs_error: float
     mean_abs_error: float
@@ -25,24 +25,24 @@ class ErrorScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryScore:
-    """How often 'fits' and 'does not fit' were right; all are shares of the n calls."""
+    """Shares of right and wrong predictions of 'fits' and 'does not fit' among n."""
 
     accuracy: float
     false_fits: float
-    """Called fitting, and ran out of memory."""
+    """Share that was predicted to fit and ran out of memory."""
     false_misfits: float
     n: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankScore:
-    """How well layouts of one sweep are put in order, mean over sweeps."""
+    """Agreement of the predicted with the measured order of a sweep's layouts, mean over sweeps."""
 
     kendall_tau: float
     regret: float
     """Measured time of the layout predicted fastest over the fastest measured, less 1."""
     n: int
-    """Sweeps."""
+    """Number of sweeps."""
 
 
 def error_score(pairs: Sequence[tuple[float, float]]) -> ErrorScore | None:
@@ -77,7 +77,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def out_of_memory_score(calls: Sequence[tuple[bool, bool]]) -> OutOfMemoryScore | None:
-    """Return how often (predicted to fit, ran out of memory) agree; None if there are none."""
+    """Return the agreement of (predicted to fit, ran out of memory); None for no pairs."""
     if not calls:
         return None
     n = len(calls)
@@ -122,7 +122,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def regret(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return how much slower than the best measured the one predicted fastest is.
+    """Return the relative slowness of the layout predicted fastest against the fastest measured.
 
     >>> regret([(1.0, 12.0), (2.0, 10.0)])
     0.19999999999999996

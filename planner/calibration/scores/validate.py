@@ -2,7 +2,7 @@
 
 Rows whose inputs are all known (tier A) make the scores; rows with gaps are predicted too and
 scored apart.  Sources are scored one by one and then averaged, since large sweeps would drown the
-rest.  A row is judged on time, memory and rank only where the table says that it may be.
+rest.  A row is judged on time, memory and rank only where the table permits it.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class ScoredRow:
     setup: Setup | None
     prediction: Prediction | None
     reason: str = ""
-    """Why nothing was predicted, or why the run's framework refuses its layout."""
+    """Reason why nothing was predicted, or why the run's framework refuses its layout."""
 
     @property
     def outcome(self) -> Outcome | None:
-        """What is predicted: it runs, memory does not hold it, or its framework refuses it.
+        """Predicted outcome: the run trains, memory is too small, or its framework refuses it.
 
-        None where nothing is predicted.
+        It is None where nothing is predicted.
         """
         if self.prediction is None:
             return None
@@ -80,12 +80,12 @@ class ScoredRow:
 
     @property
     def step_time_s(self) -> float | None:
-        """Predicted."""
+        """Predicted seconds of a step."""
         return self.prediction.step_time_s if self.prediction else None
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """Predicted, of the kind and rank that the row names."""
+        """Predicted peak in GiB, of the kind and rank that the row names."""
         if self.prediction is None or self.setup is None:
             return None
         seen = self.measured
@@ -111,7 +111,7 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a source's predictions are worth."""
+    """Scores of a source's predictions."""
 
     step_time: ErrorScore | None
     peak_memory: ErrorScore | None
@@ -128,16 +128,16 @@ class Validation:
 
     rows: tuple[ScoredRow, ...]
     sources: dict[str, Score]
-    """Over complete rows (tier A)."""
+    """Scores by source over complete rows (tier A)."""
     incomplete: dict[str, Score]
-    """Over rows with gaps in their inputs (tier B)."""
+    """Scores by source over rows with gaps in their inputs (tier B)."""
     skipped: dict[str, int]
     """Rows that could not be predicted, by reason."""
     fallbacks: dict[str, int]
     """Rows of frameworks that have no rules of their own, by framework."""
     outcomes: dict[Outcome, tuple[int, int]]
-    """Of what is predicted to run, not to fit, or to be refused: rows that ran, and that ran out of
-    memory."""
+    """Rows that ran and rows that ran out of memory, by predicted outcome: to run, not to fit, or
+    to be refused."""
 
     @property
     def worst(self) -> list[ScoredRow]:
@@ -204,7 +204,7 @@ def validate(
 
 
 def _refusal(setup: Setup) -> str:
-    """Return why a run's framework refuses what its layout joins; empty if it does not."""
+    """Return why a run's framework refuses the combination of its layout; empty if it does not."""
     request = setup.request
     facts = Facts(request.model, request.cluster, request.job, setup.layout)
     conflict = next(conflicts(request.framework.space or EVERYTHING, facts), None)
@@ -262,7 +262,7 @@ def validation_of(rows: Sequence[ScoredRow]) -> Validation:
 
 
 def score(rows: Iterable[ScoredRow]) -> Score:
-    """Return what the predictions of some rows are worth."""
+    """Return the scores of the predictions of some rows."""
     rows = list(rows)
     timed = [row for row in rows if row.times and row.measured.judge_time]
     sweeps: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -311,7 +311,7 @@ def macro(scores: Iterable[Score]) -> dict[str, Any]:
 
 
 def validation_json(validation: Validation) -> dict[str, Any]:
-    """Return what `validate --json` prints; all errors are fractions."""
+    """Return the output of `validate --json`; all errors are fractions."""
     return {
         "macro": macro(validation.sources.values()),
         "sources": {name: _score_json(s) for name, s in validation.sources.items()},
@@ -375,7 +375,7 @@ def rows_csv(validation: Validation) -> str:
 
 
 def _time_miss(row: ScoredRow) -> float:
-    """How far a predicted time is off, as a ratio of at least 1."""
+    """Return the error of a predicted time, as a ratio of at least 1."""
     if row.times is None:
         return 0.0
     predicted, measured = row.times

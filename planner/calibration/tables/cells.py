@@ -1,7 +1,7 @@
 """Cells of a table of runs: numbers, flags, and the words that people write for one setting.
 
-A word that nobody uses for a setting is None: then the setting is taken as not known, and the run
-says so.  Sizes are bounded, so that no cell makes arithmetic overflow.
+A word that nobody uses for a setting is None: then the setting counts as unknown, and the run notes
+it.  Sizes are bounded, so that no cell makes arithmetic overflow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 Row = Mapping[str, str]
 
 MOST = 1e15
-"""Above every count that a table can mean."""
+"""Bound above every count that a table can mean."""
 
 EMPTY = frozenset({"", "-", "?", "n/a", "na", "nan", "null", "unknown"})
 
@@ -82,12 +82,12 @@ def measurement(row: Row, column: str) -> float | None:
 
 
 def degree(row: Row, column: str) -> int:
-    """Return how many ranks an axis has; 1 where the cell is empty or 0."""
+    """Return the number of ranks of an axis; 1 where the cell is empty or 0."""
     return optional(row, column) or 1
 
 
 def flag(row: Row, column: str) -> bool | None:
-    """Return a flag; None where the cell is empty or says neither.
+    """Return a flag; None where the cell is empty, or neither yes nor no.
 
     >>> flag({"flash_attention": "FA2"}, "flash_attention"), flag({"compiled": "0.0"}, "compiled")
     (True, False)
@@ -152,7 +152,7 @@ def zero_stage(text: str) -> int | None:
 
 
 def offloaded_states(text: str) -> frozenset[str]:
-    """Return what lies on the host: optimizer, params, activations.
+    """Return the states on the host: optimizer, params, activations.
 
     >>> cells = ("params+activations", "none", "cpu")
     >>> tuple(sorted(offloaded_states(cell)) for cell in cells)
@@ -174,7 +174,7 @@ def offloaded_states(text: str) -> frozenset[str]:
 
 
 def offloaded_share(text: str) -> float | None:
-    """Return the share of activations' bytes that lies on the host; None: not said.
+    """Return the share of activations' bytes on the host; None: not said.
 
     >>> offloaded_share("optimizer+activations:0.30"), offloaded_share("activations")
     (0.3, None)

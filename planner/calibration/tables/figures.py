@@ -1,8 +1,8 @@
 """The model of a row: the figures of a decoder as a table gives them, gaps filled by its name.
 
-A table does not say norms, positions and biases: gated MLPs come with RMS norms, rotary positions
-and no biases (Llama), others with layer norms, biases and learned positions (GPT).  Cells that are
-empty are those of the catalogue's model where the row's name, layers and width are its.
+A table does not contain norms, positions and biases: gated MLPs come with RMS norms, rotary
+positions and no biases (Llama), others with layer norms, biases and learned positions (GPT).  Cells
+that are empty are those of the catalogue's model where the row's name, layers and width are its.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.planner.errors import DocumentError
 DEFAULT_HEAD_DIM = 128
 DEFAULT_VOCABULARY = 32000
 OTHER_ATTENTION = ("linear", "mamba", "ssm", "rwkv", "retnet", "hybrid", "gated-delta")
-"""What mixes tokens otherwise than by attention to all of them."""
+"""Token mixers other than attention to all tokens."""
 
 
 def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
@@ -77,10 +77,10 @@ def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
 
 
 def _with_unstated(stated: Architecture, named: Architecture) -> Architecture:
-    """Return a row's architecture with what no column says of the model that its name stands for.
+    """Return a row's architecture with the named model's properties that no column contains.
 
-    That are norms, biases, positions and windows of attention, of a model whose matrices are those
-    that the row says.
+    These are norms, biases, positions and windows of attention, of a model whose matrices agree
+    with the row.
     """
     if not named.causal or _matrices(stated) != _matrices(named):
         return stated
@@ -112,7 +112,7 @@ def _required_count(row: Row, column: str) -> int:
 
 
 def _model_by_name(row: Row) -> Architecture | None:
-    """Return the catalogue's model of the row's name, where what the row says of it agrees."""
+    """Return the catalogue's model of the row's name, where the row's figures agree."""
     model = _known_models().get(_plain(row.get("model", "")))
     if model is None:
         return None

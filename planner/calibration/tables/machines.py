@@ -16,11 +16,11 @@ SAME_MEMORY = 0.15
 """A label and the catalogue's bytes mean the same memory within this: a label counts 1e9 or 2^30,
 and the driver keeps some."""
 USABLE = 0.99
-"""Of 2^30 times a label, what the driver shows."""
+"""Share of 2^30 times a label that the driver shows."""
 
 USUAL_NETWORK_BYTES_PER_S = {"a100-sxm-40gb": 12.5e9, "a100-sxm-80gb": 12.5e9}
-"""Of one device where a row does not say and published clusters differ: those of A100 have 25 GB/s
-(DGX, Azure), 12.5 GB/s, or 6.25 GB/s (AWS P4d, Jean Zay); the middle."""
+"""Bytes per second of one device in rows without a rate whose published clusters differ: those of
+A100 have 25 GB/s (DGX, Azure), 12.5 GB/s, or 6.25 GB/s (AWS P4d, Jean Zay); this is the middle."""
 
 _MAKERS = r"^(nvidia|amd|intel|google|aws|huawei|geforce|tesla|quadro|instinct|cloud)-"
 _LINKS = {"nvswitch": "nvlink", "nvl": "nvlink", "infinity-fabric": "xgmi", "pcie-4": "pcie"}
@@ -29,8 +29,8 @@ _LINKS = {"nvswitch": "nvlink", "nvl": "nvlink", "infinity-fabric": "xgmi", "pci
 def accelerator_of(text: str, memory_gb: float | None = None) -> str:
     """Return the catalogue's name of an accelerator; DocumentError with the nearest if none.
 
-    Names lose their maker and what stands behind the model; where cards differ in memory alone,
-    `memory_gb` tells them apart.
+    Names lose their maker and everything after the model; where cards differ in memory alone,
+    `memory_gb` distinguishes them.
 
     >>> accelerator_of("NVIDIA H100 80GB HBM3"), accelerator_of("A100", 40)
     ('h100-sxm-80gb', 'a100-sxm-40gb')
@@ -50,7 +50,7 @@ def accelerator_of(text: str, memory_gb: float | None = None) -> str:
 
 
 def _same_board(name: str, other: str) -> bool:
-    """Tell whether two names are of one chip, and not of boards that are linked differently."""
+    """Return True if two names are of one chip, and not of boards that are linked differently."""
     words, others = name.split("-"), other.split("-")
     boards = [set(parts) & {"sxm", "pcie", "nvl"} for parts in (words, others)]
     return words[0] == others[0] != "rtx" and (boards[0] == boards[1] or not all(boards))

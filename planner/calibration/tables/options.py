@@ -2,9 +2,9 @@
 
 Words are joined by `+`.  Each says one thing: a figure of the framework (an option of
 `planner.documents.framework`), the scales of products in 8 bits, what blocks recompute, or which
-loss there is.  A word that says nothing a prediction depends on is listed too; one that is not
-listed is named among what is assumed of the run.  An empty cell leaves all to the usual choice of
-the run's framework.
+loss there is.  A word without effect on a prediction is listed too; one that is not listed is named
+among what is assumed of the run.  An empty cell leaves all to the usual choice of the run's
+framework.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ RECOMPUTED: Mapping[str, Recomputed] = {
     "recompute-moe": "selective",
     "recompute-mlp": "selective",
 }
-"""What every block recomputes; modules together are `selective`."""
+"""Recomputation of every block; modules together are `selective`."""
 LOSSES: Mapping[str, ChunkedLoss] = {
     "fused": ChunkedLoss(gradients="precomputed"),
     "chunked": ChunkedLoss(gradients="recomputed"),
 }
-"""Of losses whose logits never exist as a whole.  A fused kernel makes gradients while it has a
+"""Losses whose logits never exist as a whole.  A fused kernel computes gradients while it has a
 chunk's logits (Liger, ops/fused_linear_cross_entropy.py); a chunked loss is recomputed."""
 STORED_LOSSES = ("logits", "none")
-"""Losses of whole logits, and none at all, of which a framework's usual one is priced."""
+"""Losses of whole logits, and no loss; both are priced as the framework's usual one."""
 RESTATED: Mapping[str, str] = {
     "distributed-optimizer": "column zero_stage",
     "megatron-fsdp": "column zero_stage",
@@ -109,9 +109,9 @@ RESTATED: Mapping[str, str] = {
     "uneven-pipeline": "usual of Megatron, whose ends have fewer blocks",
     "no-mtp": "usual of all frameworks",
 }
-"""Words that say again what another column says, or what is usual and taken so anyway."""
+"""Words that repeat another column, or that name a default."""
 PRECISIONS: Mapping[str, Precision] = {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-"""Words that say which 8 or 4 bits the column `precision` speaks of."""
+"""Words that name the 8-bit or 4-bit type that the column `precision` means."""
 IN_LAYOUTS = ("allgather", "hybrid-shard", "muon")
 """Words that a layout or a job has: how tokens go to experts, within what states are divided, what
 updates weights."""
@@ -121,36 +121,36 @@ RANK = re.compile(r"lora-rank-(\d{1,5})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a run had beside its layout, as far as its row says."""
+    """Options of a run beside its layout, as far as its row states them."""
 
     framework: tuple[str, ...] = ()
     """Options of its framework."""
     scales: Scales | None = None
     recompute: Recomputed | None = None
     recomputed_blocks: int | None = None
-    """The first blocks of each stage, which alone recompute all of themselves."""
+    """Number of first blocks of each stage that alone recompute all of themselves."""
     offloaded_blocks: int | None = None
-    """The same of blocks whose activations lie on the host."""
+    """Number of first blocks of each stage whose activations are on the host."""
     offload: frozenset[str] = frozenset()
     loss: ChunkedLoss | None = None
     optimizer: Optimizer = "adamw"
     precision: Precision | None = None
-    """Of products in 8 bits and fewer, where a word says which."""
+    """Precision of products in 8 bits and fewer, where a word names it."""
     gathers_tokens: bool = False
     """All ranks gather all tokens for their experts."""
     hybrid: bool = False
     """States are divided within nodes."""
     adapter_rank: int | None = None
     adapters: str | None = None
-    """Which matrices have adapters: `attention` or `all`."""
+    """Matrices that have adapters: `attention` or `all`."""
     is_stated: bool = False
-    """Whether the row says anything of it."""
+    """True if the row states any option."""
     unread: tuple[str, ...] = ()
-    """Words that no prediction knows."""
+    """Words that no prediction understands."""
 
 
 def options_of_row(row: Row) -> RunOptions:
-    """Return what a row says of a run's options and loss.
+    """Return the options and the loss of a row's run.
 
     >>> options = options_of_row({"options": "tp-overlap+fp8-current+recompute-4-layers"})
     >>> options.framework, options.scales, options.recompute, options.recomputed_blocks
@@ -203,7 +203,7 @@ def _options(options: str, loss: str, plugins: str) -> RunOptions:
 
 
 def _is_understood(each: str) -> bool:
-    """Whether a word says something, or nothing that a prediction depends on."""
+    """Return True if a word is an option, or has no effect on predictions."""
     return (
         any(each in words for words in (OF_FRAMEWORKS, SCALES, RECOMPUTED, RESTATED, PRECISIONS))
         or each in IN_LAYOUTS

@@ -1,6 +1,6 @@
 """A run as it is set up, predicted: what `planner.costs.predict` has of the plan made of it.
 
-Stages of a set-up run: which blocks lie where by its framework's rule, and what each recomputes.
+Stages of a set-up run: the placement of blocks by its framework's rule, and their recomputation.
 
 Frameworks recompute blocks, not embeddings and heads.  Where a framework's selective recompute is
 of blocks, and where half of a model is recomputed (`partial`), every second block is recomputed
@@ -73,7 +73,7 @@ def _among_first(count: int | None, at: int) -> bool:
 
 
 def recomputes(setup: Setup) -> tuple[Recompute, ...]:
-    """Return what layers of a run may recompute, `none` first."""
+    """Return the recomputations that layers of a run may have, `none` first."""
     choices = {"none", _recompute(setup, 0), _recompute(setup, 1)}
     if setup.recompute is None:
         choices.add("full")
@@ -81,7 +81,7 @@ def recomputes(setup: Setup) -> tuple[Recompute, ...]:
 
 
 def _recompute(setup: Setup, block: int) -> Recompute:
-    """Return what a block recomputes."""
+    """Return the recomputation of a block."""
     kernels, rule = setup.request.framework.kernels, setup.request.framework.recompute
     match setup.recompute:
         case None | "none":
@@ -133,7 +133,7 @@ class Tables:
         self._known: dict[tuple[object, ...], CostTables] = {}
 
     def costs_of(self, setup: Setup) -> CostTables:
-        """Return the costs of a run, known ones where model, cluster and framework are the same."""
+        """Return the costs of a run, cached by model, cluster and framework."""
         request = setup.request
         among = recomputes(setup)
         same = (id(request.model), id(request.cluster), request.job, id(request.framework))
@@ -159,7 +159,7 @@ class _Decided:
 
 
 def _choose_recompute(setup: Setup, tables: Tables) -> _Decided:
-    """Return a run that recomputes nothing if that fits, else everything, where nobody says."""
+    """Return a run without stated recomputation with none if that fits, else with full."""
     setup = with_links(setup)
     layout, assumed = setup.layout, list(setup.assumed)
     costs = tables.costs_of(setup)
@@ -180,12 +180,12 @@ def _choose_recompute(setup: Setup, tables: Tables) -> _Decided:
 
 
 def predict_run(setup: Setup, tables: Tables | None = None) -> Prediction:
-    """Return what a run should do; of many, those of a sweep share `tables`."""
+    """Return the prediction of a run; of many, those of a sweep share `tables`."""
     return _choose_recompute(setup, tables or Tables()).prediction
 
 
 def plan_of(setup: Setup) -> Plan:
-    """Return a run as a plan, where its schedule and stages are ones that a plan can say."""
+    """Return a run as a plan, where a plan can express its schedule and stages."""
     run = _choose_recompute(setup, Tables())
     if not all(run.placements):
         raise DocumentError(
@@ -208,7 +208,7 @@ def plan_of(setup: Setup) -> Plan:
 
 
 def framework_prediction(request: Request, layout: Layout) -> Prediction:
-    """Return what a layout should do whose stages are those of its framework's rule.
+    """Return the prediction of a layout with the stages of its framework's rule.
 
     All blocks recompute alike.
     """
@@ -238,7 +238,7 @@ def _of_pins(request: Request, layout: Layout) -> Setup:
 
 
 def setup_prediction(setup: Setup, layout: str) -> Prediction:
-    """Return what a run of a language model should do; `layout` is how it is written."""
+    """Return the prediction of a run of a language model; `layout` is how it is written."""
     model, framework = setup.request.model, setup.request.framework
     a = model.architecture
     if a is None or a.patches or a.classes:

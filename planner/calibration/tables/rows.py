@@ -1,8 +1,8 @@
 """A row of a table of real runs, read as what was run: model, cluster, framework and layout.
 
-The table is CSV with a header; cells that are not known are empty and other
-columns are ignored.  What a row leaves open is filled in by stated conventions (`Setup.assumed`
-lists them); a row that lacks what no convention can give becomes a `Skipped` with its reason.
+The table is CSV with a header; unknown cells are empty and other columns are ignored.  Stated
+conventions fill in missing cells of a row (`Setup.assumed` lists them); a row that lacks what no
+convention can give becomes a `Skipped` with its reason.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ NO_KIN: Mapping[str, Collection[str]] = {}
 PARAMETERS_DIFFER = 0.1
 """Relative difference of a stated number of parameters from that of figures that is named."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""What has adapters where a framework gives them to attention alone."""
+"""Modules with adapters where a framework adapts attention alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What was seen of a run, and on which of it a prediction may be judged."""
+    """Measurements of a run, and the ones by which a prediction may be judged."""
 
     id: str
     source: str
@@ -100,7 +100,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def measured_of(row: Row) -> MeasuredRun:
-    """Return what a row says was seen."""
+    """Return the measurements of a row."""
     out_of_memory = flag(row, "out_of_memory")
     step_time_s = measurement(row, "step_time_s")
     memory = measurement(row, "peak_memory_gib")
@@ -136,7 +136,7 @@ def setup_of(
     left_out: Collection[str] = (),
     kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Setup | Skipped:
-    """Return what a row ran, or why it cannot be determined.
+    """Return the setup of a row, or why it cannot be determined.
 
     `unknown` names frameworks that are left out: what they trained is read as an unknown
     framework's. `left_out` names all sources of its table: what rests on the row's own is left out,
@@ -283,7 +283,7 @@ def _setup(
 def _precision_with_options(
     row: Row, precision: Precision, had: RunOptions, assumed: list[str]
 ) -> Precision:
-    """Return the type of products, which a word of the options may say more exactly."""
+    """Return the type of products, which a word of the options may narrow."""
     if had.precision is None or had.precision == precision:
         return precision
     if precision in EIGHT_BITS or word(row.get("precision", "")) in cells.EMPTY:
@@ -293,7 +293,7 @@ def _precision_with_options(
 
 
 def _assumed_of_options(row: Row, had: RunOptions, framework: Framework) -> Iterator[str]:
-    """Yield what is not known of a run's options, and what its table infers of them."""
+    """Yield unknown options of a run, and options that its table infers."""
     yield from (f"{each:.60} taken as not known" for each in had.unread)
     if "options" in row and not had.is_stated:
         yield "options as usual of its framework and release"
@@ -312,7 +312,7 @@ def _shard_in_node(cluster: ClusterSpec, data: int, context: int, *, others: int
 
 
 def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str]:
-    """Yield what a row says that is not what is priced: parameters, and scales of 8 bits."""
+    """Yield a row's properties that differ from the priced ones: parameters, 8-bit scales."""
     model, scales, rule = (
         facts.model,
         facts.layout.scales if facts.layout else "",
@@ -326,7 +326,7 @@ def _not_as_stated(row: Row, framework: Framework, facts: Facts) -> Iterator[str
 
 
 def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bool) -> Lora | None:
-    """Return the adapters of a task; rank and matrices are the framework's if a row says none."""
+    """Return the adapters of a task; rank and matrices are the framework's if a row names none."""
     if task not in ("lora", "qlora"):
         return None
     of_attention = (had.adapters or framework.kernels.adapters) == "attention"
@@ -340,9 +340,9 @@ def _adapters(task: str, framework: Framework, had: RunOptions, *, quantised: bo
 def _options_of_run(
     row: Row, framework: Framework, facts: Facts, had: RunOptions, assumed: list[str]
 ) -> tuple[str, ...]:
-    """Return the options of a run: as known of its framework's runs and release, and as it says.
+    """Return the options of a run: those of its framework's runs and release, and its own.
 
-    What comes later changes what came before.
+    Later options change earlier ones.
     """
     options = [
         *_runs_with(framework, facts),
@@ -369,9 +369,9 @@ def closest_framework(
 ) -> tuple[Framework, bool]:
     """Return the framework of a name, and whether the name is its own.
 
-    Attention that is not `fused` tells of releases before 2022, where those have a document.
-    An unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
-    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  Of
+    Attention that is not `fused` implies releases before 2022, where those have a document.  An
+    unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
+    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  For
     fine-tuning in 8 bits, in which the former does not train, kernels are Transformer Engine's:
     `megatron`.
     """
@@ -393,7 +393,7 @@ def closest_framework(
 
 
 def _runs_with(framework: Framework, facts: Facts) -> tuple[str, ...]:
-    """Return the options that a framework's runs had, as far as is known; its name tells them."""
+    """Return the known options of a framework's runs; its name contains them."""
     return tuple(
         option
         for runs in framework.accuracy.runs_with
@@ -418,7 +418,8 @@ def _without_sources(name: str, left: frozenset[str], sources: frozenset[str]) -
 
 
 _KNOWN: dict[tuple[int, tuple[str, ...], float | None], tuple[Framework, Framework]] = {}
-"""By a framework's id, which stays alive so that the id stays its own, and options."""
+"""Cached values by a framework's id and options; the framework stays alive so that its id stays its
+own."""
 
 
 def _with_options(
@@ -454,9 +455,9 @@ def _graph(architecture: Architecture) -> ModelGraph:
 def _word_or_default(
     row: Row, column: str, read: Callable[[str], Any], default: Any, assumed: list[str] | None
 ) -> Any:
-    """Return what a word means; the default where it is empty, and where it says nothing known.
+    """Return the meaning of a word; the default where it is empty or unknown.
 
-    Without a list of assumptions a word that is not known is an error.
+    Without a list of assumptions an unknown word is an error.
     """
     cell = row.get(column, "")
     if word(cell) in cells.EMPTY:
@@ -476,7 +477,7 @@ MOST_CHUNKS = 6
 def _chunks(row: Row, layers: int, pipeline: int, micro_batches: int, assumed: list[str]) -> int:
     """Return model chunks per rank.
 
-    Megatron-LM runs that do not say are interleaved, if their micro-batches go through in rounds.
+    Megatron-LM runs without a schedule are interleaved, if their micro-batches fit its rounds.
     """
     virtual = optional(row, "vpp")
     each = max(1, layers // pipeline)
@@ -493,7 +494,7 @@ def _chunks(row: Row, layers: int, pipeline: int, micro_batches: int, assumed: l
 
 
 def _devices(row: Row, others: int) -> int:
-    """Return the devices of the job: as the row says, or what its degrees multiply to."""
+    """Return the devices of the job: as stated in the row, or the product of its degrees."""
     devices = optional(row, "n_devices")
     if devices is None and optional(row, "dp"):
         devices = others * (optional(row, "dp") or 1)
@@ -505,7 +506,7 @@ def _devices(row: Row, others: int) -> int:
 
 
 def _data_degree(row: Row, devices: int, others: int) -> int:
-    """Return how many replicas the samples are divided among."""
+    """Return the number of replicas among which samples are divided."""
     data = optional(row, "dp")
     if data is not None and data * others == devices:
         return data
@@ -552,6 +553,6 @@ def measured_setups(
     left_out: Collection[str] = (),
     kin: Mapping[str, Collection[str]] = NO_KIN,
 ) -> Iterator[tuple[MeasuredRun, Setup | Skipped]]:
-    """Yield what was seen and what was run, row by row."""
+    """Yield measurements and setups, row by row."""
     for row in rows:
         yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out, kin=kin)

@@ -284,6 +284,7 @@ class ResidentStates:
             gathers_before=self._framework.sharding.backward_prefetch == "before",
             syncs_each=self._framework.sharding.syncs_each,
             leaves_frozen=self._framework.sharding.leaves_frozen,
+            leaves_whole=self._framework.sharding.leaves_whole,
         )
 
     def resident_parameters(

@@ -17,8 +17,9 @@ Buffers.  Working parameters lie in whole buffers, the optimizer has its own sha
     ZeRO-3             (m or e) N/d         (g/d + f) N     o N/d
 
 Layers.  FSDP2 wraps every layer as a unit, whose shard is the master, s = m or e bytes each, and
-which adds a working copy wherever it wraps a layer.  It wraps all but whole copies that are
-computed with as they are, whose gradients are summed without it (runtime/parallel/replicas.py):
+which adds a working copy wherever it wraps a layer.  Whole copies it does not wrap here: their
+gradients are summed without it (runtime/parallel/replicas.py), and in mixed precision passes have
+copies of them (runtime/techniques/working_copies.py):
 
                        parameters      gradients       optimizer
     ZeRO-0, s = e      e N             g N             o N
@@ -303,17 +304,27 @@ class StateSharding:
     """FSDP1's units are reduced in every micro-batch; else in the last one alone."""
     leaves_frozen: bool = False
     """FSDP2's units have no frozen parameters that every rank has whole."""
+    leaves_whole: bool = False
+    """FSDP2 wraps nothing that every rank has whole."""
 
     @property
     def is_wrapped(self) -> bool:
         """Whether FSDP2 wraps the layer.
 
-        It does for divided states, mixed precision, parameters on the host, sums in 16 bits.
+        It does for divided states and for parameters on the host; in some frameworks also for mixed
+        precision and sums in 16 bits.
         """
         if self.types.unit == "buffer":
             return False
-        needed = self.types.working != self.types.stored_bytes or self.offload == "parameters"
+        if self.leaves_whole:
+            return self.offload == "parameters" or self.is_sharded
+        needed = self.is_mixed or self.offload == "parameters"
         return needed or (self.data > 1 and (self.is_sharded or self.wire in ("bf16", "fp16")))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether passes compute in another type than that of the parameters that are trained."""
+        return self.types.working != self.types.stored_bytes
 
     @property
     def wire_bytes(self) -> float:
@@ -520,11 +531,11 @@ def states(
     if not sharing.is_wrapped:
         if sharing.wire == "powersgd":
             moments += FP32 * (n + factors)
-        added = sharing.accumulated or sharing.data > 1
+        added = sharing.accumulated or sharing.data > 1 or sharing.is_mixed
         fresh = e * largest if added and not _holds_gradient(end) else 0.0
         apart = isinstance(end, LastLayer) and end.logits
         return States(
-            parameters_bytes=sharing.versions * types.stored_bytes * n,
+            parameters_bytes=sharing.versions * (types.stored_bytes + e * sharing.is_mixed) * n,
             gathered_bytes=0.0,
             gradients_bytes=types.gradient * n,
             optimizer_bytes=moments,

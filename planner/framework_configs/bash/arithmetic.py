@@ -30,7 +30,7 @@ class NoNumberError(ValueError):
 
 
 def value_of(text: str, variable: Callable[[str], str]) -> int:
-    """Return what an expression is; NoNumberError where it is none that is followed.
+    """Return the value of an expression; NoNumberError where it is none that is followed.
 
     >>> value_of("2 * (N + 1)", {"N": "3"}.__getitem__)
     8

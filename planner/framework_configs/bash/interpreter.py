@@ -1,8 +1,8 @@
 """Interpreter of shell scripts: lists the commands that a script starts, and executes none.
 
-A value that the script does not say (an unset variable, the output of a program) stays unknown and
-is carried by its name.  Where a condition depends on one, every way through the script is
-followed: `ScriptPath` has the commands of one, and what was decided on it.
+A value that the script does not contain (an unset variable, the output of a program) stays unknown
+and keeps its name.  Where a condition depends on one, every way through the script is followed:
+`ScriptPath` has the commands of one, and what was decided on it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from meshwright.planner.framework_configs.bash.syntax import (
 from meshwright.planner.framework_configs.readers.input_limits import MOST_DEPTH, ReadingLimit
 
 MOST_WAYS = 64
-"""Ways through a script that are followed."""
+"""Largest number of ways through a script that are followed."""
 MOST_ROUNDS = 1_000
-"""Of a loop."""
+"""Largest number of rounds of a loop."""
 BEGIN, END = "\x01", "\x02"
-"""What stands around the name of an unknown value."""
+"""Characters around the name of an unknown value."""
 _UNKNOWN = re.compile(rf"{BEGIN}\*?([^{BEGIN}{END}]*){END}")
 _OPEN = BEGIN + "*"
-"""What an unknown value begins with that may be no word, or several."""
+"""Prefix of an unknown value that may be no word, or several."""
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 
 _HARMLESS_WORDS = """
@@ -66,20 +66,20 @@ _HARMLESS_WORDS = """
     ip ifconfig getent ping nc clear tput stty
 """
 HARMLESS = frozenset(_HARMLESS_WORDS.split())
-"""Commands that train nothing: their words are passed over."""
+"""Commands that train nothing; their words are ignored."""
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _BEFORE_WORDS = """
     exec nohup time command builtin sudo nice stdbuf setsid chrt ionice
 """
 _BEFORE = frozenset(_BEFORE_WORDS.split())
-"""What stands before a command and changes nothing of it."""
+"""Words before a command that do not change it."""
 _ELSEWHERE_WORDS = """
     srun mpirun mpiexec mpiexec.hydra docker podman singularity apptainer kubectl enroot
     ssh pdsh clush parallel-ssh flux jsrun aprun prun deepspeed accelerate torchrun python
     python3 numactl taskset timeout env oc nsys ncu salloc xargs screen tmux unbuffer
 """
 _ELSEWHERE = frozenset(_ELSEWHERE_WORDS.split())
-"""What starts a command that stands among its words."""
+"""Programs that start the command among their arguments."""
 
 
 class _Stop(Exception):  # noqa: N818 - an end, not an error
@@ -92,12 +92,13 @@ class _Stop(Exception):  # noqa: N818 - an end, not an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptEnvironment:
-    """What a script finds where it runs, as far as anybody says."""
+    """Known surroundings of a script where it runs."""
 
     values: Mapping[str, str] = field(default_factory=dict)
-    """Of variables, positional parameters (`1`) and conditions by their text (`yes`)."""
+    """Values of variables, of positional parameters (`1`) and of conditions by their text
+    (`yes`)."""
     files: Callable[[str], str | None] = lambda _: None
-    """The text of a file beside this script."""
+    """Function that returns the text of a file beside this script."""
     written: dict[str, str | None] = field(default_factory=dict)
     """Texts of files that the script writes itself; None where it may write several."""
 
@@ -117,9 +118,9 @@ class ScriptPath:
     """One way through a script."""
 
     commands: tuple[tuple[str, ...], ...]
-    """Words of each command that may train; values that are unknown stand as `${NAME}`."""
+    """Words of each command that may train; unknown values are written `${NAME}`."""
     decisions: tuple[tuple[str, bool], ...]
-    """Conditions whose values nothing says, and how they came out."""
+    """Conditions with unknown values, and their assumed outcomes."""
     unfollowed: tuple[str, ...]
     """Scripts that other commands run and that are not there."""
 
@@ -171,7 +172,7 @@ def unknown_names(word: str) -> list[str]:
 
 
 def _bash_text(word: str) -> str:
-    """Return a word in which unknown values stand as bash writes them."""
+    """Return a word with unknown values as bash writes them."""
     return _UNKNOWN.sub(lambda match: _by_name(match[1]), word)
 
 
@@ -247,7 +248,7 @@ class _Run:
             self.run(body)
 
     def _decide(self, text: str) -> bool:
-        """Return how an unknown condition comes out on this way."""
+        """Return the outcome of an unknown condition on this way."""
         text = _bash_text(text)
         settled = self.around.values.get(text)
         if settled is not None:
@@ -339,7 +340,7 @@ class _Run:
         return self._outcome(condition) if status is None else status
 
     def _outcome(self, condition: Node) -> bool:
-        """Return how a condition comes out on this way that nothing known decides."""
+        """Return the outcome on this way of a condition that known values do not decide."""
         last = condition
         while isinstance(last, CommandList) and last.commands:
             last = last.commands[-1]
@@ -446,7 +447,7 @@ class _Run:
         raise self.refuse(f"has a loop of more than {MOST_ROUNDS:,} rounds")
 
     def _leaves(self, stop: _Stop) -> bool:
-        """Whether a loop ends; another stop goes on outward."""
+        """Return True if the loop ends; a stop of an outer loop is raised again."""
         if stop.what not in ("break", "continue"):
             raise stop
         if stop.count > 1:
@@ -654,7 +655,7 @@ class _Run:
         return [[(_unknown("{,}"), False)]]
 
     def _expansion(self, part: object) -> list[list[Piece]]:
-        """Return what a part of a word expands to: a field each, which may be split still."""
+        """Return the expansion of a part of a word: a field each, which may be split still."""
         match part:
             case LiteralText(text, quoted):
                 return [[(text, quoted)]]
@@ -839,7 +840,7 @@ class _Run:
         return [[(item, quoted)] for item in items]
 
     def _output(self, body: Node) -> str | None:
-        """Return what commands print; None if that is unknown."""
+        """Return the output of commands; None if that is unknown."""
         before, self._captured = self._captured, []
         state, self.state = self.state, self.state.copy()
         try:
@@ -1064,7 +1065,7 @@ class _Run:
         return state
 
     def _file(self, words: list[str], *, sourced: bool) -> bool | None:
-        """Follow a script that stands beside this one."""
+        """Follow a script beside this one."""
         words = _after_options(words)
         if not words:
             return None
@@ -1136,7 +1137,7 @@ def _unquoted_piece(piece: str) -> str:
 
 
 def _is_open(words: list[str]) -> bool:
-    """Whether one of these words may be none, or several."""
+    """Return True if one of these words may be none, or several."""
     return any(_OPEN in word for word in words)
 
 

@@ -8,11 +8,11 @@ _MOST_CHARACTERS = 2_000
 
 
 class NoPatternError(ValueError):
-    """A pattern that is not followed."""
+    """A pattern that the reader does not follow."""
 
 
 def matches(pieces: list[Piece], text: str) -> bool:
-    """Whether a pattern matches a whole text."""
+    """Return True if a pattern matches a whole text."""
     pattern = _tokens(pieces)
     if len(text) > _MOST_CHARACTERS:
         raise NoPatternError(text[:40])

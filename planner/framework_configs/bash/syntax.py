@@ -17,7 +17,7 @@ from meshwright.planner.framework_configs.readers.input_limits import MOST_DEPTH
 
 @dataclass(frozen=True, slots=True)
 class LiteralText:
-    """Characters as they stand."""
+    """Literal characters."""
 
     text: str
     quoted: bool
@@ -54,7 +54,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What no reader follows, such as `<(...)`."""
+    """Text that no reader follows, such as `<(...)`."""
 
     text: str
 
@@ -84,7 +84,7 @@ class Simple:
     """Assignments are arguments of `export`, `declare` and their like."""
     stdin: list[Word] = field(default_factory=list)
     redirected: bool = False
-    """Its output goes elsewhere."""
+    """True if its output is redirected."""
     file: Word | None = None
     """Where it goes, if it is all that a file then has."""
     appends: bool = False
@@ -212,7 +212,7 @@ DECLARATIONS = ("export", "local", "declare", "typeset", "readonly")
 
 
 def parse(text: str, of: str = "script") -> CommandList:
-    """Return the tree of a script; DocumentError says at which line it is none."""
+    """Return the tree of a script; DocumentError names the line of an error."""
     parser = _Parser(text, of)
     body = parser.sequence(())
     if parser.at < len(text):
@@ -524,7 +524,7 @@ class _Parser:
             elements.append((key, word))
 
     def _until(self, end: str) -> Word | None:
-        """Return what stands before a bracket of this line; None if there is none."""
+        """Return the text before a bracket of this line; None if there is none."""
         line_end = self.text.find("\n", self.at, self.at + 200)
         place = self.text.find(end, self.at, self.at + 200)
         if place < 0 or 0 <= line_end < place:
@@ -649,7 +649,7 @@ class _Parser:
             parts.append(LiteralText(match[0], quoted=False))
 
     def _quoted_text(self, end: str) -> Word:
-        """Return what stands before a closing double quote, or the end of the text."""
+        """Return the text before a closing double quote, or before the end."""
         parts: list[Part] = []
         self._deeper()
         while True:
@@ -803,7 +803,7 @@ class _Parser:
     # Signs.
 
     def _keyword(self) -> str:
-        """Return the plain word that stands here, up to the next sign."""
+        """Return the plain word at this place, up to the next sign."""
         match = re.compile(r"[^\s;&|<>()\"'$`\\]+").match(self.text, self.at, self.at + 20)
         return match[0] if match else ""
 
@@ -832,7 +832,7 @@ class _Parser:
         self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing too
 
     def _gap(self) -> None:
-        """Go past blanks, comments and ends of lines; what stands in here-documents is read."""
+        """Go past blanks, comments and ends of lines; here-documents are read."""
         while True:
             self._blanks()
             if self.at >= len(self.text):
@@ -852,7 +852,7 @@ class _Parser:
 
 
 def _is_list(part: Part) -> bool:
-    """Whether a part is `"${NAME[@]}"` or `"$@"`."""
+    """Return True if a part is `"${NAME[@]}"` or `"$@"`."""
     if not isinstance(part, Expansion) or part.counted:
         return False
     return part.name == "@" or part.index == (LiteralText("@", quoted=True),)

@@ -22,14 +22,14 @@ _STRATEGIES = {
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     return of_settings(limits.settings(text, "accelerate"), surroundings)
 
 
 def of_settings(
     data: dict[str, Any], surroundings: ScriptEnvironment | None = None
 ) -> ParsedConfig:
-    """Return what settings say; a file of DeepSpeed that they name is read too."""
+    """Return the parsed settings; a file of DeepSpeed that they name is read too."""
     settings = Settings(data)
     kind = settings.word("distributed_type") or "MULTI_GPU"
     nested = settings.part("deepspeed_config")
@@ -64,7 +64,7 @@ def of_settings(
 
 
 def _of_deepspeed(nested: Settings, surroundings: ScriptEnvironment | None) -> ParsedConfig:
-    """Return what the settings of DeepSpeed say there, or in the file that they name."""
+    """Return the settings of DeepSpeed there, or in the file that they name."""
     file = nested.pop("deepspeed_config_file")
     if file is not None:
         key = "deepspeed_config.deepspeed_config_file"

@@ -10,12 +10,12 @@ from meshwright.planner.framework_configs.readers.parsed_config import ParsedCon
 
 
 def read(text: str) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     return of_settings(limits.json_settings(text, "deepspeed"))
 
 
 def of_settings(data: dict[str, Any]) -> ParsedConfig:
-    """Return what settings say; `auto` says nothing."""
+    """Return the parsed settings; `auto` is no setting."""
     settings = Settings(data)
     config = ParsedConfig(framework="deepspeed")
     config.global_batch = settings.count("train_batch_size")
@@ -93,12 +93,12 @@ _USUAL = {
     "stage3_prefetch_bucket_size": 5e7,
     "stage3_param_persistence_threshold": 1e5,
 }
-"""What DeepSpeed has where nothing is said (runtime/zero/config.py), which plans have too."""
+"""DeepSpeed's defaults (runtime/zero/config.py), which plans have too."""
 _PLACES = {"cpu": "host", "nvme": "host", "none": "none"}
 
 
 def _batches(data: dict[str, Any]) -> list[Any]:
-    """Return what is said of batches; `auto` is left to the trainer."""
+    """Return the batch sizes; `auto` is left to the trainer."""
     return [data.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
 
 

@@ -21,25 +21,25 @@ Data = Mapping[str, Any]
 
 
 def read_llama_factory(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what a YAML of LLaMA-Factory says."""
+    """Return the settings of a YAML of LLaMA-Factory."""
     return of_llama_factory(limits.settings(text, "llama-factory"), surroundings)
 
 
 def read_axolotl(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what a YAML of axolotl says."""
+    """Return the settings of a YAML of axolotl."""
     return of_axolotl(limits.settings(text, "axolotl"), surroundings)
 
 
 def read_ms_swift(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what a YAML or JSON of ms-swift's arguments says."""
+    """Return the settings of a YAML or JSON of ms-swift's arguments."""
     return of_ms_swift(limits.settings(text, "ms-swift"), surroundings)
 
 
 def of_llama_factory(data: Data, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what settings of LLaMA-Factory say."""
+    """Return the parsed settings of LLaMA-Factory."""
     settings = Settings({key: value for key, value in data.items() if key in _OF_LLAMA_FACTORY})
     rest = {key: value for key, value in data.items() if key not in _OF_LLAMA_FACTORY}
-    # Its own switch is on by default, whatever the trainer's says.
+    # Its own switch is on by default, whatever the trainer's is.
     also = Settings({"gradient_checkpointing": rest.get("gradient_checkpointing")})
     by_itself = not settings.flag("disable_gradient_checkpointing")
     rest["gradient_checkpointing"] = by_itself or bool(also.flag("gradient_checkpointing"))
@@ -102,7 +102,7 @@ _OF_LLAMA_FACTORY = frozenset(
 
 
 def of_axolotl(data: Data, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what settings of axolotl say."""
+    """Return the parsed settings of axolotl."""
     settings = Settings({key: value for key, value in data.items() if key in _OF_AXOLOTL})
     rest = {key: value for key, value in data.items() if key not in _OF_AXOLOTL}
     for name, theirs in _NAMES_OF_AXOLOTL.items():
@@ -237,7 +237,7 @@ _OF_AXOLOTL = frozenset(
 
 
 def of_ms_swift(data: Data, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what arguments of ms-swift say."""
+    """Return the parsed arguments of ms-swift."""
     settings = Settings({key: value for key, value in data.items() if key in _OF_MS_SWIFT})
     rest = {key: value for key, value in data.items() if key not in _OF_MS_SWIFT}
     rest.setdefault("gradient_checkpointing", True)
@@ -321,7 +321,7 @@ _OF_MS_SWIFT = frozenset(
 
 
 def _frozen_weights(settings: Settings, bits: str, method: str, kind: str) -> str:
-    """Return how frozen weights are stored; other numbers and methods are not understood."""
+    """Return the storage type of frozen weights; other numbers and methods are not understood."""
     count = settings.number(bits)
     if count is None:
         settings.idle(method, kind)
@@ -344,6 +344,6 @@ def _in_own_words(
             words[at] = theirs.get(key, key) + sign + value
     unread = {word.partition("=")[0] for word in config.unknown}
     config.understood = sum(key not in unread for key in data)
-    # What was put in as usual is no setting of the file.
+    # An inserted default is no setting of the file.
     config.without_effect = [word for word in config.without_effect if word in data]
     return config

@@ -15,7 +15,7 @@ _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def read(text: str) -> ParsedConfig:  # noqa: PLR0912 - a case for each form
-    """Return what the module says."""
+    """Return the settings of the module."""
     config = ParsedConfig(framework="fsdp", precision="fp32")
     values: dict[str, Any] = {}
     settings: dict[str, str] = {}

@@ -20,15 +20,15 @@ from meshwright.planner.errors import DocumentError
 from meshwright.planner.errors.shown import one_line
 
 MOST_CHARACTERS = 250_000
-"""Of a configuration; published ones have less than 50,000."""
+"""Largest number of characters of a configuration; published ones have less than 50,000."""
 MOST_STEPS = 2_000_000
-"""Characters that a script may have in all, while its variables are put in."""
+"""Largest total number of characters of a script while its variables are expanded."""
 MOST_DEPTH = 60
-"""Of expressions, sections and lists inside each other."""
+"""Largest depth of nested expressions, sections and lists."""
 MOST_DIGITS = 18
-"""Of a whole number: what counts bytes and parameters has fewer."""
+"""Largest number of digits of a whole number: counts of bytes and parameters have fewer."""
 MOST_SHOWN = 80
-"""Characters of an expression that is quoted."""
+"""Largest number of characters of a quoted expression."""
 
 
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
@@ -137,7 +137,7 @@ def source(node: ast.AST) -> str:
 
 
 def dotted_names(node: ast.expr) -> list[str]:
-    """Return the names of `a.b.c`, those alone that stand behind a call or subscript."""
+    """Return the names of `a.b.c`, and only those after a call or subscript."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

@@ -1,7 +1,7 @@
 """LitGPT's configuration of its pretraining and fine-tuning scripts (YAML), as of 0.5.
 
-Which script reads a file is not in it: one with adapters is finetune_lora's, one with `model_name`
-or without `checkpoint_dir` is pretrain's, any other is finetune_full's.
+A file does not name the script that reads it: one with adapters is finetune_lora's, one with
+`model_name` or without `checkpoint_dir` is pretrain's, any other is finetune_full's.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _ON = ("lora_query", "lora_value")
 
 
 def read(text: str) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     return of_settings(limits.settings(text, "litgpt"))
 
 
 def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
-    """Return what settings say."""
+    """Return the parsed settings."""
     settings = Settings(data)
     config = ParsedConfig(framework="litgpt")
     devices, nodes = settings.word("devices"), settings.count("num_nodes") or 1

@@ -30,14 +30,14 @@ _ARGUMENTS_KEY = re.compile(r"^MODEL_ARGS:", re.MULTILINE)
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the arguments say: of a script, one a line, or under MODEL_ARGS of a YAML."""
+    """Return the settings of arguments: of a script, one a line, or under MODEL_ARGS of a YAML."""
     if _ARGUMENTS_KEY.search(text):
         return _of_model_args(text)
     return shell.parsed(text, "megatron", lambda words: _of_words(words, text), surroundings)
 
 
 def _of_model_args(text: str) -> ParsedConfig:
-    """Return what the arguments of a test case or of a model zoo say."""
+    """Return the settings in the arguments of a test case or of a model zoo."""
     data = limits.settings(text, "megatron")
     arguments = data["MODEL_ARGS"]
     if not isinstance(arguments, dict):
@@ -61,7 +61,7 @@ def _of_words(words: list[str], text: str) -> ParsedConfig:
 
 
 def of_flags(flags: Mapping[str, Any], text: str = "") -> ParsedConfig:
-    """Return what flags say."""
+    """Return the settings of flags."""
     config = ParsedConfig(framework="megatron")
     left_out = [
         name for name, value in flags.items() if "$" in str(value) and name in _MAY_BE_UNKNOWN
@@ -136,7 +136,7 @@ def _degrees(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _sharding(settings: Settings, config: ParsedConfig) -> None:
-    """Read what data-parallel ranks divide, and what of it runs beside computation."""
+    """Read the sharding of data-parallel ranks, and the overlap of its communication."""
     strategy = settings.ignore("data-parallel-sharding-strategy")
     if settings.flag("use-distributed-optimizer"):
         config.zero = 1
@@ -171,11 +171,11 @@ _OF_PIPELINES = (
     "virtual-pipeline-model-parallel-size",
     "pipeline-model-parallel-layout",
 )
-"""Arguments that say nothing without a pipeline."""
+"""Arguments without effect where there is no pipeline."""
 
 
 def schedule_with(virtual_stages: int) -> str:
-    """Return what Megatron runs: Megatron Core, pipeline_parallel/schedules.py."""
+    """Return the schedule that Megatron runs: Megatron Core, pipeline_parallel/schedules.py."""
     looped = schedule_name("megatron", "forward_backward_pipelining_with_interleaving")
     return looped if virtual_stages > 1 and looped is not None else PLAIN
 
@@ -435,14 +435,14 @@ def _figures(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _devices(settings: Settings, asked: dict[str, str]) -> int | None:
-    """Return how many ranks are started, as torchrun's or Slurm's arguments say."""
+    """Return the number of started ranks, by torchrun's or Slurm's arguments."""
     each = settings.number("nproc-per-node") if _plain(settings, "nproc-per-node") else None
     nodes = settings.number("nnodes") if _plain(settings, "nnodes") else None
     return ranks_of(asked, nodes, each)
 
 
 def ranks_of(asked: dict[str, str], nodes: int | None, each: int | None) -> int | None:
-    """Return ranks of a number of nodes, of which a Slurm script may say the rest."""
+    """Return ranks of a number of nodes; a Slurm script may contain the rest."""
     nodes = nodes or shell.device_count(asked.get("nodes"))
     each = (
         each
@@ -471,11 +471,11 @@ _MIXED = re.compile(
     r"(bf16|fp16)(_mixed|_with_(mx)?fp8(_(delayed|current|subchannel)_scaling)?_mixed)(_aggressive)?"
 )
 _RECIPES = (("mxfp8", "mxfp8"), ("current", "tensorwise"), ("subchannel", "blockwise"))
-"""What names of mixed precision say of scales; others are delayed."""
+"""Scales by parts of the names of mixed precisions; other names mean delayed scales."""
 
 
 def read_bridge(text: str) -> ParsedConfig:
-    """Return what the overrides say."""
+    """Return the settings of the overrides."""
     data = limits.settings(text, "megatron-bridge")
     flags: dict[str, Any] = {}
     places: dict[str, str] = {}

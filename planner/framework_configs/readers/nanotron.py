@@ -13,7 +13,7 @@ _ENGINES = {_PLAIN: PLAIN, "afab": GPIPE.name}
 
 
 def read(text: str) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     settings = Settings(limits.settings(text, "nanotron"))
     config = ParsedConfig(framework="nanotron")
     axes, tokens, model = (settings.part(name) for name in ("parallelism", "tokens", "model"))

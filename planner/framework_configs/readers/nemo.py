@@ -25,7 +25,7 @@ _OPTIMIZERS = {"distributed_fused_adam": 1, "mcore_distributed_optim": 1, "fused
 
 
 def read(text: str) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     settings = Settings(limits.settings(text, "nemo"))
     trainer, model = settings.part("trainer"), settings.part("model")
     flags: dict[str, Any] = {}

@@ -18,7 +18,7 @@ WORDS_OF_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": Fa
 
 
 class Settings:
-    """Settings by key, which remembers those that were asked for."""
+    """Settings by key, with a record of the keys that were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -27,12 +27,12 @@ class Settings:
         self.loose: list[str] = []
         """Unknown words behind a switch, which may be words of their own."""
         self.unusual: list[str] = []
-        """Settings `key=value` whose key is known and whose value is not."""
+        """Settings `key=value` with a known key and an unknown value."""
         self.without_effect: list[str] = []
         """Keys that decide nothing beside the other settings."""
 
     def pop(self, key: str, *others: str) -> Any:
-        """Return what a key says, or one of its other names; None if none of them is there.
+        """Return the value of a key, or of one of its other names; None if none of them is there.
 
         DocumentError where that is a variable that nothing sets.
         """
@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def understood(self) -> int:
-        """Number of the keys that are there and that somebody asked for."""
+        """Number of the present keys that were read."""
         count = sum(
             name in self._taken and value is not None and not isinstance(value, dict)
             for name, value in self._values.items()
@@ -82,7 +82,7 @@ class Settings:
             self.name(key)
 
     def name(self, *keys: str) -> None:
-        """Name keys as not understood, with what they say."""
+        """Record keys as not understood, with their values."""
         for key in keys:
             value = self.ignore(key)
             if value is not None:
@@ -109,14 +109,14 @@ class Settings:
         return _number(self.pop(key, *others), key, whole=True)  # type: ignore[return-value]
 
     def count(self, key: str, *others: str) -> int | None:
-        """Return a whole number from 1, None where nothing or 0 is said."""
+        """Return a whole number from 1, None where the value is missing or 0."""
         value = self.number(key, *others)
         if value is not None and value < 0:
             raise DocumentError(key, f"is {value}; it is a whole number from 0")
         return value or None
 
     def degree(self, key: str, *others: str) -> int:
-        """Return a whole number from 1, which is 1 where nothing is said."""
+        """Return a whole number from 1, which is 1 where the value is missing."""
         value = self.number(key, *others)
         if value is not None and value < 1:
             raise DocumentError(key, f"is {value}; it is a whole number from 1")
@@ -141,7 +141,7 @@ class Settings:
         return value
 
     def pair(self, key: str) -> tuple[float | None, float | None]:
-        """Return two numbers of a list; DocumentError if it says anything else."""
+        """Return two numbers of a list; DocumentError if it is anything else."""
         value = self.pop(key)
         if value is None or value == "auto":
             return None, None
@@ -151,7 +151,7 @@ class Settings:
         return first, second
 
     def words(self, key: str) -> list[str]:
-        """Return the words of a list, or of a text with commas; none where nothing is said."""
+        """Return the words of a list, or of a text with commas; none where the value is missing."""
         value = self.pop(key)
         if value is None:
             return []
@@ -184,7 +184,7 @@ class Settings:
 
     @property
     def unread(self) -> list[str]:
-        """Keys that nobody asked for, in their order."""
+        """Keys that were not read, in their order."""
         return [key for key in self._values if key not in self._taken]
 
     def __contains__(self, key: str) -> bool:
@@ -192,7 +192,7 @@ class Settings:
 
 
 def _is_alike(value: object, usual: object) -> bool:
-    """Whether a value is the usual one, however it is written."""
+    """Return True if a value is the usual one, however it is written."""
     if isinstance(usual, bool):
         return WORDS_OF_TRUTH.get(str(value).lower()) is usual
     try:
@@ -219,7 +219,7 @@ def _number(value: Any, key: str, *, whole: bool) -> float | None:
 
 @dataclass(kw_only=True)
 class ParsedConfig:
-    """What a configuration says; None where it says nothing."""
+    """Settings of a configuration; None for those that it does not contain."""
 
     framework: str
     devices: int | None = None
@@ -230,7 +230,7 @@ class ParsedConfig:
     expert_tensor: int = 1
     data_replicate: int | None = None
     data_shard: int | None = None
-    """-1: all that is left."""
+    """Number of ranks that divide states; -1: all remaining ranks."""
     zero: int = 0
     sequence_parallel: bool = True
     schedule: str | None = None
@@ -251,21 +251,21 @@ class ParsedConfig:
     recompute_every: int = 1
     """Every n-th block of a rank is recomputed."""
     loss_chunks: int | None = None
-    """In how many parts a micro-batch's loss is computed; None: from all logits."""
+    """Number of parts in which a micro-batch's loss is computed; None: one, from all logits."""
     recomputed: int | None = None
     """The number of blocks of each stage, from its first; None: all."""
     blocks: list[int] | None = None
     """Blocks of each stage in the model's order, where they are listed."""
     ends: tuple[int | None, int | None] = (None, None)
-    """Blocks of the first and of the last stage."""
+    """Number of blocks of the first and of the last stage."""
     lighter: tuple[int, int] = (0, 0)
-    """Blocks that the first and the last stage have less than the others."""
+    """Number of blocks by which the first and the last stage have fewer than the others."""
     compile: str = "none"
     scales: str = "tensorwise"
     axes: dict[str, Any] = field(default_factory=dict)
-    """Of other axes of a layout, by name, the values that are no usual ones."""
+    """Unusual values of other axes of a layout, by name."""
     options: list[str] = field(default_factory=list)
-    """Of the framework: `deepep`."""
+    """Options of the framework, such as `deepep`."""
     training: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     """Figures of the model: layers, hidden_size, heads, ffn_size; or its name."""
@@ -278,7 +278,7 @@ class ParsedConfig:
     def gather(
         self, settings: Settings, section: str = "", names: Mapping[str, str] | None = None
     ) -> None:
-        """Note what of a section was not read, and what of it decides nothing.
+        """Record the keys of a section that were not read, and those without effect.
 
         `names` are those that the configuration has for keys.
         """
@@ -304,7 +304,7 @@ class ParsedConfig:
         )
 
     def trains(self, **values: Any) -> None:
-        """Note settings of the optimizer, as far as they are said."""
+        """Record the settings of the optimizer that are present."""
         self.training |= {name: value for name, value in values.items() if value is not None}
 
 

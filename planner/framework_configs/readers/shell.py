@@ -31,7 +31,7 @@ def parsed(
     parse: Callable[[list[str]], ParsedConfig],
     surroundings: ScriptEnvironment | None = None,
 ) -> ParsedConfig:
-    """Return what `parse` makes of the words of the command that trains.
+    """Return the result of `parse` for the words of the command that trains.
 
     DocumentError names the conditions by which a script trains in several ways.
     """
@@ -66,7 +66,7 @@ def _config_of(
     parse: Callable[[list[str]], ParsedConfig],
     errors: dict[str, DocumentError],
 ) -> ParsedConfig | DocumentError:
-    """Return what one way through a script trains, or why that is refused: once for each reason."""
+    """Return the configuration of a way through a script, or its refusal: once for each reason."""
     words = _training_words(way, of)
     try:
         config = parse(words)
@@ -80,7 +80,7 @@ def _which(
     configs: Sequence[tuple[ScriptPath, ParsedConfig | DocumentError]],
     first: ParsedConfig | DocumentError,
 ) -> str:
-    """Say which conditions decide what is trained."""
+    """Return the conditions that decide what is trained."""
     deciding = []
     texts = dict.fromkeys(text for way, _ in configs for text, _ in way.decisions)
     for text in texts:
@@ -127,7 +127,7 @@ def _training_words(way: ScriptPath, of: str) -> list[str]:
     """Return the words of the one command that trains."""
     candidates = _candidates(way)
     training = [command for command in candidates if _trains(command)] or candidates
-    # Of nodes that are started one after the other, each with its number, one stands for all.
+    # Where nodes are started one after the other, each with its number, one represents all.
     training = list({_without_rank(command): command for command in reversed(training)}.values())
     training.reverse()
     if len(training) > 1:
@@ -154,7 +154,7 @@ def _without_rank(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _trains(command: tuple[str, ...]) -> bool:
-    """Whether a command names what trains: a script, a module or a program."""
+    """Return True if a command names a script, a module or a program that trains."""
     for at, word in enumerate(command):
         if word.startswith("-"):
             continue
@@ -188,7 +188,7 @@ def flags(words: list[str]) -> dict[str, str | bool | list[str]]:
 
 
 def loose_variables(words: list[str]) -> list[str]:
-    """Return variables that nothing sets and that stand for words of their own."""
+    """Return variables that nothing sets and that are words of their own."""
     loose, room = [], False
     for word in words:
         if re.match(r"--[A-Za-z]", word):
@@ -205,7 +205,7 @@ def _is_variable(word: str) -> bool:
 
 
 def directives(text: str) -> dict[str, str]:
-    """Return what a Slurm script asks of its scheduler, by long names."""
+    """Return a Slurm script's requests to its scheduler, by long names."""
     short = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
     return {
         short.get(match[1], match[1]).removeprefix("--"): match[2] or ""

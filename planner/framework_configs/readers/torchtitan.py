@@ -37,7 +37,7 @@ _MODES = {"FullAC": "full", "SelectiveAC": "selective"}
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what a TOML or a Python configuration says."""
+    """Return the settings of a TOML or a Python configuration."""
     sections = limits.toml_or_module(text, "torchtitan")
     if isinstance(sections, ast.Module):
         chosen = None if surroundings is None else surroundings.values.get("config")
@@ -268,7 +268,7 @@ def _converter(name: str, keywords: list[ast.keyword], sections: dict[str, Any])
 
 
 def _infinite(node: ast.expr) -> float | None:
-    """Return infinity where it is what `float("inf")` or `math.inf` say."""
+    """Return infinity for `float("inf")` or `math.inf`."""
     return float("inf") if limits.source(node) in ("float('inf')", "math.inf") else None
 
 
@@ -305,7 +305,7 @@ def _group(
 def of_flags(
     flags: dict[str, str | bool | list[str]], surroundings: ScriptEnvironment | None = None
 ) -> ParsedConfig:
-    """Return what flags such as `--parallelism.tensor_parallel_degree 8` say, above a file's."""
+    """Return the settings of flags such as `--model.flavor 8B`, which override a file's."""
     sections: dict[str, Any] = {}
     others: list[str] = []
     file = flags.pop("job.config-file", flags.pop("job.config_file", None))
@@ -330,7 +330,7 @@ def of_flags(
 
 
 def of_sections(sections: dict[str, Any]) -> ParsedConfig:
-    """Return what sections of settings say."""
+    """Return the settings of sections."""
     settings = Settings(sections)
     config = ParsedConfig(framework="torchtitan")
     parts = {
@@ -354,7 +354,7 @@ def of_sections(sections: dict[str, Any]) -> ParsedConfig:
     _rates(parts["optimizer"], parts["lr_scheduler"], config)
     _recompute(parts["activation_checkpoint"], config)
     _compile(parts["compile"], config)
-    # Of its section `compile` since 0.3, and of `parallelism` before.
+    # In its section `compile` since 0.3, and in `parallelism` before.
     async_ = [
         parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
     ]
@@ -463,7 +463,7 @@ _OF_PIPELINES = (
     "pipeline_parallel_layers_per_stage",
     "module_fqns_per_model_part",
 )
-"""Keys that say nothing without a pipeline."""
+"""Keys without effect where there is no pipeline."""
 
 
 def _training(training: Settings, config: ParsedConfig) -> None:

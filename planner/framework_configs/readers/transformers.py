@@ -39,21 +39,21 @@ OPTIMIZERS = {
     "muon": "muon",
     "sgd": "sgd",
 }
-"""What plans call optimizers (training_args.py, OptimizerNames; axolotl's muon)."""
+"""Optimizers of plans by their names there (training_args.py, OptimizerNames; axolotl's muon)."""
 
 
 def read(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the arguments say."""
+    """Return the settings of the arguments."""
     return of_settings(limits.settings(text, "transformers"), surroundings)
 
 
 def read_trl(text: str, surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what the arguments of a script of TRL say."""
+    """Return the settings in the arguments of a script of TRL."""
     return of_trl(limits.settings(text, "trl"), surroundings)
 
 
 def of_trl(data: Mapping[str, Any], surroundings: ScriptEnvironment | None = None) -> ParsedConfig:
-    """Return what TRL's arguments say, whose defaults are its own."""
+    """Return the settings of TRL's arguments, which have defaults of their own."""
     usual: dict[str, Any] = {"gradient_checkpointing": True, "max_length": 1024}
     lengths = {"max_length", "max_seq_length"} & set(data)
     if lengths:
@@ -107,7 +107,7 @@ def of_flags(
     *,
     trl: bool = False,
 ) -> ParsedConfig:
-    """Return what flags of a script say."""
+    """Return the settings of a script's flags."""
     data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
     nested = data.get("fsdp_config")
     if isinstance(nested, str) and nested.startswith("{"):
@@ -118,7 +118,7 @@ def of_flags(
 def of_settings(
     data: Mapping[str, Any], surroundings: ScriptEnvironment | None = None
 ) -> ParsedConfig:
-    """Return what arguments say; other files that they name are read too."""
+    """Return the parsed arguments; other files that they name are read too."""
     settings = Settings(data)
     config = ParsedConfig(framework="transformers")
     nested = settings.pop("deepspeed")
@@ -214,7 +214,7 @@ def _kernels(settings: Settings, config: ParsedConfig) -> None:
 
 
 def _adapters(settings: Settings, config: ParsedConfig) -> None:
-    """Read adapters, and in how many bits the weights lie that they stand beside."""
+    """Read adapters, and the bits of the frozen weights beside them."""
     weights = packed_weights(settings)
     if not settings.flag("use_peft"):
         settings.idle("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
@@ -228,7 +228,7 @@ def _adapters(settings: Settings, config: ParsedConfig) -> None:
 
 
 def packed_weights(settings: Settings) -> str:
-    """Return how weights that are not trained are stored."""
+    """Return the storage type of frozen weights."""
     four, eight = settings.flag("load_in_4bit"), settings.flag("load_in_8bit")
     if four and eight:
         raise DocumentError("load_in_4bit", "and load_in_8bit are both on; switch one off")
@@ -237,7 +237,7 @@ def packed_weights(settings: Settings) -> str:
 
 
 def read_dropout(settings: Settings, config: ParsedConfig) -> None:
-    """Read whether what goes into adapters is dropped out, which is a tensor of its own."""
+    """Read whether inputs of adapters have dropout, which makes a tensor of its own."""
     if settings.share("lora_dropout"):
         config.options.append("adapter-dropout")
 

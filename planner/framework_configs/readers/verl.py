@@ -17,12 +17,12 @@ from meshwright.planner.framework_configs.readers.parsed_config import ParsedCon
 
 
 def read(text: str) -> ParsedConfig:
-    """Return what the configuration says."""
+    """Return the settings of the configuration."""
     return of_settings(limits.settings(text, "verl"))
 
 
 def of_words(words: Sequence[str]) -> ParsedConfig:
-    """Return what `key=value` words of a command say."""
+    """Return the settings in `key=value` words of a command."""
     data: dict[str, Any] = {}
     others: list[str] = []
     for word in words:
@@ -51,7 +51,7 @@ def _value(text: str) -> Any:
 
 
 def of_settings(data: Mapping[str, Any]) -> ParsedConfig:
-    """Return what settings of the actor, of its model and of the trainer say."""
+    """Return the settings of the actor, of its model and of the trainer."""
     settings = Settings(data)
     both = settings.part("actor_rollout_ref")
     model, actor = both.part("model"), both.part("actor")

@@ -82,12 +82,12 @@ function when({ resultHours, leadDays, jobs, hours }, made) {
 function howSure(goal, ranks, by) {
   const [{ outcome, first }] = ranks, rivals = ranks.filter((rank) => by in rank.first);
   const said = by in first && rivals.length > 1
-    ? [`${WORDS[by]} of ${rivals.length} in ${chanceWords(first[by])}`] : [];
+    ? [`${WORDS[by]} of ${rivals.length}: ${chanceWords(first[by])}`] : [];
   for (const [name, chance] of Object.entries(outcome.chances)) {
-    said.push(`${name === "deadline" ? "in time" : name === "budget" ? "within budget" : `${name} kept`} in ${chanceWords(chance)}`);
+    said.push(`${name === "deadline" ? "in time" : name === "budget" ? "within budget" : `${name} kept`}: ${chanceWords(chance)}`);
   }
-  said.push(`fits in ${chanceWords(outcome.plan.fit_probability)}`);
-  return said.join("; ") + (sure(goal, outcome) ? "" : ": less sure than asked for");
+  said.push(`fits: ${chanceWords(outcome.plan.fit_probability)}`);
+  return `How sure: ${said.join("; ")}` + (sure(goal, outcome) ? "" : ": less sure than asked for");
 }
 
 const part = ([label, value, note, css = ""]) => `<div><p class="k">${safe(label)}</p>`

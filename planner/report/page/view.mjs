@@ -233,7 +233,9 @@ function drawUse(ranks) {
 function pairText(one, other) {
   const { share, low, high } = breakEven(one, other), word = (s) => (s === null ? "never" : percent(s));
   const names = `${one.candidate.name} is cheaper than ${other.candidate.name}`;
-  if (share === null) return `${one.candidate.name} is never cheaper than ${other.candidate.name}.`;
+  if (share === null) {
+    return `${one.candidate.name} costs more than ${other.candidate.name} at any utilisation.`;
+  }
   return share === 0 ? `${names} at any utilisation.`
     : `${names} above ${percent(share)} utilisation (${word(low)} to ${word(high)} over its cost range).`;
 }

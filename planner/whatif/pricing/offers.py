@@ -44,6 +44,8 @@ class Quote:
 
     usd_per_device_hour: float
     offer: Rent
+    paid_over_used: float
+    """Devices paid over devices used: an instance is rented whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +201,26 @@ def quotes_of(
         if price is None:
             continue
         host = 0.0 if offer.whole_node else (offer.host_usd_per_device_hour or 0.0)
-        usd = (price + host) * _paid(offer, group)
+        paid = _paid(offer, group)
+        usd = (price + host) * paid
         reason = unfit(offer, group, several=several)
         if reason:
             left.append(LeftOut(usd_per_device_hour=usd, offer=offer, reason=reason))
         else:
-            quotes.append(Quote(usd_per_device_hour=usd, offer=offer))
-    return quotes, left
+            quotes.append(Quote(usd_per_device_hour=usd, offer=offer, paid_over_used=paid))
+    return _least_idle(quotes), left
+
+
+def _least_idle(quotes: Sequence[Quote]) -> list[Quote]:
+    """Return of each market the quotes with the fewest devices paid and not used.
+
+    Nobody rents eight devices for the work of one where another provider rents one.
+    """
+    least: dict[Market, float] = {}
+    for quote in quotes:
+        market = quote.offer.market
+        least[market] = min(quote.paid_over_used, least.get(market, math.inf))
+    return [quote for quote in quotes if quote.paid_over_used == least[quote.offer.market]]
 
 
 def price_of(offer: Rent, commitment: Commitment) -> float | None:

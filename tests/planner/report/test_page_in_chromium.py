@@ -23,6 +23,7 @@ from meshwright.planner.report.whatif_html import study_page
 from meshwright.planner.whatif.ranking import Rank
 from meshwright.planner.whatif.run_study import Result
 from meshwright.planner.whatif.study import Study
+from tests.planner.report.five_pages import write_pages
 from tests.planner.report.test_page_arithmetic import OFFERS, SET, planned_once, worked_out
 from tests.planner.whatif.test_study import study
 
@@ -103,13 +104,28 @@ def table_row(rank: Rank) -> dict[str, float | None]:
 
 def test_pages_have_no_fault_at_any_width_light_and_dark(result: Result, tmp_path: Path) -> None:
     """Controls, address, reset, print, axe-core, 390 to 1,920 pixels, scripts' errors, size."""
-    names = ("study.html", "plan.html", "shown.html")
-    pages = [str(tmp_path / name) for name in names]
+    pages = [str(tmp_path / name) for name in ("study.html", "shown.html")]
     plan = str(tmp_path / "plan.yaml")
     Path(pages[0]).write_text(study_page(result), encoding="utf-8")
-    commands.plan("llama-3.1-8b", "8xh100-sxm-80gb", output=plan, html=pages[1])
-    commands.show(plan, html=pages[2])
+    commands.plan("llama-3.1-8b", "8xh100-sxm-80gb", output=plan)
+    commands.show(plan, html=pages[1])
+    pages += [str(page) for page in write_pages(tmp_path / "five")]
 
     said = chromium("check.js", *pages)
 
-    assert said.endswith("3 pages, 0 faults\n")
+    assert said.endswith("7 pages, 0 faults\n")
+
+
+def test_first_screens_are_like_their_kept_pictures(tmp_path: Path) -> None:
+    """The five pages, light and dark, at 1,280 and 390 pixels; a page of another colour is far."""
+    pages, pictures = tmp_path / "pages", tmp_path / "pictures"
+    write_pages(pages)
+
+    chromium("shots.js", str(pages), str(pictures))
+
+    said = chromium("alike.js", str(pictures), str(CHECK.parents[1] / "docs" / "pictures"))
+    assert said.count("-top-") == 20
+    dark, light = (pictures / f"run-top-{colours}-1280.png" for colours in ("dark", "light"))
+    shutil.copy(dark, light)
+    with pytest.raises(AssertionError, match="1 faults"):
+        chromium("alike.js", str(pictures), str(CHECK.parents[1] / "docs" / "pictures"))

@@ -1,10 +1,11 @@
-"""No answer is slower than that of a set of a mixed cluster's groups, nor of a part of one."""
+"""No answer is slower than that of some devices of some of a mixed cluster's groups."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 
 import pytest
@@ -43,14 +44,24 @@ def answer_to(cluster: str, batch: int, effort: Effort) -> PartAnswer:
 
 
 def parts_of(cluster: str) -> list[str]:
-    """Return every set that leaves groups out of those that `+` joins, and every part of one."""
-    terms = cluster.split("+")
-    sets = ["+".join(kept) for count in range(2, len(terms)) for kept in combinations(terms, count)]
-    for term in terms:
+    """Return every part of every set of the groups that `+` joins."""
+    shapes = []
+    for term in cluster.split("+"):
         [group] = resolve_cluster(term).groups
-        shapes = product(range(1, group.nodes + 1), range(1, group.devices_per_node + 1))
-        sets += [f"{term}:{nodes}x{each}" for nodes, each in shapes]
-    return sets
+        each = product(range(1, group.nodes + 1), range(1, group.devices_per_node + 1))
+        shapes.append([f"{term}:{nodes}x{devices}" for nodes, devices in each])
+    sets = chain.from_iterable(combinations(shapes, n) for n in range(1, len(shapes) + 1))
+    return ["+".join(terms) for kept in sets for terms in product(*kept)]
+
+
+def drawn(seed: int) -> tuple[str, int]:
+    """Return a cluster of two or three types, of two to seven devices, and a global batch."""
+    draw = random.Random(seed)
+    types = draw.sample(
+        ("h100-sxm-80gb", "a100-sxm-40gb", "l40s", "rtx-4090"), draw.choice((2, 2, 3))
+    )
+    terms = [f"{draw.choice(('', '', '2x'))}{draw.choice((1, 1, 2, 3))}x{name}" for name in types]
+    return "+".join(terms), draw.choice((4, 6, 8, 12))
 
 
 def check(cluster: str, batch: int, effort: Effort) -> None:
@@ -66,6 +77,7 @@ def check(cluster: str, batch: int, effort: Effort) -> None:
         steps[called] = answer.prediction.step_time_s
     least_s = min(steps.values())
     found = answer_to(cluster, batch, effort).answer
+    assert len(steps) > 1
     assert found.prediction.step_time_s <= least_s * (1 + 1e-9), steps
     assert found.certificate.lower_bound_s <= least_s * (1 + 1e-9)
 
@@ -87,6 +99,12 @@ def test_no_answer_is_slower_than_that_of_a_set_of_groups() -> None:
 )
 def test_no_answer_is_slower_than_that_of_a_set_of_many_clusters(cluster: str, batch: int) -> None:
     check(cluster, batch, USUAL)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(100))
+def test_no_answer_is_slower_than_that_of_a_part_of_random_groups(seed: int) -> None:
+    check(*drawn(seed), BRIEF)
 
 
 def test_a_plan_of_a_part_names_it(tmp_path: Path) -> None:
@@ -114,6 +132,12 @@ def test_a_document_names_its_groups(tmp_path: Path) -> None:
         assert [group.accelerator for group in part.groups] == [
             whole.groups[at].accelerator for at in kept
         ]
+    shapes = [(1, 2), (1, 1)]
+    name, part = groups_part(str(path), whole, (0, 1), shapes)
+    assert name == f"{path}:h100-sxm-80gb:1x2+a100-sxm-80gb:1x1"
+    assert resolve_cluster(name) == part
+    assert [group.devices for group in part.groups] == [2, 1]
+    assert [tier.devices for tier in part.tiers] == [3]
     alone = resolve_cluster(f"{path}:h100-sxm-80gb:2x1")
     assert [tier.devices for tier in alone.tiers] == [2]
     with pytest.raises(DocumentError, match="is no group of"):

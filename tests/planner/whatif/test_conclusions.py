@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from meshwright.planner.report.whatif_text import a_day_text, result_facts
 from meshwright.planner.whatif.candidates import Candidate, candidates_of
 from meshwright.planner.whatif.conclusions import verdicts, ways_of
 from meshwright.planner.whatif.findings import answers
@@ -323,3 +327,48 @@ def test_a_price_that_decides_between_one_node_and_several_is_said() -> None:
         "The price decides between one and two: 3.98 USD per device-hour (one node), and 6.88 "
         "(a cluster)." in said
     )
+
+
+def test_too_few_steps_are_the_first_sentence() -> None:
+    """1e9 tokens in batches of 1e8 are ten steps; in batches of 1e7 they are a hundred."""
+    asked = study(offers=[{"cluster": "4xa10g", "rent": PRICE}])
+    [candidate] = candidates_of(asked)
+    few, enough = (
+        outcome(candidate, "gpt2", 30.0, 100.0, tokens=1e9, tokens_per_step=batch)
+        for batch in (1e8, 1e7)
+    )
+
+    assert verdicts(result(asked, [few]))[0].startswith("1,000,000,000 tokens are 10 steps of")
+    assert verdicts(result(asked, [enough]))[0].startswith("4xa10g for gpt2")
+
+
+def test_the_date_of_a_result_counts_a_begun_day() -> None:
+    """41.2 hours from the 28th end on the 30th, whatever the hour is now."""
+    [candidate] = candidates_of(study(offers=[{"cluster": "4xa10g", "rent": PRICE}]))
+    training = outcome(candidate, "gpt2", 41.2, 100.0, goodput=exact(0.8))
+
+    assert "the result by 2026-11-30" in a_day_text(training, today=datetime.date(2026, 11, 28))
+
+
+def test_of_many_candidates_the_first_have_their_rows() -> None:
+    """The cheapest misses no midpoint, and its row says why it is not the first."""
+    offers = [{"name": f"c{n}", "cluster": "4xa10g", "rent": PRICE} for n in range(14)]
+    asked = study(offers=offers, goal={"tokens": 1e9, "deadline_days": 2.0})
+    outcomes = [
+        outcome(each, "gpt2", 30.0, 100.0 + at, chances={"deadline": chance}, goodput=exact(0.8))
+        for at, (each, chance) in enumerate(
+            zip(candidates_of(asked), [0.5, *[0.9] * 13], strict=True)
+        )
+    ]
+
+    text = shown_text(result(asked, outcomes))
+
+    assert "1         c1, 30.0 h, 101 USD" in text
+    few = shown_text(result(asked, outcomes[:3]))
+    assert "c0, 30.0 h, 100 USD, deadline met with probability 0.5 only" in few
+
+
+def shown_text(answer: Result) -> str:
+    page = Console(width=80, file=io.StringIO(), record=True)
+    page.print(result_facts(answer))
+    return page.export_text()

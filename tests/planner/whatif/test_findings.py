@@ -182,7 +182,7 @@ def test_what_the_work_uses_is_not_called_assumed() -> None:
     ]
     for assumptions, word in (
         ({}, "this work alone uses"),
-        ({"utilisation": 0.7}, "70 % are assumed"),
+        ({"utilisation": 0.7}, "70 % are given"),
     ):
         result = run(study(offers=offers, assumptions=assumptions), processes=1)
         said = [text for text in answers(result) if "utilisation" in text]

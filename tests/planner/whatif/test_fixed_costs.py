@@ -189,3 +189,34 @@ def test_a_year_of_one_job_costs_what_its_run_costs() -> None:
             for asked, outcomes in ((once, runs), (yearly, years))
         ]
         assert order[0] == order[1]
+
+
+def test_a_budget_pays_each_term_that_a_run_begins() -> None:
+    """A run of 0.96 terms begins a second one in some futures: 1.5 terms' money does for one."""
+    asked = study(offers=[{"cluster": "8xa10g", "rent": contract(1.2, 12.0)}])
+    [plan] = [plan_candidate(asked, "gpt2", candidate) for candidate in candidates_of(asked)]
+    [candidate] = candidates_of(asked)
+    whole_h = evaluate(asked, "gpt2", candidate, plan).hours
+    assert whole_h is not None
+    months = 12 * whole_h.value / 0.96 / 8760
+    term_usd = 8 * 1.2 * 8760 * months / 12
+    goal = {"tokens": 1e9, "budget_usd": 1.5 * term_usd}
+    asked = study(offers=[{"cluster": "8xa10g", "rent": contract(1.2, months)}], goal=goal)
+    [candidate] = candidates_of(asked)
+
+    outcome = evaluate(asked, "gpt2", candidate, plan)
+
+    assert outcome.step_s is not None and outcome.goodput is not None
+    rng, one_term, futures = random.Random(7), 0, 40_000
+    for _ in range(futures):
+        step_s, goodput = (
+            span.value * ((span.high if z > 0 else span.low) / span.value) ** (abs(z) / 1.2815516)
+            for span, z in (
+                (outcome.step_s, rng.gauss(0, 1)),
+                (outcome.goodput, rng.gauss(0, 1)),
+            )
+        )
+        hours = 0.96 * (step_s / outcome.step_s.value) / (goodput / outcome.goodput.value)
+        one_term += hours <= 1.0
+    expected = outcome.fit_probability * one_term / futures
+    assert outcome.chances["budget"] == pytest.approx(expected, abs=0.02)

@@ -58,6 +58,10 @@ def test_a_card_is_no_node_and_a_node_is_no_cluster() -> None:
     # One node needs no network: the median of 2 and 3.
     assert rent("8xh100-sxm-80gb", NODE, CARD, ALONE, BARE).usd_per_device_hour.value == 2.5
     assert rent("1xh100-sxm-80gb", CARD).usd_per_device_hour.value == 1.0
+    # One device of eight that are rented costs eight prices; who rents one decides instead.
+    assert rent("1xh100-sxm-80gb", ALONE).usd_per_device_hour.value == 16.0
+    single = rent("1xh100-sxm-80gb", CARD, ALONE, NODE).usd_per_device_hour
+    assert single.value == 1.0 and single.high < 3.0
 
 
 def test_where_none_can_make_it_no_price_is_known() -> None:

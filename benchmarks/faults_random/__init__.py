@@ -1,0 +1,1 @@
+"""Random faults in whole runs, judged by files and processes alone."""

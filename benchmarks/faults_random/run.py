@@ -1,0 +1,902 @@
+"""Random faults in whole runs, at random moments, judged from outside.
+
+    python -m benchmarks.faults_random.run --runs 15            # about four faults in each
+    python -m benchmarks.faults_random.run --only 7 --seed 1    # one of them again
+
+A run is the command line as a user calls it: `launch --elastic` of demo-4m and of a model in a
+file, `run --elastic` of a script, on 1, 2 and 3 nodes (launchers on this machine).  Faults come a
+random number of steps and seconds after the last one, and a run that ends before its time is
+started again by the same command, as a scheduler would.  Nothing of meshwright or its tests is
+imported: processes are found in /proc by a variable of their environment, losses and samples are
+read from the documented files, and compared with a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+INSIDE = Path(__file__).with_name("inside.py")
+BATCH, SAVE_EVERY = 8, 20
+PATIENCE_S = 300.0
+"""Without a new step, which no fault here may cost."""
+GONE_S = 20.0
+"""Within which processes are gone when their launchers are."""
+MOST_STARTS = 14
+KILLED = {-signal.SIGKILL}
+ERRORS = (
+    *("EIO", "ESTALE", "illegal access", "launch failure", "cuBLAS", "NCCL"),
+    *("program", "KeyError", "host memory"),
+)
+
+OWN = '''
+"""A model of one's own, whose steps take a while."""
+
+import os
+import time
+
+import torch
+from torch import nn
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(258, 48)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(4)
+        )
+        self.head = nn.Linear(48, 258)
+
+    def forward(self, tokens):
+        if self.training:
+            time.sleep(float(os.environ.get("FAULTS_SLEEP_S", "0")))
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+'''
+TRAIN = '''
+"""A script of one's own, with a loader whose order goes with its state."""
+
+import os
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshwright
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        if self.training:
+            time.sleep(float(os.environ.get("FAULTS_SLEEP_S", "0")))
+        return self.last(F.gelu(self.first(x)))
+
+
+def data():
+    torch.manual_seed(1)
+    x = torch.randn(400, 16)
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long() + 2 * (x[:, 0] > 0).long())
+
+
+def loss(out, batch):
+    return F.cross_entropy(out, batch[1], reduction="sum"), len(out)
+
+
+def main(steps):
+    example = [torch.randn(8, 16), torch.zeros(8).long()]
+    engine = meshwright.Engine(Net, loss=loss, optimizer=torch.optim.AdamW, batch=example)
+    loader = engine.loader(data(), shuffle=True)
+    rate = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.999)
+    engine.resume(extra={"loader": loader, "rate": rate})
+    while engine.steps < steps:
+        for batch in loader:
+            engine.step(batch)
+            rate.step()
+            if engine.steps >= steps:
+                break
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+'''
+CLUSTER = """
+format: 1
+name: loopback-{nodes}
+groups:
+- name: cpu
+  accelerator:
+    name: cpu
+    kind: cpu
+    memory_bytes: 8000000000
+    peak_flops: {{fp32: 100000000000}}
+    memory_bytes_per_s: 10000000000
+    curve: {{launch_s: 0.000002, matmul: 1.0, attention_forward: 0.5, attention_backward: 0.5,
+      memory: 1.0, spread: 0.3, provenance: quoted, source: "this benchmark"}}
+  nodes: {nodes}
+  devices_per_node: 1
+  host_memory_bytes: 16000000000
+tiers:
+- {{name: loopback, devices: {nodes}, latency_s: 0.0001, bytes_per_s: 1000000000}}
+"""
+
+
+# --- what runs ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a run trains, and where."""
+
+    what: str
+    """demo-4m, own.py or train.py."""
+    nodes: int
+    fix: tuple[str, ...] = ()
+    steps: int = 60
+    sleep_s: float = 0.0
+    spare: bool = False
+
+    @property
+    def name(self) -> str:
+        layout = " ".join(self.fix)
+        more = " and a spare" if self.spare else ""
+        node = "1 node" if self.nodes == 1 else f"{self.nodes} nodes{more}"
+        return f"{self.what} on {node}{f', {layout}' if layout else ''}"
+
+
+OWN_S, SCRIPT_S = 0.12, 0.15
+KINDS = (
+    Kind("own.py:Own", 1, ("dp=2",), sleep_s=OWN_S),
+    Kind("own.py:Own", 1, ("zero=3",), sleep_s=OWN_S),
+    Kind("own.py:Own", 2, ("dp=2",), sleep_s=OWN_S),
+    Kind("own.py:Own", 2, ("zero=1",), sleep_s=OWN_S, spare=True),
+    Kind("own.py:Own", 3, ("dp=3",), sleep_s=OWN_S),
+    Kind("demo-4m", 1, ("tp=2",)),
+    Kind("demo-4m", 1, ("pp=2",)),
+    Kind("demo-4m", 2, ("zero=3",)),
+    Kind("train.py", 1, sleep_s=SCRIPT_S),
+    Kind("train.py", 2, sleep_s=SCRIPT_S),
+)
+# Scripts and one node come twice, as they have most faults of their own.
+ORDER = (0, 8, 2, 5, 1, 4, 8, 3, 6, 7, 0, 9, 4, 8, 2, 1, 5, 3, 9, 0)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "meshwright", *words]
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    inside = folder / "inside"
+    inside.mkdir(exist_ok=True)
+    shutil.copyfile(INSIDE, inside / "sitecustomize.py")
+    path = os.pathsep.join([str(inside), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("FAULTS_")}
+    return {
+        **rest,
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+        "MESHWRIGHT_SECRET": "a secret of this benchmark alone",
+        **more,
+    }
+
+
+class Lab:
+    """A folder with models, data, plans and runs that nobody disturbed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "own.py").write_text(OWN)
+        (folder / "train.py").write_text(TRAIN)
+        rng = random.Random(0)
+        words = [
+            bytes(rng.choices(range(97, 123), k=rng.randint(2, 9))).decode() for _ in range(999)
+        ]
+        for name in ("data.txt", "other.txt"):
+            (folder / name).write_text(" ".join(rng.choices(words, k=12_000)) + "\n")
+        self._references: dict[Any, tuple[dict[int, float], dict[str, str]]] = {}
+
+    def plan(self, kind: Kind) -> Path:
+        """Return the plan of a kind of run, searched by the command line."""
+        path = self.folder / f"plan-{re.sub('[^a-z0-9]+', '-', kind.name.lower())}.yaml"
+        if path.exists():
+            return path
+        cluster = "local:2"
+        if kind.nodes > 1:
+            file = self.folder / f"cluster-{kind.nodes}.yaml"
+            file.write_text(CLUSTER.format(nodes=kind.nodes))
+            cluster = str(file)
+        model = "train.py:Net" if kind.what == "train.py" else kind.what
+        if kind.what == "train.py":
+            # A script's module by its own loss and batch.
+            text = (self.folder / "train.py").read_text()
+            if "\nbatch = " not in text:
+                text = text.replace(
+                    "\n\ndef main(",
+                    "\n\nbatch = [torch.randn(8, 16), torch.zeros(8).long()]\n"
+                    "optimizer = torch.optim.AdamW\n\n\ndef main(",
+                )
+                (self.folder / "train.py").write_text(text)
+        words = ["plan", model, "--cluster", cluster, "--global-batch", str(BATCH), "-o", str(path)]
+        words += [] if kind.what == "train.py" else ["--seq-len", "16"]
+        if kind.nodes == 3:
+            words[words.index("--global-batch") + 1] = "12"
+        for choice in kind.fix:
+            words += ["--fix", choice]
+        ended = subprocess.run(
+            command(*words),
+            cwd=self.folder,
+            env=environment(self.folder),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if ended.returncode:
+            raise SystemExit(f"{kind.name}: no plan: {ended.stdout}{ended.stderr}")
+        return path
+
+    def reference(
+        self, kind: Kind, chain: tuple[tuple[str, int, int], ...], saves: Path
+    ) -> tuple[dict[int, float], dict[str, str]]:
+        """Return losses by step, and checksums of the last weights, without faults.
+
+        The chain has plans with the step behind which each begins and their devices.
+        """
+        key = kind, chain
+        if key in self._references:
+            return self._references[key]
+        folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
+        losses: dict[int, float] = {}
+        for number, (plan, begin, devices) in enumerate(chain):
+            last = chain[number + 1][1] if number + 1 < len(chain) else kind.steps
+            nodes = min(kind.nodes, devices)
+            run = Run(self, kind, folder, seed=0, steps=last, disturbed=False)
+            run.plan_path, run.nodes = Path(plan), nodes
+            run.resumes = number > 0
+            run.play()
+            if run.problems:
+                raise SystemExit(f"the reference of {kind.name} failed: {run.problems}")
+            losses = {step: loss for step, loss in losses.items() if step <= begin}
+            losses |= {step: loss for step, loss in run.losses.items() if step > begin}
+        self._references[key] = losses, run.weights()
+        return self._references[key]
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    parent: int
+    words: str
+    state: str
+
+
+def processes(run: str) -> Iterator[Process]:
+    """Yield processes that have a run's name in their environment."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if f"FAULTS_RUN={run}\0".encode() not in (entry / "environ").read_bytes() + b"\0":
+                continue
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if stat[0] != "Z":
+                yield Process(int(entry.name), int(stat[1]), words, stat[0])
+
+
+def ranks(run: str) -> list[Process]:
+    """Return processes that train: children of a server of forks, or started as ranks."""
+    everybody = {process.pid: process for process in processes(run)}
+    return [
+        process
+        for process in everybody.values()
+        if "rank_main" in process.words
+        or ("fork_server" in getattr(everybody.get(process.parent), "words", ""))
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Done:
+    """A fault that was done, and when."""
+
+    name: str
+    step: int
+    at_s: float
+
+
+class Run:
+    """A run from its first start until it has ended well, with faults."""
+
+    def __init__(
+        self, lab: Lab, kind: Kind, folder: Path, *, seed: int, steps: int, disturbed: bool = True
+    ) -> None:
+        self.lab, self.kind, self.folder, self.steps = lab, kind, folder, steps
+        self.rng = random.Random(seed)
+        self.disturbed = disturbed
+        self.name = f"{os.getpid()}-{folder.name}-{steps}"
+        self.plan_path = lab.plan(kind)
+        self.nodes = kind.nodes
+        self.resumes = False
+        self.losses: dict[int, float] = {}
+        """The newest of each step."""
+        self.attempts: list[tuple[str, int, int]] = []
+        """Plan, step behind which it begins, devices."""
+        self.lost: list[tuple[int, int | None, int]] = []
+        """Steps done again, what was printed as the most, and what damaged saves may cost."""
+        self.problems: list[str] = []
+        self.done: list[Done] = []
+        self.starts = 0
+        self.statuses: list[int | None] = []
+        self.silent_s = 0.0
+        self.repairs: list[Callable[[], None]] = []
+        """Done before the next start, as a person would."""
+        self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._returns: dict[int, float] = {}
+        self._read: dict[Path, tuple[int, int]] = {}
+        self._newest = 0
+        self._seconds: dict[int, float] = {}
+        self._begins: tuple[str, int] | None = None
+        """Plan and devices of an attempt that has done no step yet."""
+        self._moved_s = time.monotonic()
+        self._port = free_port()
+        self.data = folder / "data.txt"
+        shutil.copyfile(lab.folder / "data.txt", self.data)
+        for name in ("own.py", "train.py"):
+            shutil.copyfile(lab.folder / name, folder / name)
+        self.saves = folder / "disk" / "saved"
+        (folder / "disk").mkdir(exist_ok=True)
+        self.output = folder / "out"
+        self.slack = 0
+        """Steps that faults of the checkpoints themselves may cost."""
+
+    # --- starting ---
+
+    def _words(self, node: int) -> list[str]:
+        plan = str(self.plan_path)
+        spread = []
+        if self.nodes > 1:
+            spread = ["--nodes", str(self._launched), "--node", str(node)]
+            spread += ["--rendezvous", f"127.0.0.1:{self._port}"]
+        common = ["--elastic"] if self.disturbed else []
+        common += ["--checkpoint", str(self.saves), "--checkpoint-every", str(SAVE_EVERY)]
+        common += ["-o", str(self.output), *spread]
+        if self.kind.what == "train.py":
+            return ["run", "--plan", plan, *common, str(self.folder / "train.py"), str(self.steps)]
+        words = ["launch", plan, "--data", str(self.data), "--steps", str(self.steps), *common]
+        words += ["--scale-up-after", "5"] if self.disturbed else []
+        words += ["--trust-code"] if self.kind.what.startswith("own") else []
+        return words + (["--resume", "--or-start"] if self.resumes else [])
+
+    @property
+    def _launched(self) -> int:
+        return self.nodes + (self.disturbed and self.kind.spare)
+
+    def _start(self, node: int) -> None:
+        log = self.folder / f"node-{node}.log"
+        with log.open("ab") as file:
+            file.write(f"\n--- start {self.starts}\n".encode())
+            file.flush()
+            self._launchers[node] = subprocess.Popen(
+                command(*self._words(node)),
+                cwd=self.folder,
+                env=environment(
+                    self.folder,
+                    FAULTS_RUN=self.name,
+                    FAULTS_FOLDER=str(self.folder),
+                    FAULTS_SLEEP_S=str(self.kind.sleep_s if self.disturbed else 0.0),
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def _start_all(self) -> None:
+        self.starts += 1
+        self._port = free_port()
+        for node in range(self._launched):
+            self._start(node)
+        self._moved_s = time.monotonic()
+
+    # --- reading ---
+
+    def _lines(self, file: Path) -> list[dict[str, Any]]:
+        """Return complete lines that are new in a file, also where it was begun anew."""
+        try:
+            with file.open("rb") as opened:
+                status = os.fstat(opened.fileno())
+                inode, at = self._read.get(file, (status.st_ino, 0))
+                if inode != status.st_ino or status.st_size < at:
+                    at = 0
+                opened.seek(at)
+                text = opened.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read[file] = status.st_ino, at + len(whole)
+        found = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+    def _look(self) -> None:
+        """Read what the run has written since; a step counts where its seconds are new."""
+        for record in self._lines(self.output / "metrics.jsonl"):
+            step = record["step"]
+            if self._seconds.get(step) == record["step_s"]:
+                continue  # written anew, and not done again
+            self._seconds[step] = record["step_s"]
+            self._moved_s = time.monotonic()
+            if step <= self._newest or self._begins is not None:
+                self._note_begin(step - 1)
+            self._newest = step
+            self.losses[step] = record["loss"]
+        for event in self._lines(self.output / "events.jsonl"):
+            if event.get("event") == "attempt":
+                self._begins = event["plan"], event["devices"]
+
+    def _note_begin(self, after: int) -> None:
+        """Take notice of an attempt that goes on behind a step."""
+        if self._newest:
+            self.lost.append((max(0, self._newest - after), self._printed_most(), self.slack))
+        self.slack = 0
+        plan, devices = self._begins or (str(self.plan_path), self.nodes)
+        self._begins = None
+        self.attempts.append((plan, after, devices))
+
+    def _printed_most(self) -> int | None:
+        """Return the most steps that a loss costs as was printed, None before it was."""
+        found: list[int] = []
+        for log in self.folder.glob("node-*.log"):
+            text = log.read_text(errors="replace")
+            found += map(int, re.findall(r"a rank that is lost costs (\d+) steps", text)[-1:])
+        return max(found) if found else None
+
+    def weights(self) -> dict[str, str]:
+        """Return the checksums of the tensors' files of the last checkpoint."""
+        meta = json.loads((self._last() / "meta.json").read_text())
+        return {name: code for name, code in meta["checksums"].items() if name.endswith(".bin")}
+
+    def _last(self) -> Path:
+        return self.saves / f"step-{self.steps:06}"
+
+    # --- playing ---
+
+    def play(self, faults: int = 0) -> None:
+        """Let it run to its end with so many faults, and check what it leaves."""
+        left = faults
+        self._start_all()
+        next_s, next_step = self._next_moment()
+        try:
+            while True:
+                time.sleep(0.05)
+                self._look()
+                for node, due_s in list(self._returns.items()):
+                    if time.monotonic() > due_s and self._is_alive():
+                        del self._returns[node]
+                        self._start(node)
+                if self._all_ended():
+                    if self._ended_well():
+                        break
+                    if self.starts >= MOST_STARTS:
+                        self.problems.append(f"not done after {self.starts} starts")
+                        break
+                    self._start_again()
+                    next_s, next_step = self._next_moment()
+                    continue
+                if time.monotonic() - self._moved_s > PATIENCE_S:
+                    self.problems.append(f"no step in {PATIENCE_S:g} s behind {self._newest}")
+                    break
+                due = time.monotonic() > next_s and self._newest >= next_step
+                if left and due and self._newest < self.steps - 4:
+                    left -= self._do_fault()
+                    next_s, next_step = self._next_moment()
+        finally:
+            self._end_all()
+        if not self.problems:
+            self._check_end()
+
+    def _next_moment(self) -> tuple[float, int]:
+        # Sometimes at once, while the last fault is still being dealt with.
+        wait_s = self.rng.choice([0.0, 0.3, 1.0, 2.0, 3.0, 5.0])
+        steps = self.rng.choice([0, 1, 2, 5, 9]) if self.done else self.rng.randint(2, 12)
+        return time.monotonic() + wait_s, min(self._newest + steps, self.steps - 5)
+
+    def _is_alive(self) -> bool:
+        return any(launcher.poll() is None for launcher in self._launchers.values())
+
+    def _all_ended(self) -> bool:
+        return not self._is_alive()
+
+    def _ended_well(self) -> bool:
+        statuses = [launcher.returncode for launcher in self._launchers.values()]
+        self.statuses += statuses
+        self._check_gone()
+        self._look()
+        is_saved = (self._last() / "meta.json").exists()
+        if 0 in statuses and not is_saved:
+            self.problems.append(f"status 0 and step {self.steps} is not saved")
+        if is_saved and 0 not in statuses:
+            # Its launcher was killed behind the last save: the next start has nothing to do.
+            return False
+        return 0 in statuses
+
+    def _start_again(self) -> None:
+        texts = [log.read_text(errors="replace")[-3000:] for log in self.folder.glob("node-*.log")]
+        last = "\n".join(texts)
+        for repair in self.repairs:
+            repair()
+        self.repairs.clear()
+        # What the message asks for, word for word.
+        for name, where in re.findall(r"move (step-\d+) out of (\S+?)[ ;,]", last):
+            target = Path(where) / name
+            if target.exists() and target.is_relative_to(self.folder):
+                target.rename(self.folder / f"aside-{name}-{self.starts}")
+        self.resumes = True
+        self._launchers.clear()
+        self._returns.clear()
+        self._start_all()
+
+    def _check_gone(self) -> None:
+        """See that no process is left."""
+        until_s = time.monotonic() + GONE_S
+        while left := list(processes(self.name)):
+            if time.monotonic() > until_s:
+                self.problems.append(f"orphans: {[process.words[:90] for process in left]}")
+                for process in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+                return
+            time.sleep(0.2)
+
+    def _end_all(self) -> None:
+        for process in list(processes(self.name)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        for launcher in self._launchers.values():
+            launcher.wait()
+
+    # --- faults ---
+
+    def _do_fault(self) -> bool:
+        """Do one of the faults that are possible now; say whether it was done."""
+        names = [name for name in FAULTS if FAULTS[name][0](self)]
+        weights = [FAULTS[name][1] for name in names]
+        name = self.rng.choices(names, weights)[0]
+        detail = FAULTS[name][2](self)
+        if detail is None:
+            return False
+        self.done.append(
+            Done(f"{name}{f' ({detail})' if detail else ''}", self._newest, time.time())
+        )
+        return True
+
+    def alive(self) -> list[int]:
+        return [node for node, launcher in self._launchers.items() if launcher.poll() is None]
+
+    def a_rank(self) -> Process | None:
+        found = ranks(self.name)
+        return self.rng.choice(found) if found else None
+
+    def order(self, text: str) -> str | None:
+        rank = self.a_rank()
+        if rank is None:
+            return None
+        (self.folder / f"order-{rank.pid}").write_text(text)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGRTMIN + 7)
+        return text
+
+    def signal_rank(self, number: signal.Signals) -> str | None:
+        rank = self.a_rank()
+        if rank is None:
+            return None
+        os.kill(rank.pid, number)
+        return ""
+
+    def end_launcher(self, number: signal.Signals) -> str | None:
+        alive = self.alive()
+        if not alive:
+            return None
+        node = self.rng.choice(alive)
+        self._launchers[node].send_signal(number)
+        if self.nodes > 1 and number == signal.SIGKILL and self.rng.random() < 0.7:
+            self._returns[node] = time.monotonic() + self.rng.choice([1.0, 4.0, 10.0])
+        return f"node {node}"
+
+    def remove(self) -> str | None:
+        name = self.rng.choice(["events.jsonl", "metrics.jsonl", "", "logs"])
+        path = self.output / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        return name or "the output's folder"
+
+    def remove_saves(self) -> str | None:
+        if self.rng.random() < 0.5:
+            saves = sorted(self.saves.glob("step-*"))
+            if not saves:
+                return None
+            shutil.rmtree(saves[-1], ignore_errors=True)
+            self.slack += 2 * SAVE_EVERY
+            return "the newest"
+        shutil.rmtree(self.saves, ignore_errors=True)
+        self.slack += self.steps
+        return "all"
+
+    def replace_data(self) -> str | None:
+        """Put other data in their place, and kill a rank: nobody may go on silently."""
+        shutil.copyfile(self.lab.folder / "other.txt", self.data)
+        self.repairs.append(self._put_data_back)
+        self.signal_rank(signal.SIGKILL)
+        return ""
+
+    def _put_data_back(self) -> None:
+        shutil.copyfile(self.lab.folder / "data.txt", self.data)
+
+    def damage(self) -> str | None:
+        """Damage the newest checkpoint, and let all be started again."""
+        saves = sorted(self.saves.glob("step-*"))
+        if not saves:
+            return None
+        files = [file for file in saves[-1].iterdir() if file.is_file() and file.stat().st_size > 8]
+        if not files:
+            return None
+        file = self.rng.choice(files)
+        how = self.rng.choice(["cut", "removed", "flipped", "emptied"])
+        if how == "removed":
+            file.unlink()
+        elif how == "emptied":
+            file.write_bytes(b"")
+        elif how == "cut":
+            os.truncate(file, file.stat().st_size // 2)
+        else:
+            content = bytearray(file.read_bytes())
+            content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
+            file.write_bytes(content)
+        self.slack += 2 * SAVE_EVERY
+        number = self.rng.choice([signal.SIGKILL, signal.SIGTERM])
+        for node in self.alive():
+            self._launchers[node].send_signal(number)
+        return f"{file.name} {how}, all launchers {number.name}"
+
+    def fill_disk(self) -> str | None:
+        """Fill the file system of checkpoints, until a while later."""
+        disk = self.folder / "disk"
+        with contextlib.suppress(OSError), (disk / "filler").open("wb") as filler:
+            while True:
+                filler.write(bytes(2**16))
+                filler.flush()
+        self.slack += SAVE_EVERY
+        seconds = self.rng.choice(["3", "8", "20"])
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; rm -f '{disk / 'filler'}'"])
+        return f"for {seconds} s"
+
+    def set_clock(self) -> str | None:
+        days = self.rng.choice([-10, -1, 1, 10])
+        (self.folder / "clock").write_text(str(86_400 * days))
+        return f"{days:+d} days"
+
+    # --- the end ---
+
+    def _check_end(self) -> None:
+        meta = json.loads((self._last() / "meta.json").read_text())
+        if meta["step"] != self.steps:
+            self.problems.append(f"the last checkpoint is of step {meta['step']}")
+        if self.kind.what != "train.py":
+            samples = self.steps * (12 if self.kind.nodes == 3 else BATCH)
+            wanted = {
+                "count": samples,
+                "total": samples * (samples + 1) // 2,
+                "squares": samples * (samples + 1) * (2 * samples + 1) // 6,
+            }
+            from_0 = {
+                "count": samples,
+                "total": samples * (samples - 1) // 2,
+                "squares": (samples - 1) * samples * (2 * samples - 1) // 6,
+            }
+            used = {name: meta["used"][name] for name in wanted}
+            if used not in (wanted, from_0):
+                self.problems.append(f"samples {used} are not {from_0}")
+        for folder in Path("/dev/shm").glob("meshwright-*"):
+            with contextlib.suppress(OSError, ValueError):
+                about = json.loads((folder / "about.json").read_text())
+                if str(self.folder) in about["checkpoints"]:
+                    self.problems.append(f"left behind: {folder}")
+        if self.disturbed:
+            for lost, most, slack in self.lost:
+                if most is not None and lost > most + slack:
+                    self.problems.append(f"{lost} steps lost, and {most} at most were printed")
+
+    def chain(self) -> tuple[tuple[str, int, int], ...]:
+        """Return the plans that made the state there is, each with the step it began behind."""
+        kept: list[tuple[str, int, int]] = []
+        for plan, after, devices in self.attempts:
+            kept = [part for part in kept if part[1] < after]
+            if not kept or kept[-1][::2] != (plan, devices):
+                kept.append((plan, after, devices))
+        return tuple(kept)
+
+    def compare(self) -> str:
+        """Compare losses with those that nothing disturbed; say how they were compared."""
+        chain = self.chain()
+        devices = max((part[2] for part in chain), default=self.nodes)
+        names = [(str(self.plan_path), 0, devices)]
+        for _, after, count in chain:
+            file = self.plan_path
+            if count != devices and self.kind.what != "train.py":
+                books = sorted(self.saves.rglob(f"plan-for-{count}.yaml"))
+                if not books:
+                    self.problems.append(f"no file of the plan for {count} devices")
+                    return "not compared"
+                file = books[-1]
+            if names[-1][0] != str(file):
+                names = [part for part in names if part[1] < after]
+                names.append((str(file), after, count))
+        losses, weights = self.lab.reference(self.kind, tuple(names), self.saves)
+        wrong = [step for step in losses if self.losses.get(step, losses[step]) != losses[step]]
+        if wrong:
+            step = wrong[0]
+            self.problems.append(
+                f"loss of step {step} is {self.losses[step]!r}, without faults {losses[step]!r}"
+            )
+        missing = [step for step in losses if step not in self.losses]
+        if len(missing) > self.steps // 2:
+            self.problems.append(f"{len(missing)} steps have no record")
+        if self.weights() != weights:
+            self.problems.append("the last weights are others")
+        return "one plan" if len(names) == 1 else f"{len(names)} plans"
+
+
+def _in_script(run: Run) -> bool:
+    return run.kind.what == "train.py"
+
+
+def _always(run: Run) -> bool:
+    return True
+
+
+FAULTS: dict[str, tuple[Callable[[Run], bool], float, Callable[[Run], str | None]]] = {
+    "rank killed": (_always, 3, lambda run: run.signal_rank(signal.SIGKILL)),
+    "rank stopped": (_always, 1, lambda run: run.signal_rank(signal.SIGSTOP)),
+    "rank ends": (_always, 2, lambda run: run.order(f"exit {run.rng.choice([0, 1, 3])}")),
+    "error": (_always, 4, lambda run: run.order(f"raise {run.rng.choice(ERRORS)}")),
+    "launcher killed": (_always, 2, lambda run: run.end_launcher(signal.SIGKILL)),
+    "notice": (_always, 1, lambda run: run.end_launcher(signal.SIGTERM)),
+    "Ctrl-C": (_always, 0.5, lambda run: run.end_launcher(signal.SIGINT)),
+    "removed": (_always, 1.5, Run.remove),
+    "checkpoints removed": (_always, 0.5, Run.remove_saves),
+    "data replaced": (lambda run: not _in_script(run), 1, Run.replace_data),
+    "checkpoint damaged": (_always, 1.5, Run.damage),
+    "disk full": (lambda run: os.path.ismount(run.folder / "disk"), 2, Run.fill_disk),
+    "clock": (_always, 1, Run.set_clock),
+}
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    """What came out, of all runs."""
+
+    rows: list[tuple[int, Run, str, float]] = field(default_factory=list)
+
+    def text(self) -> str:
+        faults = collections.Counter(
+            done.name.partition(" (")[0] for _, run, _, _ in self.rows for done in run.done
+        )
+        lost = [lost for _, run, _, _ in self.rows for lost, _, _ in run.lost]
+        bad = [run for _, run, _, _ in self.rows if run.problems]
+        lines = [
+            f"{sum(faults.values())} faults in {len(self.rows)} runs: "
+            + ", ".join(f"{name} {count}" for name, count in faults.most_common()),
+            f"steps done again: {len(lost)} times, mean {sum(lost) / max(1, len(lost)):.1f}, "
+            f"most {max(lost, default=0)}",
+            f"runs that were wrong: {len(bad)}",
+        ]
+        return "\n".join(lines)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, _leave)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--faults", type=int, default=5, help="at most, in each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="the number of one run")
+    parser.add_argument("--begin", type=int, default=0, help="the number of the first run")
+    parser.add_argument("--keep", action="store_true", help="leave the folder there")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    lab, table = Lab(folder), Table()
+    numbers = [args.only] if args.only is not None else range(args.begin, args.begin + args.runs)
+    for number in numbers:
+        seed = 1000 * args.seed + number
+        kind = KINDS[ORDER[number % len(ORDER)]]
+        room = folder / f"run-{number:03}"
+        (room / "disk").mkdir(parents=True)
+        mounted = (
+            number % 3 == 2
+            and not subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(room / "disk")],
+                check=False,
+                capture_output=True,
+            ).returncode
+        )
+        run = Run(lab, kind, room, seed=seed, steps=kind.steps)
+        begin_s = time.monotonic()
+        compared = ""
+        try:
+            run.play(random.Random(seed).randint(max(1, args.faults - 2), args.faults))
+            if not run.problems:
+                compared = run.compare()
+        except Exception as error:  # the others are played
+            run.problems.append(f"{type(error).__name__}: {error}")
+        took_s = time.monotonic() - begin_s
+        table.rows.append((number, run, compared, took_s))
+        print(f"run {number}: {kind.name}, {took_s:.0f} s, {run.starts} starts, {compared}")
+        for done in run.done:
+            print(f"    step {done.step:3}: {done.name}")
+        print(f"    lost {run.lost}, statuses {run.statuses}")
+        for problem in run.problems:
+            print(f"  WRONG {problem}")
+        sys.stdout.flush()
+        if mounted:
+            subprocess.run(["umount", "-l", str(room / "disk")], check=False)
+        if not run.problems and not args.keep:
+            shutil.rmtree(room, ignore_errors=True)
+    print(table.text())
+    wrong = any(run.problems for _, run, _, _ in table.rows)
+    if not wrong and not args.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"kept: {folder}")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
