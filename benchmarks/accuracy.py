@@ -439,6 +439,9 @@ def main(path: str) -> None:
     )
     _coverage(left_out, inside)
     _memory_ranges(left_out)
+    print("## Adapters, left out\n")
+    for line in adapter_lines(left_out):
+        print(line)
     _fitted(left_out)
     print("## In-sample, by source: rows whose inputs are all known\n")
     _sources(result.sources)
@@ -834,6 +837,45 @@ DIFFERENCES = (
     "sequence_parallel",
 )
 """Of layouts; what is recomputed is looked at too."""
+
+
+ADAPTER_GOALS = {"time": 0.20, "memory": 0.10, "fits right": 0.97}
+"""Of rows of adapters: mean over sources of the median error, and of outcomes that are right."""
+
+
+def adapter_lines(result: Validation) -> Iterator[str]:
+    """Yield a table of the runs that train adapters, and how they meet their goals."""
+    by_source: dict[str, list[ScoredRow]] = defaultdict(list)
+    for row in result.rows:
+        if row.setup is not None and row.setup.request.job.lora is not None:
+            by_source[row.measured.source].append(row)
+    yield "| source | rows | time: median | bias | memory: median | fits right |"
+    yield "|---|" + "---:|" * 5
+    means: dict[str, list[float]] = defaultdict(list)
+    for source, rows in sorted(by_source.items()):
+        times = [row.times for row in rows if row.times and row.measured.judge_time]
+        sizes = [
+            (row.peak_memory_gib, row.measured.peak_memory_gib)
+            for row in rows
+            if row.peak_memory_gib and row.measured.peak_memory_gib and row.measured.judge_memory
+        ]
+        calls = [(row.outcome != "ran") == bool(row.measured.out_of_memory) for row in rows]
+        cells = [source, str(len(rows))]
+        for name, pairs in (("time", times), ("memory", sizes)):
+            score = error_score(pairs) if pairs else None
+            if score is not None:
+                means[name].append(score.median_abs_error)
+            cells.append(_share(score.median_abs_error) if score else "")
+            cells += [_share(score.bias) if score else ""] * (name == "time")
+        means["fits right"].append(mean(calls))
+        yield f"| {' | '.join([*cells, _share(mean(calls))])} |"
+    yield ""
+    words = [
+        f"{name} {_share(mean(values))} (goal {_share(ADAPTER_GOALS[name])})"
+        for name, values in means.items()
+    ]
+    yield f"Means over sources: {', '.join(words)}."
+    yield ""
 
 
 def _ranking(result: Validation) -> None:

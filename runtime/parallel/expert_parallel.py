@@ -61,6 +61,7 @@ from meshwright.runtime.core.collectives import gather
 from meshwright.runtime.core.local_parts import on_local_parts
 from meshwright.runtime.core.side_effects import deepcopy_module, restore_side_effects
 from meshwright.runtime.parallel.tensor_parallel import distribute
+from meshwright.runtime.techniques.packed_weights import PackedExperts
 
 HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
 """Which dim of an experts module's parameters is the hidden one."""
@@ -118,7 +119,10 @@ def spread(
         if not whole.is_meta:
             local = cast(DTensor, module._parameters[name]).to_local()
             local.detach().copy_(whole.detach().chunk(group.size())[group.rank()])
-    module.forward = on_local_parts(module, functools.partial(mix, module, group=group))
+    forward: Callable[..., Any] = functools.partial(mix, module, group=group)
+    if isinstance(module, PackedExperts):
+        forward = functools.partial(module.while_restored, forward)
+    module.forward = on_local_parts(module, forward)
 
 
 def compute_shared_meanwhile(layer: nn.Module) -> None:
