@@ -15,7 +15,6 @@ COPY planner planner
 COPY runtime runtime
 COPY profiler profiler
 COPY meshwright meshwright
-COPY docs/schemas docs/schemas
 RUN pip install --no-cache-dir -c constraints.txt pip \
     && pip install --no-cache-dir -c constraints.txt --build-constraint constraints.txt ".${EXTRAS}" \
     && rm -rf /source \

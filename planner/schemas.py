@@ -39,7 +39,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     Rents,
     Framework,
 )
-FOLDER = Path("docs/schemas")
+FOLDER = Path("meshwright/schemas")
 
 
 def texts() -> dict[str, str]:

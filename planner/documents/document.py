@@ -37,8 +37,8 @@ from meshwright.planner.errors.shown import one_line
 from meshwright.planner.system.safe_files import open_below as opened_to_write
 from meshwright.planner.system.safe_files import replace_file
 
-SCHEMAS_URL = "https://raw.githubusercontent.com/meshwright/meshwright/main/docs/schemas/"
-"""Folder of the JSON Schemas; the wheel has them too, in `meshwright/schemas`."""
+SCHEMAS_URL = "https://raw.githubusercontent.com/meshwright/meshwright/main/meshwright/schemas/"
+"""Folder of the JSON Schemas."""
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
 MAX_COLUMNS = 1000
@@ -96,7 +96,7 @@ class Document(Part):
 
     kind_of_document: ClassVar[str]
     schema_file: ClassVar[str | None] = None
-    """Name of the file of `docs/schemas` with the document's JSON Schema; None: it has none."""
+    """Name of the file of `meshwright/schemas` with its JSON Schema; None: it has none."""
     not_digested: ClassVar[frozenset[str]] = frozenset()
     """Names of fields that the digest leaves out."""
     format: Literal[1] = 1

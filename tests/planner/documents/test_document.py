@@ -534,7 +534,7 @@ def test_a_table_beyond_all_bounds_is_refused(content: bytes, message: str, tmp_
 
 
 def test_schemas_for_editors_are_fresh() -> None:
-    folder = Path(__file__).parents[3] / "docs" / "schemas"
+    folder = Path(__file__).parents[3] / "meshwright" / "schemas"
 
     written = {file.name: file.read_text() for file in folder.glob("*.json")}
 
@@ -585,7 +585,7 @@ def test_a_written_document_names_its_schema_and_is_read_again(name: str) -> Non
     files += PLANS.glob("studies/*.yaml") if name == "study.json" else ()
     line = f"# yaml-language-server: $schema={document.SCHEMAS_URL}{name}"
 
-    assert (PLANS.parent / "docs" / "schemas" / name).is_file()
+    assert (PLANS.parent / "meshwright" / "schemas" / name).is_file()
     for file in files:
         assert file.read_text().splitlines()[0] == line
     for file in files[:1]:
