@@ -140,11 +140,11 @@ class Sharding(Part):
     """Gradients in a bucket that ZeRO reduces.  A bucket is a buffer of its own in the type of
     computation; there are two, and one of them is being reduced."""
     leaves_frozen: Flag = False
-    """Frozen weights that every rank has whole are in no unit of FSDP2: they are used where they
-    are; else a shard stands beside the copy that it is gathered into."""
+    """Frozen weights that every rank has whole are in no unit of FSDP2 and are used where they are;
+    else a shard exists beside the copy that it is gathered into."""
     leaves_whole: Flag = False
-    """Nor are other weights that every rank has whole: in mixed precision passes compute with
-    copies of them, without hooks of units."""
+    """Other weights that every rank has whole are in no unit of FSDP2 either: in mixed precision
+    passes compute with copies of them, without hooks of units."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     registered: Flag = False
@@ -454,10 +454,10 @@ class Host(Part):
     graph_s: Amount = 0.0
     """Seconds of compiling one kind of block, before its first step."""
     window: Literal["kernels", "layer"] = "layer"
-    """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
-    that the device does for the layer, collectives of its stream too."""
+    """Device work that hides the host's work on a layer: the kernels of each pass, or all work for
+    the layer, including collectives of its stream."""
     adapter_s: PerPass = PerPass()
-    """What each product that has an adapter adds to an eager layer's passes."""
+    """Seconds that each product with an adapter adds to an eager layer's passes."""
     experts_s: Amount = 0.0
     """Seconds that routing, permutation and grouped products add to a block, over both passes."""
     rank_s: Amount = 0.0

@@ -2,9 +2,8 @@
 
 Kernels of matrix units read rows that begin at multiples of GRID_BYTES.  A vocabulary of 50,257
 tokens has none behind the first: products of its logits in bf16 take 5.5 times as long as those of
-50,304 on an H100, and one of 50,258 tokens takes 2.6 times as long (docs/results/gpu.md).  The outputs
-up to
-the last multiple are one product, and the few behind them are another:
+50,304 on an H100, and one of 50,258 tokens takes 2.6 times as long (docs/results/gpu.md).  The
+outputs up to the last multiple are one product, and the few behind them are another:
 
     x W^T = [x W0^T, x W1^T],   grad W = grad0 W0 + grad1 W1,   grad^T x = [grad0^T x; grad1^T x]
 

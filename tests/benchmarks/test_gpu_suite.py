@@ -189,6 +189,6 @@ def test_every_contestant_trains_in_a_dry_run(tmp_path: Path) -> None:
 @pytest.mark.matrix
 def test_the_page_of_measured_devices_is_what_its_figures_say() -> None:
     """The page has figures of the present planner too: write it again where they changed."""
-    from benchmarks.gpu import page  # noqa: PLC0415 - imports torch
+    from benchmarks.gpu import page
 
     assert page.PAGE.read_text() == page.page(json.loads(page.FIGURES.read_text()))
