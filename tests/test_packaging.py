@@ -80,7 +80,14 @@ def test_an_installation_has_the_files_that_are_no_code() -> None:
         link: f"../{Path(link).name}" for link in links
     }
     assert data == {file for file in tracked if not file.endswith(".py")} - links
-    assert {Path(file).suffix for file in data} == {".yaml", ".json", ".html", ".mjs", ".css", ".typed"}
+    assert {Path(file).suffix for file in data} == {
+        ".yaml",
+        ".json",
+        ".html",
+        ".mjs",
+        ".css",
+        ".typed",
+    }
     assert [file for file in data if file.endswith("py.typed")] == ["meshwright/py.typed"]
     assert set(PROJECT["project"]["scripts"]) == {"meshwright"}
 
