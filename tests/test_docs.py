@@ -38,7 +38,6 @@ HARD_TO_READ = {
     "the-engine.md",
     "train-mamba2.md",
     "train-your-script.md",
-    "tuning.md",
 }
 """Pages that are longer, or have longer sentences, than a page may."""
 GROUP: Any = typer.main.get_command(cli.app)
