@@ -48,7 +48,7 @@ docs: .venv/docs-installed  ## build the documentation site into site/ and check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-schemas: .venv/installed  ## regenerate docs/schemas from the document types
+schemas: .venv/installed  ## regenerate meshwright/schemas from the document types
 	$(BIN)/python -m meshwright.planner.schemas
 
 hashes: .venv/installed  ## write hashes.txt: every package of an installation, with the hash of its archive

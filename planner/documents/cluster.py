@@ -303,6 +303,7 @@ class ClusterSpec(Document):
     """Device groups joined by link tiers, fastest first."""
 
     kind_of_document: ClassVar[str] = "cluster"
+    schema_file: ClassVar[str | None] = "cluster.json"
 
     name: Line
     """Name of the cluster."""

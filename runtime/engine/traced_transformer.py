@@ -152,7 +152,7 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
         raise LaunchError(
             f"{config.model_type}: its results change with the tokens after them, which it is to "
             f"predict; {causal}train it on masked tokens from a script with meshwright.Engine "
-            "(docs/how-to/train-bert.md)"
+            "(docs/how-to/train-encoders.md)"
         )
 
 

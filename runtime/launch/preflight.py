@@ -283,7 +283,12 @@ def _check_evaluation(plan: Plan, run: LaunchRun) -> None:
 
 
 def _check_loggers(run: LaunchRun) -> None:
-    for name, wanted in (("tensorboard", run.tensorboard), ("wandb", run.wandb is not None)):
+    packages = {
+        "tensorboard": run.tensorboard,
+        "wandb": run.wandb is not None,
+        "mlflow": run.mlflow is not None,
+    }
+    for name, wanted in packages.items():
         if wanted and importlib.util.find_spec(name) is None:
             raise LaunchError(
                 f"{name}: is not installed; install it with: pip install {name}, or read the same "

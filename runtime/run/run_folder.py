@@ -11,6 +11,7 @@ start.  On disk:
     ├── records/                             older lines of both, see record_segments.py
     ├── tensorboard/                         the same as events, if asked for
     ├── wandb/  wandb-id                     and for Weights & Biases
+    ├── mlflow-id                            id of the run on MLflow
     ├── prediction.yaml                      what was predicted of the plan
     ├── incidents/attempt-001/               what ranks left behind when an attempt ended
     ├── logs/rank-00000.log                  all that a rank prints

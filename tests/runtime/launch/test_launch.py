@@ -191,7 +191,7 @@ def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tensorboard", True), ("wandb", "my-project"), ("opentelemetry", "http://x")],
+    [("tensorboard", True), ("wandb", "p"), ("mlflow", "e"), ("opentelemetry", "http://x")],
 )
 def test_a_logger_that_is_not_installed_is_refused(
     name: str, value: object, room: Room, monkeypatch: pytest.MonkeyPatch
