@@ -137,8 +137,8 @@ def _documents() -> Iterator[str]:
     yield ""
     yield "YAML or JSON, read safely: no tags, no aliases, bounded sizes, no unknown keys. "
     yield "Seconds, bytes and FLOPs are SI units. `meshwright/schemas/` of an installation has the "
-    yield "JSON Schemas. The first line of each file that Meshwright writes names its schema, and an "
-    yield "editor with a YAML language server completes the fields."
+    yield "JSON Schemas. The first line of each file that Meshwright writes names its schema, and "
+    yield "an editor with a YAML language server completes the fields."
     documents: tuple[type[Document], ...] = (*DOCUMENTS, Defaults)
     described: set[type[Part]] = set()
     for cls in documents:
