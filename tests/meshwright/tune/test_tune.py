@@ -273,7 +273,10 @@ def test_the_answer_has_ten_lines_and_the_same_as_json(
 
 def test_a_plan_is_tuned_with_its_own_job_and_training(machine: Machine) -> None:
     mine = tuned(dry_run=True).chosen.plan.model_copy(
-        update={"training": Training().with_settings(["learning_rate=0.5"])}
+        update={
+            "training": Training().with_settings(["learning_rate=0.5"]),
+            "not_understood": ("--unheard-of",),
+        }
     )
     document.write(mine, "mine.yaml")
 
@@ -282,6 +285,8 @@ def test_a_plan_is_tuned_with_its_own_job_and_training(machine: Machine) -> None
     assert len(found.trials) == 2
     best = document.read(Plan, "best.yaml")
     assert (best.job, best.training) == (mine.job, mine.training)
+    assert best.not_understood == ("--unheard-of",)
+    assert 0.1 < (found.chosen.prediction.fit_probability or 0) < 0.9
     with pytest.raises(DocumentError, match="seq-len: a plan has its own already"):
         tune("mine.yaml", ASKED[1], seq_len=64)
 
