@@ -187,6 +187,9 @@ def test_addresses_are_told_from_folders() -> None:
     assert object_store.address_of(Path("gs://bucket/a/b/")) == "gs://bucket/a/b"
     assert object_store.address_of(Path("C:/saved")) is None
     assert object_store.address_of("./a:b/c") is None
+    for nothing in ("memory://a", "https://a/b", "ftp://", "s3:"):
+        with pytest.raises(LaunchError, match="s3://BUCKET/PATH"):
+            object_store.address_of(Path(nothing))
     with pytest.raises(LaunchError, match="install what opens it"):
         ObjectStore("nothing-like-it://a")
 
