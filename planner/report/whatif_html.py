@@ -18,7 +18,7 @@ import jinja2
 
 from meshwright.planner.documents.units import bytes_text, seconds_text
 from meshwright.planner.report.whatif_text import MOST_ASKED, provenance_text
-from meshwright.planner.whatif.conclusions import overall_texts, verdicts
+from meshwright.planner.whatif.conclusions import caveat_texts, overall_texts, verdicts
 from meshwright.planner.whatif.findings import answers, asked_texts, nearest_texts
 from meshwright.planner.whatif.formatting import days_text, usd_text
 from meshwright.planner.whatif.page_data import page_data
@@ -67,6 +67,7 @@ def study_page(result: Result, *, served: bool = False) -> str:
         study=result.study,
         heading=heading(result.study),
         verdicts=verdicts(result),
+        caveats=caveat_texts(result),
         asked=[*overall_texts(result), *asked_texts(result), *nearest_texts(result)][:MOST_ASKED],
         served=served,
         solved=any(offer.solve is not None for offer in result.study.offers),

@@ -64,6 +64,13 @@ def leading_texts(result: Result) -> list[str]:
     return [*_few_steps(result), *_two_markets(result), *_turns_with_prices(result)]
 
 
+def caveat_texts(result: Result) -> list[str]:
+    """Return what a page says above its decision: what its own figures cannot show."""
+    if result.interrupted:
+        return []
+    return [*_few_steps(result), *_two_markets(result), *unmeasured_texts(result)]
+
+
 def _few_steps(result: Result) -> Iterator[str]:
     """Say first that a run is too short for its batch to train anything."""
     for best in filter(None, map(result.best_of, result.ranks)):

@@ -33,8 +33,8 @@ export function chanceWords(share) {
 
 const DAY = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", year: "numeric" });
 
-/** The date some hours after the page was made. */
-export const dayAfter = (made, hours) => DAY.format(new Date(Date.parse(made) + hours / 24 * DAY_MS));
+/** The date by which some hours after the page was made are over. */
+export const dayAfter = (made, hours) => DAY.format(new Date(Date.parse(made) + Math.ceil(hours / 24) * DAY_MS));
 
 /** On what terms a candidate is had: rent, reserve, buy, lease, own. */
 export function termsOf({ candidate: { terms } }) {
@@ -50,6 +50,14 @@ export function called({ candidate: { name, devices, accelerator, terms } }) {
   if (!plain || accelerator.includes("+")) return name;
   return `${devices} ${accelerator.toUpperCase().replaceAll("-", " ")}${terms.years ? ` for ${terms.years === 1 ? "a year"
     : `${Number((12 * terms.years).toPrecision(3))} months`}` : ""}`;
+}
+
+const OWN_WORDS = /^(rent(ed)?|reserved?|bought|buy|leased?|own(ed)?|use|spot|on demand|paid|loan)\b/i;
+
+/** What to do, in words; a name that says its terms is not told them again. */
+export function actOf(outcome) {
+  const name = called(outcome);
+  return OWN_WORDS.test(name) ? name[0].toUpperCase() + name.slice(1) : `${termsOf(outcome)} ${name}`;
 }
 
 const ages = ({ candidate: { dates } }, today) => dates.map((month) => monthsSince(month, new Date(today)));
@@ -108,8 +116,8 @@ export function decisionParts(data, goal, ranks, today) {
     : outcome.candidate.terms.bought ? "a device" : "a device and hour"}` : outcome.candidate.how;
   return [
     eligible(outcome)
-      ? ["Do this", `${termsOf(outcome)} ${name}`, `${howSure(goal, ranks, by)}${own}`]
-      : ["Closest; none reaches the goal", `${termsOf(outcome)} ${name}`, missed.join("; ")],
+      ? ["Do this", actOf(outcome), `${howSure(goal, ranks, by)}${own}`]
+      : ["Closest; none reaches the goal", actOf(outcome), missed.join("; ")],
     ["You sign for", ...cheque(outcome)],
     ["Result", ...when(outcome, data.made)],
     ["Price age", ageWords, asked, old > OLD_MONTHS || ageWords === "no date" ? "warn" : ""],
@@ -142,7 +150,7 @@ export function optionsHtml(data, ranks, today) {
       ...Object.entries(outcome.chances).filter(([name]) => !outcome.misses.some((miss) => miss.name === name))
         .map(([name, chance]) => `${name} in ${chanceWords(chance)}`)];
     const source = candidate.how.replace(/^\w/, (letter) => letter.toUpperCase()).split("; ")[0];
-    return `<section class="card option ${rank === ranks[0] ? "best" : ""}"><h2>${safe(kinds.size > 1 ? `${termsOf(outcome)} ${called(outcome)}` : candidate.name)} ${badge}</h2>`
+    return `<section class="card option ${rank === ranks[0] ? "best" : ""}"><h2>${safe(kinds.size > 1 ? actOf(outcome) : candidate.name)} ${badge}</h2>`
       + `<p class="v">${safe(money(usd.value))}</p><div class="gauge" aria-hidden="true"><i style="left:${at(usd.low)}%;width:${at(usd.high - usd.low)}%"></i><b style="left:${at(usd.value)}%"></b></div>`
       + `<p class="n">${safe(said.join(" · "))}</p><p class="n">${safe(source)}</p></section>`;
   }).join("");

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.planner.catalog import Rent
 from meshwright.planner.whatif.candidates import candidates_of
-from meshwright.planner.whatif.conclusions import verdicts
+from meshwright.planner.whatif.conclusions import caveat_texts, verdicts
 from meshwright.planner.whatif.evaluate import candidate_of_size
 from meshwright.planner.whatif.uncertain_value import UncertainValue, exact
 from tests.planner.whatif.test_conclusions import outcome, result
@@ -87,7 +87,9 @@ def test_what_would_be_cheaper_elsewhere_is_the_first_sentence() -> None:
     ]
 
     both = {c.name: c for c in (slow, fast)}
-    first = verdicts(replace(result(asked, each), candidates=both))[0]
+    answer = replace(result(asked, each), candidates=both)
+    first = verdicts(answer)[0]
+    assert caveat_texts(answer)[0] == first  # a page has it above its decision
     assert first.startswith("Who is asked decides: candidates are priced at hyperscalers")
     assert f"elsewhere {B} costs 3.00 USD per device-hour, 5,100 USD in all" in first
 
